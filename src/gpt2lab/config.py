@@ -1,0 +1,314 @@
+"""All settings of a run: type, default, help and resume policy stand at the field.
+
+Nested for code (a function receives only its own part), flat for people: the field name is the flag.
+Resume policy: `free` may change on resume, `fixed` never may, `guarded` only with --allow_change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from gpt2lab.errors import ConfigError
+
+Policy = Literal["free", "guarded", "fixed"]
+ModelName = Literal[
+    "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-nano", "gpt2-micro", "gpt2-mini"
+]
+
+T = TypeVar("T")
+
+LENGTHS = ("max_steps", "max_tokens", "num_epochs")  # the length of a run, in three units
+
+
+def _option(default: T, help: str, policy: Policy) -> T:
+    # Typed as the default's own type, as dataclasses.field is, so that type checkers see plain fields.
+    return field(default=default, metadata={"help": help, "policy": policy})
+
+
+def free(default: T, help: str) -> T:
+    """Declare a setting that a resumed run may change without asking."""
+    return _option(default, help, "free")
+
+
+def guarded(default: T, help: str) -> T:
+    """Declare a setting that changes the mathematics: a resume needs --allow_change NAME."""
+    return _option(default, help, "guarded")
+
+
+def fixed(default: T, help: str) -> T:
+    """Declare a setting that shapes the weights: it can never change on resume."""
+    return _option(default, help, "fixed")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network's shape, in GPT-2's own names."""
+
+    model: ModelName = free(
+        "gpt2", "preset that sets the shape and, for small ones, batch, rate and data"
+    )
+    n_layer: int = fixed(12, "transformer blocks")
+    n_head: int = fixed(12, "attention heads per block")
+    n_embd: int = fixed(768, "width of the residual stream")
+    context_length: int = fixed(1024, "tokens per training window, T")
+    vocab_size: int = fixed(
+        50304, "rows of the embedding; ids from 50257 up are padding, never sampled or scored"
+    )
+    dropout: float = guarded(
+        0.0, "dropout probability in embedding, attention and residual branches"
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens, in which order."""
+
+    data_dir: Path = free(
+        Path("data/fineweb_edu"), "folder of token shards, see scripts/prepare_data.py"
+    )
+    shuffle: Literal["shards", "windows", "none"] = guarded(
+        "shards", "what each epoch after the first permutes (windows: every epoch, single windows)"
+    )
+    seed: int = guarded(1337, "seed of initial weights, data order and dropout")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many tokens an update sees, and how many at once."""
+
+    total_batch_size: int = guarded(524_288, "tokens per optimizer step over all processes")
+    mini_batch_size: int = free(
+        16, "sequences per forward pass of one process (guarded when dropout > 0)"
+    )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    max_lr: float = guarded(6e-4, "peak learning rate")
+    min_lr: float | None = guarded(None, "final learning rate; default max_lr / 10")
+    warmup_steps: int | None = guarded(
+        None, "linear warm-up steps; default the lesser of 715 and a tenth of the run"
+    )
+    lr_schedule: Literal["cosine", "linear", "wsd"] = guarded("cosine", "decay after warm-up")
+    wsd_decay: float = guarded(
+        0.2, "wsd only: last part of the run, as a fraction, spent decaying linearly"
+    )
+    weight_decay: float = guarded(0.1, "AdamW decay of matrices (biases and norms are not decayed)")
+    grad_clip: float = guarded(1.0, "largest L2 norm of the gradient; 0 = no clipping")
+
+
+@dataclass(frozen=True)
+class LengthConfig:
+    """How long: at most one of the three may be typed."""
+
+    max_steps: int | None = guarded(None, "optimizer steps")
+    max_tokens: int | None = guarded(None, "tokens, rounded down to whole steps")
+    num_epochs: float | None = guarded(
+        None, "passes over the training split; default 1 if none of the three is given"
+    )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What is measured on the way. A frequency of 0 means: only after the last step."""
+
+    eval_freq: int = free(250, "steps between validation losses")
+    val_tokens: int = free(
+        10_485_760, "validation tokens, spread evenly over the split (less if it is smaller)"
+    )
+    sample_freq: int = free(250, "steps between text samples")
+    sample_prompt: str = free("Hello, I'm a language model,", "start of every text sample")
+    sample_tokens: int = free(48, "new tokens of a text sample")
+    hellaswag_freq: int = free(250, "steps between HellaSwag evaluations (needs --hellaswag_path)")
+    hellaswag_path: Path | None = free(
+        None, "HellaSwag items, one JSON object a line; without it the evaluation is off"
+    )
+    hellaswag_limit: int = free(0, "score only the first N HellaSwag items; 0 = all")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept, and where."""
+
+    checkpoint_dir: Path = free(Path("checkpoints"), "folder that holds the runs")
+    run_name: str | None = free(
+        None, "folder of this run; default MODEL_YYYYmmdd-HHMMSS, on resume the newest run"
+    )
+    checkpoint_freq: int = free(250, "steps between rolling checkpoints; 0 = only after the last")
+    keep_checkpoints: int = free(10, "rolling checkpoints kept (labelled ones are kept besides)")
+    keep_emergency_checkpoints: int = free(10, "checkpoints kept of interrupted runs")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown. Every step is in metrics.jsonl, whatever the console shows."""
+
+    log_freq: int = free(10, "steps between console lines")
+    use_tensorboard: bool = free(False, "mirror the metrics to TensorBoard files in the run folder")
+
+
+@dataclass(frozen=True)
+class SystemConfig:
+    """Which hardware, and how it is used."""
+
+    device: Literal["auto", "cpu", "cuda"] = free("auto", "auto = cuda if there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = guarded(
+        "auto",
+        "matmul precision, weights stay fp32; auto = bf16 where the hardware has it, else fp32",
+    )
+    compile: Literal["auto", "on", "off"] = free(
+        "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
+    )
+    parallel: Literal["ddp"] = free("ddp", "how processes share the work")
+    deterministic: bool = free(
+        False, "CUDA only: kernels that give the same bits in every run (slower)"
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that makes a run what it is."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    length: LengthConfig = field(default_factory=LengthConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    system: SystemConfig = field(default_factory=SystemConfig)
+
+
+def _leaves() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
+    """Map each flag name to (section name, its field)."""
+    return {
+        leaf.name: (section.name, leaf)
+        for section in fields(Config)
+        for leaf in fields(section.default_factory)  # type: ignore[arg-type]
+    }
+
+
+LEAVES = _leaves()
+
+
+def policy_of(name: str, config: Config) -> Policy:
+    """Return the resume policy of a flag; a re-cut micro-batch redraws dropout masks, hence the one exception."""
+    if name == "mini_batch_size" and config.model.dropout > 0:
+        return "guarded"
+    policy: Policy = LEAVES[name][1].metadata["policy"]
+    return policy
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a flag names a file or folder."""
+    return "Path" in str(LEAVES[name][1].type)
+
+
+def to_flat(config: Config) -> dict[str, Any]:
+    """Return {flag: JSON value} in declaration order."""
+    flat = {}
+    for name, (section, _) in LEAVES.items():
+        value = getattr(getattr(config, section), name)
+        flat[name] = str(value) if isinstance(value, Path) else value
+    return flat
+
+
+def override(config: Config, values: dict[str, Any]) -> Config:
+    """Return `config` with flat values replaced.
+
+    Raises: ConfigError on a name that no setting has.
+    """
+    unknown = sorted(set(values) - set(LEAVES))
+    if unknown:
+        raise ConfigError(
+            f"unknown settings {', '.join(unknown)}: written by another version of gpt2lab?"
+        )
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if is_path(name) and value is not None:
+            value = Path(value)
+        by_section.setdefault(LEAVES[name][0], {})[name] = value
+    changed = {
+        name: dataclasses.replace(getattr(config, name), **part)
+        for name, part in by_section.items()
+    }
+    return dataclasses.replace(config, **changed)
+
+
+def find_problems(config: Config) -> list[str]:
+    """List every setting that cannot work, each with its value and the fix."""
+    flat, problems = to_flat(config), []
+
+    def check(ok: bool, message: str) -> None:
+        if not ok:
+            problems.append(message)
+
+    for name, value in flat.items():
+        check(
+            not isinstance(value, float) or math.isfinite(value),
+            f"{name} {value} is not a finite number",
+        )
+    at_least = {"n_layer": 1, "n_head": 1, "n_embd": 1, "context_length": 1, "vocab_size": 2}
+    at_least |= {
+        "total_batch_size": 1,
+        "mini_batch_size": 1,
+        "keep_checkpoints": 1,
+        "keep_emergency_checkpoints": 1,
+    }
+    at_least |= {
+        "val_tokens": 1,
+        "log_freq": 1,
+        "max_steps": 1,
+        "max_tokens": 1,
+        "warmup_steps": 0,
+        "seed": 0,
+    }
+    at_least |= {
+        "eval_freq": 0,
+        "sample_freq": 0,
+        "hellaswag_freq": 0,
+        "checkpoint_freq": 0,
+        "sample_tokens": 1,
+    }
+    at_least |= {"hellaswag_limit": 0}
+    for name, least in at_least.items():
+        check(
+            flat[name] is None or flat[name] >= least,
+            f"{name} {flat[name]} must be at least {least}",
+        )
+    check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
+    for name in ("max_lr", "num_epochs"):
+        check(flat[name] is None or flat[name] > 0, f"{name} {flat[name]} must be above 0")
+    for name in ("min_lr", "weight_decay", "grad_clip"):
+        check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
+    if flat["min_lr"] is not None:
+        check(
+            flat["min_lr"] <= flat["max_lr"],
+            f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}",
+        )
+    check(0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)")
+    check(0 < flat["wsd_decay"] <= 1, f"wsd_decay {flat['wsd_decay']} must be in (0, 1]")
+    if flat["n_head"] >= 1:
+        check(
+            flat["n_embd"] % flat["n_head"] == 0,
+            f"n_embd {flat['n_embd']} is not a multiple of n_head {flat['n_head']}",
+        )
+    lengths = [name for name in LENGTHS if flat[name] is not None]
+    check(
+        len(lengths) <= 1,
+        f"{' and '.join(lengths)} both set the length of the run; give one of them",
+    )
+    name = flat["run_name"]
+    check(
+        name is None
+        or (name not in ("", ".", "..") and "/" not in name and not name.startswith(".")),
+        f"run_name {name!r} must be a plain folder name; put the folder above it in --checkpoint_dir",
+    )
+    return problems

@@ -1,0 +1,1 @@
+"""Tokens: from documents to shards, from shards to batches."""

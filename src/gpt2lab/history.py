@@ -1,0 +1,47 @@
+"""Reading metrics.jsonl, the one truth about what a run did. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.errors import GPT2LabError
+
+METRICS = "metrics.jsonl"
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the run's events in order; an unterminated last line (a killed writer) is left out.
+
+    Raises: GPT2LabError if a line is not JSON.
+    """
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # the piece after the last newline is empty or torn
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise GPT2LabError(
+            f"{path}: a line is not JSON ({error}); the file was edited or the disk is damaged"
+        ) from error
+
+
+def last_attempt(events: list[dict[str, Any]]) -> int:
+    """Return how many starts the run has had."""
+    return max((event["attempt"] for event in events), default=0)
+
+
+def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
+    """Return {step: event} of one kind along the line of steps that the newest weights went through.
+
+    A resume from step N makes everything after N from earlier starts history that led nowhere.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["event"] == "resume":
+            by_step = {step: kept for step, kept in by_step.items() if step <= event["from_step"]}
+        elif event["event"] == kind:
+            by_step[event["step"]] = event
+    return by_step

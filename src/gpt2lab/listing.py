@@ -1,0 +1,82 @@
+"""`--list_checkpoints`: what a folder of runs holds. No torch, nothing is created or locked."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from gpt2lab import catalog, fmt, paths
+from gpt2lab.errors import CheckpointError
+
+
+def print_checkpoints(checkpoint_dir: Path, *, run_name: str | None, as_json: bool) -> int:
+    """Print every run's checkpoints as tables, or all as one JSON object; return the exit code."""
+    runs = [checkpoint_dir / run_name] if run_name else _runs(checkpoint_dir)
+    listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
+    listed = [entry for entry in listed if entry[1] or entry[2]]
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "checkpoint_dir": str(checkpoint_dir),
+                    "runs": [_as_json(*entry) for entry in listed],
+                }
+            )
+        )
+        return 0
+    if not listed:
+        print(f"no checkpoints in {paths.for_people(runs[0] if run_name else checkpoint_dir)}")
+    for run, infos, damaged in listed:
+        total = fmt.num_bytes(sum(info.num_bytes for info in infos))
+        print(f"{paths.for_people(run)}: {len(infos)} checkpoints, {total}")
+        print(checkpoint_table(infos))
+        for error in damaged:
+            print(f"  damaged, not counted: {error}")
+        print()
+    return 0
+
+
+def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
+    """Write checkpoints as a table, oldest first."""
+    rows = [
+        (
+            f"{info.step:,}",
+            ", ".join(
+                [info.kind, *(label for label in info.labels if not label.startswith(info.kind))]
+            ),
+            "n/a" if info.val_loss is None else f"{info.val_loss:.4f}",
+            f"{info.tokens:,}",
+            fmt.num_bytes(info.num_bytes),
+            fmt.duration(max(0.0, time.time() - info.created)),
+        )
+        for info in infos
+    ]
+    return fmt.table(("step", "kind", "val loss", "tokens", "size", "age"), rows)
+
+
+def _runs(checkpoint_dir: Path) -> list[Path]:
+    if not checkpoint_dir.is_dir():
+        return []
+    return sorted(
+        path for path in checkpoint_dir.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )
+
+
+def _as_json(
+    run: Path, infos: list[catalog.CheckpointInfo], damaged: list[CheckpointError]
+) -> dict[str, object]:
+    rows = [
+        {
+            "path": str(info.path),
+            "step": info.step,
+            "kind": info.kind,
+            "labels": list(info.labels),
+            "val_loss": info.val_loss,
+            "tokens": info.tokens,
+            "bytes": info.num_bytes,
+            "created": info.created,
+        }
+        for info in infos
+    ]
+    return {"run_name": run.name, "checkpoints": rows, "damaged": [str(error) for error in damaged]}

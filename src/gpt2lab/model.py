@@ -1,0 +1,130 @@
+"""GPT-2, the whole model on one scroll.
+
+Radford et al. 2019: pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, head tied to the token
+embedding. Shapes: B batch, T time, C channels (n_embd), H heads, D = C / H head width, V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpt2lab.config import ModelConfig
+from gpt2lab.loss import cross_entropy_sum
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C); position t sees positions up to t."""
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)  # each (B, T, C)
+        q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        k = k.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        v = v.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout
+        )  # (B, H, T, D)
+        y = y.transpose(1, 2).reshape(B, T, C)  # (B, T, C)
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Two linear layers around GPT-2's tanh approximation of GELU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C), each position alone."""
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on a normalised copy and added back to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.mlp = MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C)."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Token ids in, summed loss or logits out."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: tied
+        self.wpe = nn.Embedding(config.context_length, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map ids (B, T) to the last normalised hidden states (B, T, C)."""
+        T = tokens.size(1)
+        positions = torch.arange(T, device=tokens.device)  # (T,)
+        x = self.wte(tokens) + self.wpe(positions)  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return self.ln_f(x)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map ids (B, T) to scores of the next id (B, T, V)."""
+        return self.head(self.hidden(tokens))
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states (..., C) to scores (..., V)."""
+        return F.linear(hidden, self.wte.weight)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets."""
+        return cross_entropy_sum(self.logits(tokens), targets)
+
+
+def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
+    """Build a GPT whose weights depend on the seed alone, not on world, device or library defaults.
+
+    Matrices and token embedding N(0, 0.02), positions N(0, 0.01), projections into the residual stream scaled by
+    1 / sqrt(2 n_layer), biases 0, norms 1. Source: Radford et al. 2019, section 2.3, and OpenAI's released code.
+    """
+    with torch.device("meta"):  # no memory, no random numbers: every value is drawn below
+        model = GPT(config)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1:  # LayerNorm gain
+                parameter.fill_(1.0)
+            else:
+                std = 0.01 if name == "wpe.weight" else 0.02
+                if name.endswith("c_proj.weight"):
+                    std /= math.sqrt(2 * config.n_layer)
+                parameter.normal_(0.0, std, generator=generator)
+    assert not list(model.buffers()), "a buffer would be left uninitialised by to_empty"
+    return model.to(device)

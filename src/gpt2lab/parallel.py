@@ -1,0 +1,81 @@
+"""How one model runs on many processes: transformations of a plain module, in one stated order."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sysconfig
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gpt2lab.errors import ConfigError
+from gpt2lab.runtime import Runtime
+
+CPU_COMPILE_FROM_STEPS = 200  # below, compiling costs more than it saves
+
+
+class Strategy:
+    """Compile, then distribute; and the two moments of a step at which processes meet."""
+
+    def __init__(self, runtime: Runtime, *, compile: bool, dtype: str) -> None:
+        self.world_size = runtime.world_size
+        self.device = runtime.device
+        self._runtime, self._compile, self._dtype = runtime, compile, dtype
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return the module to train; `model` keeps its parameters and their plain names."""
+        if self._compile:
+            model.compile()  # in place: no _orig_mod. in parameter names
+        if self._runtime.is_distributed:
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return model
+
+    def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[None]:
+        """Hold gradients back until the last micro-batch.
+
+        The context must cover the forward too: DDP decides there whether the coming backward will all-reduce.
+        """
+        if enabled or not isinstance(model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return model.no_sync()
+
+    def autocast(self) -> torch.autocast:
+        """Run matmuls in the run's dtype; weights and everything that sums stay fp32."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._dtype == "bf16")
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes."""
+        return self._runtime.sum(value)
+
+
+def resolve_compile(
+    wanted: Literal["auto", "on", "off"], *, device: torch.device, max_steps: int
+) -> tuple[bool, str | None]:
+    """Decide whether to compile, and say why not where that is not obvious.
+
+    Raises: ConfigError if `on` cannot be honoured.
+    """
+    if wanted == "off" or (
+        wanted == "auto" and device.type == "cpu" and max_steps < CPU_COMPILE_FROM_STEPS
+    ):
+        return False, None
+    missing = _missing_for_compile()
+    if missing and wanted == "on":
+        raise ConfigError(f"compile on: {missing}; install it or use --compile off")
+    if missing:
+        return False, f"not compiling: {missing}; training is only slower"
+    return True, None
+
+
+def _missing_for_compile() -> str | None:
+    """Say what torch.compile lacks on this machine, or None."""
+    if not any(shutil.which(name) for name in ("g++", "c++", "clang++", "gcc", "cc")):
+        return "no C++ compiler on the PATH"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "no Python.h (install python3-dev)"
+    return None

@@ -1,0 +1,26 @@
+"""Where things are when the user does not say: beside the clone, whatever the working directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def from_repository(path: Path) -> Path:
+    """Resolve a default path against the repository root."""
+    return path if path.is_absolute() else REPOSITORY / path
+
+
+def from_working_directory(path: Path) -> Path:
+    """Resolve a typed path against the working directory."""
+    return path.expanduser().absolute()
+
+
+def for_people(path: Path) -> str:
+    """Show a path relative to the working directory where that is shorter."""
+    try:
+        relative = str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+    return relative

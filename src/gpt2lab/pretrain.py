@@ -1,0 +1,272 @@
+"""The pretraining recipe: decide, build the parts in order, run, and say how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from typing import Any
+
+import torch
+
+from gpt2lab import catalog, checkpoint, paths, rng, summary
+from gpt2lab.config import policy_of, to_flat
+from gpt2lab.data.loader import Loader
+from gpt2lab.data.order import Order
+from gpt2lab.data.tokenizer import NUM_TOKENS
+from gpt2lab.data.windows import WindowReader
+from gpt2lab.errors import CheckpointError, GPT2LabError
+from gpt2lab.flags import Command
+from gpt2lab.manifest import read_manifest
+from gpt2lab.model import build_model
+from gpt2lab.optim import build_optimizers
+from gpt2lab.parallel import Strategy, resolve_compile
+from gpt2lab.plan import describe
+from gpt2lab.run_folder import RunFolder, provenance
+from gpt2lab.runtime import Runtime, resolve_dtype
+from gpt2lab.saver import Saver
+from gpt2lab.start import Start, decide
+from gpt2lab.state import TrainState
+from gpt2lab.stop import StopFlag
+from gpt2lab.telemetry import Telemetry
+from gpt2lab.trainer import Trainer
+from gpt2lab.validation import Validation
+
+
+def pretrain(command: Command) -> None:
+    """Run the trainer as the command line says; return when the run is complete, or has stopped and saved.
+
+    Raises: GPT2LabError with the exit code of the refusal; the same on every process.
+    """
+    stop = StopFlag()
+    runtime = Runtime()
+    try:
+        start = runtime.decided_by_first(
+            lambda: decide(command, world_size=runtime.world_size, set_aside=True)
+        )
+        if start.is_complete:
+            if runtime.rank == 0:
+                print(
+                    f"{start.run_dir.name}: already complete after {start.plan.max_steps} steps; nothing to do"
+                )
+        else:
+            start, notes = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
+            folder = _open_folder(start, runtime)
+            _run(
+                dataclasses.replace(start, warnings=(*start.warnings, *notes)),
+                runtime,
+                stop,
+                folder,
+            )
+    finally:
+        stop.close()
+    runtime.close()
+
+
+def _fit_to_hardware(start: Start, runtime: Runtime) -> tuple[Start, tuple[str, ...]]:
+    """Choose the device and replace `auto` by what it decides, once, so that a resume keeps it."""
+    system = start.config.system
+    runtime.use(system)
+    dtype = resolve_dtype(system.dtype, runtime.device)
+    compiles, note = resolve_compile(
+        system.compile, device=runtime.device, max_steps=start.plan.max_steps
+    )
+    system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
+    config = dataclasses.replace(start.config, system=system)
+    return dataclasses.replace(start, config=config), (note,) if note else ()
+
+
+def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
+    """Create and lock the run's folder on the first process; from here on things are written."""
+    opened: list[RunFolder] = []
+    runtime.decided_by_first(lambda: opened.append(RunFolder(start.run_dir)))
+    return opened[0] if opened else None
+
+
+def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None) -> None:
+    resumed_step = start.checkpoint.step if start.checkpoint else 0
+    telemetry = Telemetry(
+        start.run_dir if folder else None,
+        attempt=start.attempt,
+        tensorboard_from=resumed_step if start.config.log.use_tensorboard else None,
+        hparams=to_flat(start.config),
+    )
+    step = resumed_step
+    try:
+        trainer = _build(start, runtime, stop, folder, telemetry)
+        outcome = None
+        try:
+            outcome = trainer.fit()
+        finally:
+            step = trainer.state.step
+        if folder:
+            reason = None if outcome == "completed" else "asked to stop"
+            folder.write_status(outcome, step=step, reason=reason, exit_code=0)
+            telemetry.say(summary.describe_run(start.run_dir))
+    except BaseException as error:
+        if folder:
+            code = error.exit_code if isinstance(error, GPT2LabError) else 1
+            telemetry.event(
+                "stop", step, reason=f"{type(error).__name__}: {error}", checkpoint=None
+            )
+            folder.write_status("failed", step=step, reason=str(error), exit_code=code)
+        raise
+    finally:
+        telemetry.close()
+
+
+def _build(
+    start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None, telemetry: Telemetry
+) -> Trainer:
+    """Put the parts of a run together, in order."""
+    config, device = start.config, runtime.device
+    facts = _facts(start, runtime)
+    if folder:
+        superseded = (
+            catalog.supersede(start.run_dir, start.checkpoint.step) if start.checkpoint else []
+        )
+        folder.write_config(config, facts)
+        folder.write_status("running", step=start.checkpoint.step if start.checkpoint else 0)
+        _say_what_begins(start, facts, superseded, telemetry)
+
+    rng.seed_everything(config.data.seed)
+    model = build_model(config.model, seed=config.data.seed, device=device)
+    optimizers = build_optimizers(model, config.optim, device=device)
+    strategy = Strategy(runtime, compile=config.system.compile == "on", dtype=config.system.dtype)
+    state = TrainState()
+    if start.checkpoint is not None:
+        state = runtime.everywhere(lambda: _load(start, model, optimizers, runtime))
+        level = _level(start, facts)
+        telemetry.event(
+            "resume", state.step, from_step=state.step, **_resume_facts(start, runtime), level=level
+        )
+        telemetry.say(f"resumed from step {state.step} ({level})")
+
+    orders = {
+        split: Order(
+            [shard.tokens for shard in start.data.splits[split]],
+            context_length=config.model.context_length,
+            shuffle=config.data.shuffle if split == "train" else "none",
+            seed=config.data.seed,
+        )
+        for split in ("train", "val")
+    }
+    readers = {
+        split: WindowReader(
+            start.data.splits[split],
+            context_length=config.model.context_length,
+            id_limit=min(config.model.vocab_size, NUM_TOKENS),
+        )
+        for split in ("train", "val")
+    }
+    return Trainer(
+        start=start,
+        model=model,
+        wrapped=strategy.prepare(model),
+        optimizers=optimizers,
+        loader=Loader(
+            orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
+        ),
+        validation=Validation(
+            orders["val"],
+            readers["val"],
+            val_tokens=config.eval.val_tokens,
+            batch_size=config.batch.mini_batch_size,
+        ),
+        strategy=strategy,
+        runtime=runtime,
+        telemetry=telemetry,
+        saver=Saver(config.checkpoint, folder, model, optimizers, runtime, telemetry, facts),
+        stop=stop,
+        state=state,
+    )
+
+
+def _load(
+    start: Start, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], runtime: Runtime
+) -> TrainState:
+    assert start.checkpoint is not None
+    chosen = start.checkpoint
+    if read_manifest(chosen.path)["manifest_sha256"] != chosen.manifest["manifest_sha256"]:
+        raise CheckpointError(
+            f"{chosen.path}: differs between machines; the run's folder must be shared by all"
+        )
+    state = checkpoint.load(chosen.path, model=model, optimizers=optimizers, runtime=runtime)
+    guarded = {name: change for name, change in start.changes.items() if _is_guarded(name, start)}
+    if guarded:
+        record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
+        state = dataclasses.replace(state, history=(*state.history, record))
+    if (
+        "data" in start.changes
+    ):  # sample numbers of other data mean other windows: begin at its first
+        state = dataclasses.replace(state, samples=0)
+    return state
+
+
+def _is_guarded(name: str, start: Start) -> bool:
+    return name == "data" or policy_of(name, start.config) == "guarded"
+
+
+def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
+    """Return what every manifest of this start records besides the state: settings, data, and what it ran on."""
+    on_gpu = runtime.device.type == "cuda"
+    environment = {
+        "device": torch.cuda.get_device_name(runtime.device)
+        if on_gpu
+        else platform.processor() or platform.machine(),
+        "world_size": runtime.world_size,
+        "threads": torch.get_num_threads(),
+        "mini_batch_size": start.config.batch.mini_batch_size,
+        "dtype": start.config.system.dtype,
+        "compile": start.config.system.compile,
+        "torch": torch.__version__,
+    }
+    return {
+        "run": start.run_dir.name,
+        "attempt": start.attempt,
+        "config": to_flat(start.config),
+        "data_fingerprint": start.data.fingerprint,
+        "environment": environment,
+        "provenance": provenance() if runtime.rank == 0 else {},
+    }
+
+
+def _level(start: Start, facts: dict[str, Any]) -> str:
+    """Say what this resume promises: the same bits, the same data, or a run that was changed on purpose."""
+    assert start.checkpoint is not None
+    if any(_is_guarded(name, start) for name in start.changes):
+        return "changed"
+    same = facts["environment"] == start.checkpoint.manifest["environment"]
+    return "bit-identical" if same else "same data"
+
+
+def _resume_facts(start: Start, runtime: Runtime) -> dict[str, Any]:
+    return {"world_size": runtime.world_size, "changes": start.changes}
+
+
+def _say_what_begins(
+    start: Start, facts: dict[str, Any], superseded: list[str], telemetry: Telemetry
+) -> None:
+    step = start.checkpoint.step if start.checkpoint else 0
+    environment = facts["environment"]
+    telemetry.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
+    telemetry.say(
+        f"data           {paths.for_people(start.data.folder)}, {start.data.tokens('train'):,} training tokens, "
+        f"fingerprint {start.data.fingerprint[:12]}"
+    )
+    telemetry.say(describe(start.plan, start.config))
+    telemetry.say(
+        "runs on        " + ", ".join(f"{name} {value}" for name, value in environment.items())
+    )
+    for name, (before, now) in start.changes.items():
+        telemetry.say(f"changed        {name}: {before} -> {now}")
+    if superseded:
+        telemetry.say(
+            f"set aside      {', '.join(superseded)} (newer than the checkpoint resumed from)"
+        )
+    for warning in start.warnings:
+        telemetry.warn(warning, step)
+    if start.config.model.vocab_size < NUM_TOKENS:
+        telemetry.warn(
+            f"vocab_size {start.config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no text samples",
+            step,
+        )

@@ -1,0 +1,181 @@
+"""The process among its peers: rank, device, and the few collectives that decisions need.
+
+Every decision is taken once and agreed by all: the first process decides, or every process reports and all see the
+same answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpt2lab.config import SystemConfig
+from gpt2lab.errors import ConfigError, GPT2LabError
+
+T = TypeVar("T")
+Dtype = Literal["auto", "fp32", "bf16"]
+
+
+class Runtime:
+    """Rank, world and device of this process."""
+
+    def __init__(self) -> None:
+        """Join the process group that torchrun describes in the environment; alone, there is none."""
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.is_distributed = "RANK" in os.environ
+        self.device = torch.device("cpu")
+        if self.is_distributed:
+            # Decisions travel on gloo between CPUs, gradients on NCCL between GPUs.
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+
+    def use(self, system: SystemConfig) -> None:
+        """Choose this process's device.
+
+        Raises: ConfigError if it is not there.
+        """
+        if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
+            _keep_freed_memory()
+            return
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "device cuda: torch sees no GPU; check the driver and nvidia-smi, or use --device cpu"
+            )
+        if self.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {self.local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; "
+                f"lower --nproc_per_node"
+            )
+        self.device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(self.device)
+        if system.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    def decided_by_first(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on the first process and return its result, or raise its refusal, on all."""
+        if not self.is_distributed:
+            return decide()
+        answer: list[Any] = [None]
+        if self.rank == 0:
+            answer = [_attempt(decide)]
+        dist.broadcast_object_list(answer, src=0)
+        return _unwrap(answer[0])
+
+    def everywhere(self, act: Callable[[], T]) -> T:
+        """Run `act` on every process; if one refuses, all raise that refusal instead of waiting for it forever."""
+        if not self.is_distributed:
+            return act()
+        mine = _attempt(act)
+        refusals: list[Any] = [None] * self.world_size
+        dist.all_gather_object(refusals, mine[1])
+        for refusal in refusals:
+            if refusal is not None:
+                raise refusal
+        return _unwrap(mine)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every process's value, by rank, on all."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Tell all whether the flag is set on some process. About 0.2 ms between CPUs."""
+        if not self.is_distributed:
+            return flag
+        vote = torch.tensor([int(flag)], dtype=torch.int64)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+        return bool(vote.item())
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `value` over all processes."""
+        if self.is_distributed:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def synchronize(self) -> None:
+        """Wait for the GPU's queue, so that a clock read next means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Leave the process group together.
+
+        Without the barrier the first process's peers can hang in destroy while it still writes; without destroy
+        gloo sometimes aborts at exit, and a finished run reports failure.
+        """
+        if self.is_distributed and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
+    try:
+        return act(), None
+    except GPT2LabError as refusal:
+        return None, refusal
+
+
+def _unwrap(answer: tuple[T | None, GPT2LabError | None]) -> T:
+    result, refusal = answer
+    if refusal is not None:
+        raise refusal
+    return result  # type: ignore[return-value]
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Tell whether bf16 matmuls run in hardware: CUDA from sm80, CPUs with avx512_bf16, amx_bf16 or Arm bf16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
+    """Turn `auto` into bf16 or fp32.
+
+    Raises: ConfigError if bf16 was asked for where it would only be emulated.
+    """
+    if wanted == "fp32":
+        return "fp32"
+    if native_bf16(device):
+        return "bf16"
+    if wanted == "bf16":
+        raise ConfigError(
+            f"dtype bf16: this {device.type} has no native bf16; use --dtype fp32"
+            f" (for a run begun in bf16 also --allow_change dtype)"
+        )
+    return "fp32"
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep freed pages instead of returning them to the kernel after every step.
+
+    A training step frees and asks for the same large blocks each time, and a fresh 4 KiB page costs about a
+    microsecond: without this, page faults take a large part of a CPU step. The cost is resident memory.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # musl: no such knob, only slower
+        return
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TOP_PAD, 64 * 1024 * 1024)

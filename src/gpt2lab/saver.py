@@ -1,0 +1,100 @@
+"""When the loop wants a checkpoint: gather, write, label, retire, report; and what a failed write means."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpt2lab import catalog, checkpoint, fmt, rng
+from gpt2lab.config import CheckpointConfig
+from gpt2lab.errors import SaveError
+from gpt2lab.model import GPT
+from gpt2lab.run_folder import RunFolder
+from gpt2lab.runtime import Runtime
+from gpt2lab.state import TrainState
+from gpt2lab.telemetry import Telemetry
+
+
+@dataclass(frozen=True)
+class Saver:
+    """All that a checkpoint holds besides the state, and where it goes."""
+
+    config: CheckpointConfig
+    folder: RunFolder | None  # on the first process only
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    runtime: Runtime
+    telemetry: Telemetry
+    facts: dict[str, Any]  # for the manifests of this start
+
+    def save(self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool) -> float:
+        """Commit a checkpoint of exactly `state.step` and return the seconds it took.
+
+        A failed write is a warning, and training goes on with the checkpoint before; where the process is about to
+        end (`must_succeed`) it is an error.
+
+        Raises: SaveError on all processes.
+        """
+        began = time.monotonic()
+        rng_states = self.runtime.gather(rng.capture(self.runtime.device))
+        failure = self.runtime.decided_by_first(
+            lambda: self._write(state, kind, labels, rng_states, began)
+        )
+        if failure is not None and must_succeed:
+            raise SaveError(f"{failure}; free space and resume from the checkpoint before")
+        if failure is not None:
+            self.telemetry.warn(
+                f"{failure}; training goes on, the next is due as planned", state.step
+            )
+        return time.monotonic() - began
+
+    def _write(
+        self,
+        state: TrainState,
+        kind: str,
+        labels: list[str],
+        rng_states: list[dict[str, Any]],
+        began: float,
+    ) -> str | None:
+        """Write, label and report on the first process; return what went wrong, or None."""
+        assert self.folder is not None
+        try:
+            path = checkpoint.save(
+                self.folder.path,
+                kind=kind,
+                model=self.model,
+                optimizers=self.optimizers,
+                state=state,
+                rng_states=rng_states,
+                facts=self.facts,
+            )
+            for label in labels:
+                catalog.set_label(self.folder.path, label, state.step)
+        except OSError as error:
+            return f"checkpoint of step {state.step} not saved: {error}"
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        seconds = time.monotonic() - began
+        self.telemetry.event(
+            "checkpoint",
+            state.step,
+            path=str(path),
+            kind=kind,
+            labels=labels,
+            bytes=num_bytes,
+            seconds=seconds,
+        )
+        named = f" ({', '.join(labels)})" if labels else ""
+        self.telemetry.say(
+            f"step {state.step} | saved {kind} checkpoint{named}: {path.name}, "
+            f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
+        )
+        catalog.retain(
+            self.folder.path,
+            keep=self.config.keep_checkpoints,
+            keep_emergency=self.config.keep_emergency_checkpoints,
+        )
+        self.folder.write_status("running", step=state.step)
+        return None

@@ -1,0 +1,233 @@
+"""Decide what a start of the trainer will do: which run, which checkpoint, which settings. No torch.
+
+Decided once, by the first process, and handed to the others: no process acts on its own clock or listing.
+Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import catalog, history, paths
+from gpt2lab.catalog import CheckpointInfo
+from gpt2lab.config import LENGTHS, Config, find_problems, override, policy_of, to_flat
+from gpt2lab.data.order import Order
+from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
+from gpt2lab.flags import Command
+from gpt2lab.plan import Plan, make_plan
+from gpt2lab.schedule import default_warmup
+
+# Where a run lives is a fact of this start, never a setting that was saved.
+_LOCATION = ("checkpoint_dir", "run_name")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What this start is: all that the processes must agree on before they touch a tensor."""
+
+    config: Config
+    run_dir: Path
+    checkpoint: CheckpointInfo | None
+    changes: dict[str, list[Any]]  # setting -> [saved, now], on a resume
+    attempt: int
+    data: TokenData
+    plan: Plan
+    stop_after_steps: int | None
+    warnings: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether the checkpoint already is the end of the run."""
+        return self.checkpoint is not None and self.checkpoint.step >= self.plan.max_steps
+
+
+def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
+    """Combine the command line with what is on disk.
+
+    Raises: ConfigError, DataError or CheckpointError: everything that can be refused is refused here, before
+    anything is written.
+    """
+    config = command.fresh()
+    warnings: list[str] = []
+    run_dir, checkpoint = None, None
+    if command.verbs.resume is not None:
+        run_dir, checkpoint, warnings = _choose(command, config, set_aside=set_aside)
+    saved: Config | None = None
+    if checkpoint is not None and run_dir is not None:
+        saved = override(Config(), checkpoint.manifest["config"])
+        here = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
+        config = override(_keep_resolved(command.over(saved), saved), here)
+    elif run_dir is None:
+        run_dir = _fresh_folder(config)
+        config = override(config, {"run_name": run_dir.name})
+    _raise_problems(find_problems(config))
+    data = open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
+    orders = {split: _order(config, data, split) for split in data.splits}
+    plan = make_plan(
+        config, world_size=world_size, windows_per_epoch=orders["train"].windows_per_epoch
+    )
+    if saved is None:
+        config = _resolve(config, plan.max_steps)
+    changes: dict[str, list[Any]] = {}
+    if saved is not None and checkpoint is not None:
+        changes = _find_changes(saved, config)
+        if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
+            changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
+        _refuse_changes(command, config, changes, run=run_dir.name)
+    start = Start(
+        config=config,
+        run_dir=run_dir,
+        checkpoint=checkpoint,
+        changes=changes,
+        attempt=history.last_attempt(history.read_events(run_dir)) + 1,
+        data=data,
+        plan=plan,
+        stop_after_steps=command.verbs.stop_after_steps,
+        warnings=(*warnings, *data.warnings),
+    )
+    if not start.is_complete:
+        _check_length(start)
+    return start
+
+
+def _order(config: Config, data: TokenData, split: str) -> Order:
+    try:
+        return Order(
+            [shard.tokens for shard in data.splits[split]],
+            context_length=config.model.context_length,
+            shuffle=config.data.shuffle,
+            seed=config.data.seed,
+        )
+    except GPT2LabError as error:
+        raise type(error)(
+            f"{data.folder}, {split} {error}; use longer shards or a smaller --context_length"
+        ) from None
+
+
+def _choose(
+    command: Command, config: Config, *, set_aside: bool
+) -> tuple[Path | None, CheckpointInfo | None, list[str]]:
+    """Return (run folder, checkpoint, warnings) for --resume; (None or folder, None, ...) for a fresh `auto`."""
+    target, folder, name = (
+        command.verbs.resume,
+        config.checkpoint.checkpoint_dir,
+        config.checkpoint.run_name,
+    )
+    assert target is not None
+    if target == "auto" and name is None:
+        raise ConfigError(
+            "--resume auto needs --run_name: without it, which run to continue would be a guess"
+        )
+    if target not in ("latest", "auto", "best") and not target.isdigit():
+        checkpoint = catalog.open_checkpoint(paths.from_working_directory(Path(target)))
+        return checkpoint.path.parent, checkpoint, []
+    run_dir = folder / name if name else catalog.newest_run(folder)
+    if run_dir is None:
+        raise CheckpointError(
+            f"{folder}: no checkpoint of any run to resume; start one without --resume"
+        )
+    if target == "best" or target.isdigit():
+        return run_dir, catalog.find(run_dir, target), []
+    existed = catalog.has_checkpoints(run_dir)
+    info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
+    if info is None and existed:
+        raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
+    if info is None and target == "latest":
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint to resume; start the run without --resume, or use --resume auto"
+        )
+    return run_dir, info, warnings
+
+
+def _fresh_folder(config: Config) -> Path:
+    name = config.checkpoint.run_name or f"{config.model.model}_{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = config.checkpoint.checkpoint_dir / name
+    if catalog.has_checkpoints(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds checkpoints already; continue it with --run_name {name} --resume latest, "
+            f"or start another with --run_name {name}_2"
+        )
+    return run_dir
+
+
+def _keep_resolved(config: Config, saved: Config) -> Config:
+    """Let a typed `auto` mean what the run already decided for itself."""
+    flat = to_flat(saved)
+    return override(
+        config,
+        {name: flat[name] for name in ("dtype", "compile") if to_flat(config)[name] == "auto"},
+    )
+
+
+def _resolve(config: Config, max_steps: int) -> Config:
+    """Replace the defaults that depend on other settings by numbers, so that a resume cannot derive others."""
+    optim = config.optim
+    if optim.min_lr is None:
+        optim = dataclasses.replace(optim, min_lr=optim.max_lr / 10)
+    if optim.warmup_steps is None:
+        optim = dataclasses.replace(optim, warmup_steps=default_warmup(max_steps))
+    length = config.length
+    if (length.max_steps, length.max_tokens, length.num_epochs) == (None, None, None):
+        length = dataclasses.replace(length, num_epochs=1.0)
+    return dataclasses.replace(config, optim=optim, length=length)
+
+
+def _find_changes(saved: Config, now: Config) -> dict[str, list[Any]]:
+    before, after = to_flat(saved), to_flat(now)
+    return {
+        name: [before[name], after[name]]
+        for name in after
+        if name not in _LOCATION and before[name] != after[name]
+    }
+
+
+def _refuse_changes(
+    command: Command, config: Config, changes: dict[str, list[Any]], *, run: str
+) -> None:
+    allowed = {name.strip().lstrip("-") for name in (command.verbs.allow_change or "").split(",")}
+    if allowed & set(LENGTHS):  # one setting in three units
+        allowed |= set(LENGTHS)
+    policies = {name: "guarded" if name == "data" else policy_of(name, config) for name in changes}
+    fixed = [name for name, policy in policies.items() if policy == "fixed"]
+    guarded = [
+        name for name, policy in policies.items() if policy == "guarded" and name not in allowed
+    ]
+
+    def show(names: list[str]) -> str:
+        return ", ".join(f"{name} {changes[name][0]} -> {changes[name][1]}" for name in names)
+
+    if fixed:
+        raise ConfigError(
+            f"run {run} cannot continue with another architecture: {show(fixed)}; start a new run"
+        )
+    if guarded:
+        named = [name for name in guarded if name in command.typed or name == "data"] or guarded
+        raise ConfigError(
+            f"run {run} would change its mathematics: {show(guarded)}; "
+            f"leave it as it was, or add --allow_change {','.join(named)} to record the change"
+        )
+
+
+def _check_length(start: Start) -> None:
+    warmup = start.config.optim.warmup_steps
+    if warmup is not None and warmup > start.plan.max_steps:
+        raise ConfigError(
+            f"warmup_steps {warmup} is longer than the run of {start.plan.max_steps} steps; lower it"
+        )
+    done = start.checkpoint.step if start.checkpoint else 0
+    stop = start.stop_after_steps
+    if stop is not None and stop <= done:
+        raise ConfigError(
+            f"stop_after_steps {stop}: it counts from the run's beginning, and {done} steps are done; "
+            f"give {done + max(1, stop)} to take {max(1, stop)} more"
+        )
+
+
+def _raise_problems(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("; ".join(problems))

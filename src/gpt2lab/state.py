@@ -1,0 +1,51 @@
+"""Where a run stands: everything besides tensors and settings that a resume needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Counts of what is done; a new one is made at each step."""
+
+    step: int = 0  # completed optimizer steps
+    samples: int = 0  # windows trained on: the next batch starts at this sample number
+    tokens: int = 0  # target tokens trained on
+    train_seconds: float = 0.0  # steps only, no evaluation or saving, over all starts
+    val_loss: float | None = None  # of exactly this step, None if it was not measured here
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
+
+    def advance(self, *, samples: int, tokens: int, seconds: float) -> TrainState:
+        """Return the state one optimizer step on."""
+        return dataclasses.replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            train_seconds=self.train_seconds + seconds,
+            val_loss=None,
+        )
+
+    def with_val_loss(self, val_loss: float) -> TrainState:
+        """Return the state with this step's validation loss, which may be the best so far.
+
+        Untrained weights (step 0) are never the best: there is no checkpoint of them.
+        """
+        state = dataclasses.replace(self, val_loss=val_loss)
+        if self.step > 0 and (self.best_val_loss is None or val_loss < self.best_val_loss):
+            state = dataclasses.replace(state, best_val_loss=val_loss, best_step=self.step)
+        return state
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> TrainState:
+        """Build the state from `to_dict`'s values."""
+        return TrainState(**{**values, "history": tuple(values["history"])})

@@ -1,0 +1,71 @@
+"""What a run came to, read back from its metrics: the report at the end of every start. No torch."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from pathlib import Path
+
+from gpt2lab import catalog, fmt, history, listing, paths
+
+
+def describe_run(run_dir: Path) -> str:
+    """Write a run's report: losses, speed, sample, checkpoints, and the commands to go on."""
+    events = history.read_events(run_dir)
+    steps = history.current(events, "step")
+    evals = history.current(events, "eval")
+    samples = history.current(events, "sample")
+    lines = ["", f"run {run_dir.name}"]
+    if steps:
+        first, last = steps[min(steps)], steps[max(steps)]
+        lines.append(
+            f"  training loss     {_number(first['loss'])} at step {first['step']:,} -> {_number(last['loss'])} "
+            f"at step {last['step']:,} ({last['tokens']:,} tokens)"
+        )
+    if evals:
+        final = evals[max(evals)]
+        best = min(
+            (event for event in evals.values() if event["val_loss"] is not None),
+            key=lambda e: e["val_loss"],
+        )
+        error = "" if final["val_loss_se"] is None else f" +- {final['val_loss_se']:.4f}"
+        lines.append(
+            f"  validation loss   {_number(evals[min(evals)]['val_loss'])} at step {min(evals):,} -> "
+            f"{_number(final['val_loss'])}{error} at step {final['step']:,}; best {_number(best['val_loss'])} "
+            f"at step {best['step']:,}"
+        )
+    if steps:
+        seconds = sum(event["step_seconds"] for event in steps.values())
+        rate = statistics.median(event["tokens_per_second"] for event in steps.values())
+        lines.append(
+            f"  speed             {rate:,.0f} tokens/s (median step), {fmt.duration(seconds)} in steps"
+        )
+    if samples:
+        lines.append(f"  sample            {samples[max(samples)]['text']!r}")
+    infos, _ = catalog.list_checkpoints(run_dir)
+    if infos:
+        lines.append("  checkpoints")
+        lines += ["    " + line for line in listing.checkpoint_table(infos).splitlines()]
+    lines += [
+        f"  go on             {_command(run_dir)} --resume latest",
+        "  go on for longer  the same with --max_steps N --allow_change max_steps",
+    ]
+    if (run_dir / "tensorboard").exists():
+        lines.append(
+            f"  look at it        tensorboard --logdir {shlex.quote(paths.for_people(run_dir.parent))}"
+        )
+    else:
+        lines.append("  look at it        train with --use_tensorboard, then: make tensorboard")
+    return "\n".join(lines)
+
+
+def _command(run_dir: Path) -> str:
+    script = shlex.quote(paths.for_people(paths.REPOSITORY / "src" / "train.py"))
+    command = f"python {script} --run_name {shlex.quote(run_dir.name)}"
+    if run_dir.parent != paths.REPOSITORY / "checkpoints":
+        command += f" --checkpoint_dir {shlex.quote(paths.for_people(run_dir.parent))}"
+    return command
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"

@@ -1,0 +1,142 @@
+"""One event in, every place it belongs to out: metrics.jsonl (the truth), console, log.txt, TensorBoard.
+
+Only the first process has anything to write to; the others hold a Telemetry without a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from gpt2lab.history import METRICS
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+# event -> {field: (TensorBoard tag, factor)}
+_SCALARS: dict[str, dict[str, tuple[str, float]]] = {
+    "step": {
+        "loss": ("Loss/train", 1.0),
+        "lr": ("Learning_Rate/lr", 1.0),
+        "grad_norm": ("Gradient/norm", 1.0),
+        "step_seconds": ("Performance/step_time_ms", 1000.0),
+        "tokens_per_second": ("Performance/tokens_per_sec", 1.0),
+        "epoch": ("Training/epoch", 1.0),
+        "elapsed_seconds": ("training/elapsed_hours", 1 / 3600),
+        "remaining_seconds": ("training/remaining_hours", 1 / 3600),
+    },
+    "eval": {"val_loss": ("Loss/validation", 1.0)},
+    "hellaswag": {"acc_norm": ("Evaluation/hellaswag_accuracy", 1.0)},
+}
+
+
+class Telemetry:
+    """Where a run's events go."""
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        *,
+        attempt: int,
+        tensorboard_from: int | None = None,
+        hparams: dict[str, Any] | None = None,
+    ) -> None:
+        """Open the sinks of `run_dir` (None: no sinks); TensorBoard events after `tensorboard_from` are replaced."""
+        self._attempt = attempt
+        self._metrics: IO[bytes] | None = None
+        self._log: IO[str] | None = None
+        self._tensorboard: SummaryWriter | None = None
+        if run_dir is None:
+            return
+        _cut_torn_line(run_dir / METRICS)
+        self._metrics = open(run_dir / METRICS, "ab")  # noqa: SIM115 - closed in close()
+        self._log = open(run_dir / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+        if tensorboard_from is not None:
+            self._tensorboard = _open_tensorboard(
+                run_dir, after_step=tensorboard_from, hparams=hparams or {}
+            )
+
+    def event(self, event: str, step: int, /, **fields: Any) -> None:
+        """Append one event to metrics.jsonl and mirror its numbers to TensorBoard."""
+        if self._metrics is None:
+            return
+        values = {name: _finite(value) for name, value in fields.items()}
+        line = {
+            "event": event,
+            "time": time.time(),
+            "attempt": self._attempt,
+            "step": step,
+            **values,
+        }
+        self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._metrics.flush()
+        if (
+            event == "checkpoint"
+        ):  # what a checkpoint rests on must not be lost in a power cut that it survives
+            os.fsync(self._metrics.fileno())
+        if self._tensorboard is not None:
+            self._mirror(self._tensorboard, event, step, values)
+
+    def say(self, text: str) -> None:
+        """Show text on the console and keep it in log.txt."""
+        if self._log is None:
+            return
+        print(text, flush=True)
+        self._log.write(text + "\n")
+        self._log.flush()
+
+    def warn(self, text: str, step: int) -> None:
+        """Show a warning and record it as an event."""
+        self.say(f"warning: {text}")
+        self.event("warning", step, message=text)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        for sink in (self._metrics, self._log, self._tensorboard):
+            if sink is not None:
+                sink.close()
+        self._metrics = self._log = self._tensorboard = None
+
+    @staticmethod
+    def _mirror(writer: SummaryWriter, event: str, step: int, values: dict[str, Any]) -> None:
+        for name, (tag, factor) in _SCALARS.get(event, {}).items():
+            if values.get(name) is not None:
+                writer.add_scalar(tag, values[name] * factor, step)
+        if event == "sample" and values.get("text") is not None:
+            writer.add_text("Generated_Samples/text", values["text"], step)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove an unterminated last line, left by a writer that was killed."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def _open_tensorboard(
+    run_dir: Path, *, after_step: int, hparams: dict[str, Any]
+) -> SummaryWriter | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        print(
+            f"warning: no TensorBoard files: {error}; pip install -r requirements.txt",
+            file=sys.stderr,
+        )
+        return None
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1)
+    if after_step == 0:
+        rows = "\n".join(f"| {name} | {value} |" for name, value in hparams.items())
+        writer.add_text("hparams", f"| setting | value |\n|---|---|\n{rows}", 0)
+    return writer

@@ -1,0 +1,68 @@
+"""One optimizer step on one global batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.errors import NonFiniteError
+from gpt2lab.optim import set_learning_rate
+from gpt2lab.parallel import Strategy
+from gpt2lab.rng import fold_seed
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step tells about itself."""
+
+    loss: float  # nats/token, mean over the global batch, of the weights before the update
+    grad_norm: float  # L2, before clipping
+
+
+def train_step(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    batch: GlobalBatch,
+    lr: float,
+    *,
+    strategy: Strategy,
+    grad_clip: float,
+    seed: int,
+) -> StepStats:
+    """Take one optimizer step and return the loss and gradient norm before it.
+
+    The loss is a sum over target tokens, divided once by the number of targets in the *global* batch. It therefore
+    depends neither on how many processes share the batch nor on how it is cut into micro-batches, up to the order of
+    floating-point sums. `seed` is the step's own: dropout belongs to the micro-batch, not to the process.
+
+    Raises: NonFiniteError before the weights are touched.
+    """
+    set_learning_rate(optimizers, lr)
+    scale = (
+        strategy.world_size / batch.num_targets
+    )  # DDP averages gradients over processes; we want their sum
+    loss_sum = torch.zeros((), device=strategy.device)  # () nats
+
+    for micro in batch.micro_batches:  # this process's share, in global order
+        torch.manual_seed(fold_seed(seed, micro.index))
+        with strategy.grad_sync(model, enabled=micro.is_last):
+            with strategy.autocast():
+                loss = model(micro.tokens, micro.targets)  # () nats, summed over (B, T)
+            (loss * scale).backward()
+        loss_sum += loss.detach()
+
+    max_norm = grad_clip if grad_clip > 0 else math.inf
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # () L2 before clipping
+    stats = StepStats(
+        loss=(strategy.sum(loss_sum) / batch.num_targets).item(), grad_norm=norm.item()
+    )  # sync
+    if not (math.isfinite(stats.loss) and math.isfinite(stats.grad_norm)):
+        raise NonFiniteError(f"loss {stats.loss}, gradient norm {stats.grad_norm}")
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return stats

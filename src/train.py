@@ -1,0 +1,38 @@
+"""The trainer's door: parse, dispatch, exit code. What it does lives in gpt2lab/.
+
+python src/train.py --model gpt2-micro
+torchrun --nproc_per_node=4 src/train.py --resume latest
+python src/train.py --list_checkpoints
+"""
+
+import sys
+
+from gpt2lab.door import run
+
+
+def main(argv: list[str]) -> int:
+    """Do what the command line says and return the exit code."""
+    from gpt2lab.flags import parse
+
+    command = parse(argv)
+    if command.verbs.list_checkpoints:
+        from gpt2lab.listing import print_checkpoints
+
+        checkpoint = command.fresh().checkpoint
+        return print_checkpoints(
+            checkpoint.checkpoint_dir, run_name=checkpoint.run_name, as_json=command.verbs.json
+        )
+    if command.verbs.dry_run:
+        from gpt2lab.dry_run import print_plan
+
+        return print_plan(command)
+    from gpt2lab.pretrain import (
+        pretrain,  # imports torch: seconds that the actions above do not owe
+    )
+
+    pretrain(command)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
