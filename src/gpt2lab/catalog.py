@@ -115,21 +115,22 @@ def newest_run(checkpoint_dir: Path) -> Path | None:
 def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | None, list[str]]:
     """Return the newest checkpoint whose every byte verifies, and one line for each damaged one passed over.
 
-    With `set_aside`, a damaged folder is renamed to `corrupt-step_...` (never deleted).
+    With `set_aside`, damaged folders newer than a valid one are renamed to `corrupt-step_...` (never deleted).
+    Where none is valid all stay as they are: a later start must not find an empty run and begin afresh.
     """
-    labels = read_labels(run_dir)
-    warnings: list[str] = []
+    damaged: dict[Path, str] = {}
     for folder in reversed(_step_folders(run_dir)):
         try:
-            return _describe(folder, manifests.verify(folder), labels), warnings
+            valid = open_checkpoint(folder)
         except CheckpointError as error:
-            line = f"damaged checkpoint passed over: {error}"
-            if set_aside:
-                aside = folder.with_name(f"corrupt-{folder.name}-{uuid.uuid4().hex[:4]}")
-                os.rename(folder, aside)
-                line += f"; kept as {aside.name}"
-            warnings.append(line)
-    return None, warnings
+            damaged[folder] = f"damaged checkpoint passed over: {error}"
+            continue
+        for bad in damaged if set_aside else ():
+            aside = bad.with_name(f"corrupt-{bad.name}-{uuid.uuid4().hex[:4]}")
+            os.rename(bad, aside)
+            damaged[bad] += f"; kept as {aside.name}"
+        return valid, list(damaged.values())
+    return None, list(damaged.values())
 
 
 def find(run_dir: Path, target: str) -> CheckpointInfo:

@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -47,6 +47,12 @@ class Strategy:
     def autocast(self) -> torch.autocast:
         """Run matmuls in the run's dtype; weights and everything that sums stay fp32."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._dtype == "bf16")
+
+    def eager(self) -> AbstractContextManager[Any]:
+        """Run uncompiled: another batch shape or mode must not make the training step compile again."""
+        if not self._compile:
+            return contextlib.nullcontext()  # and not the second that importing the compiler takes
+        return torch.compiler.set_stance("force_eager")
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes."""

@@ -47,12 +47,7 @@ def sample_text(model: GPT, prompt: str, *, max_new_tokens: int, seed: int) -> s
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()
-    with torch.compiler.set_stance("force_eager"):
-        ids = generate(
-            model,
-            encoding.encode_ordinary(prompt),
-            max_new_tokens=max_new_tokens,
-            generator=generator,
-        )
+    prompt_ids = encoding.encode_ordinary(prompt)
+    ids = generate(model, prompt_ids, max_new_tokens=max_new_tokens, generator=generator)
     model.train(was_training)
     return encoding.decode(ids)

@@ -223,7 +223,7 @@ class Trainer:
         if self.runtime.rank != 0 or self.config.model.vocab_size < NUM_TOKENS:
             return
         began = time.monotonic()
-        with self.strategy.autocast():
+        with self.strategy.eager(), self.strategy.autocast():
             text = sample_text(
                 self.model,
                 self.config.eval.sample_prompt,

@@ -46,8 +46,7 @@ class Validation:
         sums = np.zeros(len(self.samples))
         mine = np.arange(runtime.rank, len(self.samples), runtime.world_size)
         model.eval()
-        # Uncompiled: another batch shape or mode must not make the training step compile again.
-        with torch.inference_mode(), torch.compiler.set_stance("force_eager"), strategy.autocast():
+        with torch.inference_mode(), strategy.eager(), strategy.autocast():
             for start in range(0, len(mine), self._batch_size):
                 rows = mine[start : start + self._batch_size]
                 windows = self._reader.read(*self._order.locate(self.samples[rows]))

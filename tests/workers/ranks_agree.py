@@ -1,0 +1,38 @@
+"""Train as src/train.py does, and compare all ranks' parameters bit by bit after every step."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+import torch.distributed as dist
+
+import gpt2lab.trainer
+from gpt2lab.flags import parse
+from gpt2lab.pretrain import pretrain
+from gpt2lab.train_step import StepStats, train_step
+
+compared = 0
+
+
+def checked_step(model: Any, *args: Any, **kwargs: Any) -> StepStats:
+    """Take a real step, then gather every rank's hash."""
+    global compared
+    stats = train_step(model, *args, **kwargs)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    hashes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, digest.hexdigest())
+    assert len(set(hashes)) == 1, f"ranks differ after {compared + 1} steps"
+    compared += 1
+    return stats
+
+
+gpt2lab.trainer.train_step = checked_step
+pretrain(parse(sys.argv[1:]))
+print(f"compared {compared} steps")
