@@ -129,7 +129,7 @@ class EvalConfig:
     hellaswag_path: Path | None = free(
         None, "HellaSwag items, one JSON object a line; without it the evaluation is off"
     )
-    hellaswag_limit: int = free(0, "score only the first N HellaSwag items; 0 = all")
+    hellaswag_limit: int = free(0, "score a fixed random subset of N HellaSwag items; 0 = all")
 
 
 @dataclass(frozen=True)

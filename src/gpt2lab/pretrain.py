@@ -16,6 +16,7 @@ from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.flags import Command
+from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.manifest import read_manifest
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
@@ -137,7 +138,12 @@ def _build(
         state = runtime.everywhere(lambda: _load(start, model, optimizers, runtime))
         level = _level(start, facts)
         telemetry.event(
-            "resume", state.step, from_step=state.step, **_resume_facts(start, runtime), level=level
+            "resume",
+            state.step,
+            from_step=state.step,
+            world_size=runtime.world_size,
+            changes=start.changes,
+            level=level,
         )
         telemetry.say(f"resumed from step {state.step} ({level})")
 
@@ -172,6 +178,7 @@ def _build(
             val_tokens=config.eval.val_tokens,
             batch_size=config.batch.mini_batch_size,
         ),
+        hellaswag=HellaSwag.of(start.hellaswag) if start.hellaswag else None,
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,
@@ -239,15 +246,18 @@ def _level(start: Start, facts: dict[str, Any]) -> str:
     return "bit-identical" if same else "same data"
 
 
-def _resume_facts(start: Start, runtime: Runtime) -> dict[str, Any]:
-    return {"world_size": runtime.world_size, "changes": start.changes}
-
-
 def _say_what_begins(
     start: Start, facts: dict[str, Any], superseded: list[str], telemetry: Telemetry
 ) -> None:
     step = start.checkpoint.step if start.checkpoint else 0
-    environment = facts["environment"]
+    environment, plan = facts["environment"], start.plan
+    telemetry.event(
+        "begin",
+        step,
+        max_steps=plan.max_steps,
+        tokens_per_step=plan.batch.tokens,
+        world_size=plan.batch.world_size,
+    )
     telemetry.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
     telemetry.say(
         f"data           {paths.for_people(start.data.folder)}, {start.data.tokens('train'):,} training tokens, "

@@ -15,8 +15,10 @@ from typing import Any
 from gpt2lab import catalog, history, paths
 from gpt2lab.catalog import CheckpointInfo
 from gpt2lab.config import LENGTHS, Config, find_problems, override, policy_of, to_flat
+from gpt2lab.data.hellaswag_items import Item, load_items
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.plan import Plan, make_plan
@@ -37,6 +39,7 @@ class Start:
     attempt: int
     data: TokenData
     plan: Plan
+    hellaswag: list[Item]
     stop_after_steps: int | None
     warnings: tuple[str, ...]
 
@@ -66,6 +69,8 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         run_dir = _fresh_folder(config)
         config = override(config, {"run_name": run_dir.name})
     _raise_problems(find_problems(config))
+    config, note = _fit_mini_batch(command, config, world_size)
+    warnings = [*warnings, *note]
     data = open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
     orders = {split: _order(config, data, split) for split in data.splits}
     plan = make_plan(
@@ -79,6 +84,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
             changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
         _refuse_changes(command, config, changes, run=run_dir.name)
+    hellaswag, no_hellaswag = _read_hellaswag(config)
     start = Start(
         config=config,
         run_dir=run_dir,
@@ -88,11 +94,43 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         data=data,
         plan=plan,
         stop_after_steps=command.verbs.stop_after_steps,
-        warnings=(*warnings, *data.warnings),
+        hellaswag=hellaswag,
+        warnings=(*warnings, *data.warnings, *no_hellaswag),
     )
     if not start.is_complete:
         _check_length(start)
     return start
+
+
+def _read_hellaswag(config: Config) -> tuple[list[Item], tuple[str, ...]]:
+    """Return the HellaSwag items, or none and the reason why the evaluation is off."""
+    if config.eval.hellaswag_path is None:
+        return [], ()
+    if config.model.vocab_size < NUM_TOKENS:
+        return [], (
+            f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag",
+        )
+    return load_items(config.eval.hellaswag_path, limit=config.eval.hellaswag_limit), ()
+
+
+def _fit_mini_batch(
+    command: Command, config: Config, world_size: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Lower a mini batch that nobody typed, where this many processes cannot share the batch otherwise.
+
+    Tokens per step and the curve stay as they are. With dropout the cut decides the masks, so nothing is touched.
+    """
+    batch, T = config.batch, config.model.context_length
+    typed = {"mini_batch_size", "total_batch_size"} & command.typed
+    share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one process
+    if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
+        return config, ()
+    fitting = max(size for size in range(1, batch.mini_batch_size + 1) if share % size == 0)
+    note = (
+        f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
+        f"{world_size} processes share {share * world_size} sequences a step"
+    )
+    return override(config, {"mini_batch_size": fitting}), (note,)
 
 
 def _order(config: Config, data: TokenData, split: str) -> Order:

@@ -17,6 +17,7 @@ from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.faults import faultpoint
 from gpt2lab.hardware import peak_flops
+from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
 from gpt2lab.progress import Progress, is_due
@@ -44,6 +45,7 @@ class Trainer:
     optimizers: list[torch.optim.Optimizer]
     loader: Loader
     validation: Validation
+    hellaswag: HellaSwag | None  # without items the evaluation is off
     strategy: Strategy
     runtime: Runtime
     telemetry: Telemetry
@@ -64,6 +66,7 @@ class Trainer:
                 "eval": config.eval.eval_freq,
                 "sample": config.eval.sample_freq,
                 "checkpoint": config.checkpoint.checkpoint_freq,
+                **({"hellaswag": config.eval.hellaswag_freq} if self.hellaswag else {}),
             },
         )
         device = self.runtime.device
@@ -193,6 +196,8 @@ class Trainer:
         """Evaluate and sample, each if due."""
         if self.is_due(self.config.eval.eval_freq):
             self.evaluate()
+        if self.hellaswag is not None and self.is_due(self.config.eval.hellaswag_freq):
+            self.evaluate_hellaswag(self.hellaswag)
         if self.is_due(self.config.eval.sample_freq):
             self.sample()
 
@@ -216,6 +221,18 @@ class Trainer:
         self.telemetry.say(
             f"step {self.state.step}/{self.last_step} | val loss {result.val_loss:.4f} +- {error} "
             f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
+        )
+
+    def evaluate_hellaswag(self, hellaswag: HellaSwag) -> None:
+        """Measure HellaSwag accuracy of the weights as they are after this step."""
+        began = time.monotonic()
+        result = hellaswag.measure(self.model, strategy=self.strategy, runtime=self.runtime)
+        seconds = time.monotonic() - began
+        self.progress.record_event("hellaswag", seconds)
+        self.telemetry.event("hellaswag", self.state.step, **result, seconds=seconds)
+        self.telemetry.say(
+            f"step {self.state.step}/{self.last_step} | HellaSwag acc {result['acc']:.4f}, "
+            f"acc_norm {result['acc_norm']:.4f} on {result['n']} items | {fmt.duration(seconds)}"
         )
 
     def sample(self) -> None:

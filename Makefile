@@ -1,0 +1,82 @@
+# Every target is a thin line over a command that works without make. KEY=VALUE on the make line reaches the program:
+#   make train GPUS=4 MODEL=gpt2 ARGS="--mini_batch_size 8"
+
+PYTHON ?= python3
+VENV   ?= .venv
+GPUS   ?= $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+MODEL  ?=
+RUN    ?=
+SOURCE ?= fineweb-edu
+PORT   ?= 6006
+ARGS   ?=
+
+KNOWN   := PYTHON VENV GPUS MODEL RUN SOURCE PORT ARGS
+UNKNOWN := $(filter-out $(KNOWN),$(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v))))
+ifneq ($(UNKNOWN),)
+$(error unknown variable $(UNKNOWN); known: $(KNOWN))
+endif
+
+PY    := $(VENV)/bin/python
+MANY  := $(filter-out 0 1,$(GPUS))
+START := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY)) src/train.py
+FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart data train resume list dry-run estimate tensorboard test test-slow lint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo 'variables: GPUS=N  MODEL=gpt2  RUN=name  SOURCE=python-stdlib  PORT=6006  ARGS="--any --flags"'
+
+$(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: $(PYTHON) is older than 3.10; make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+install: $(VENV)/.installed  ## create .venv with what training needs
+
+quickstart: install  ## from nothing to a trained small model and its report, in minutes
+	$(PY) scripts/prepare_data.py python-stdlib
+	$(START) --model gpt2-micro --max_steps 240 --use_tensorboard $(ARGS)
+
+data: install  ## prepare token shards: SOURCE=fineweb-edu | python-stdlib | file | folder | hf:NAME
+	$(PY) scripts/prepare_data.py $(SOURCE) $(ARGS)
+
+train: install  ## start a run on all GPUs (or GPUS=N), or on the CPU
+	$(START) $(FLAGS)
+
+resume: install  ## continue the newest run (or RUN=name)
+	$(START) --resume latest $(FLAGS)
+
+list: install  ## list the checkpoints of all runs
+	@$(PY) src/train.py --list_checkpoints $(FLAGS)
+
+dry-run: install  ## print what a run would do and need
+	@$(PY) src/train.py --dry_run $(FLAGS)
+
+estimate: install  ## how long the newest run still takes
+	@$(PY) scripts/estimate_time.py $(FLAGS)
+
+tensorboard: install  ## look at the runs in a browser: PORT=6006, this machine only
+	$(VENV)/bin/tensorboard --logdir checkpoints --host localhost --port $(PORT)
+
+test: $(VENV)/.installed-dev  ## run the tests that take minutes
+	$(PY) -m pytest $(ARGS)
+
+test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
+	$(PY) -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## check layout, style and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean:  ## remove caches and .venv; never data or checkpoints
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
