@@ -43,7 +43,7 @@ install: $(VENV)/.installed  ## create .venv with what training needs
 
 quickstart: install  ## from nothing to a trained small model and its report, in minutes
 	$(PY) scripts/prepare_data.py python-stdlib
-	$(START) --model gpt2-micro --max_steps 240 --use_tensorboard $(ARGS)
+	$(START) --model gpt2-micro --max_steps 200 --use_tensorboard $(ARGS)
 
 data: install  ## prepare token shards: SOURCE=fineweb-edu | python-stdlib | file | folder | hf:NAME
 	$(PY) scripts/prepare_data.py $(SOURCE) $(ARGS)

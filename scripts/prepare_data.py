@@ -26,7 +26,7 @@ class PrepareData:
     out: Path | None = option(None, "folder to create; default data/NAME in the repository")
     shard_tokens: int = option(100_000_000, "tokens per shard file")
     val_tokens: int | None = option(
-        None, "tokens of the validation split; default 5 %% of the text, at most 100M"
+        None, "tokens of the validation split; default 5 % of the text, at most 100M"
     )
     max_tokens: int | None = option(None, "stop after this many tokens")
     text_column: str = option("text", "column of .jsonl, .parquet and Hugging Face data")

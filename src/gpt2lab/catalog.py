@@ -84,9 +84,9 @@ def read_labels(run_dir: Path) -> dict[str, str]:
     if not folder.is_dir():
         return {}
     return {
-        path.name: path.read_text().strip()
+        path.name: path.read_text(errors="replace").strip()
         for path in folder.iterdir()
-        if not path.name.startswith(".")
+        if path.is_file() and not path.name.startswith(".")
     }
 
 

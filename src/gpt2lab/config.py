@@ -285,7 +285,7 @@ def find_problems(config: Config) -> list[str]:
         )
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
     for name in ("max_lr", "num_epochs"):
-        check(flat[name] is None or flat[name] > 0, f"{name} {flat[name]} must be above 0")
+        check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
     for name in ("min_lr", "weight_decay", "grad_clip"):
         check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
     if flat["min_lr"] is not None:

@@ -26,8 +26,8 @@ def run(main: Callable[[list[str]], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print("error: interrupted; nothing half-written was kept", file=sys.stderr)
+        return 1
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

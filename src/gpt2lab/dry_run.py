@@ -35,6 +35,7 @@ def print_plan(command: Command) -> int:
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
             "changes": start.changes,
+            "warnings": start.warnings,
             "config": to_flat(start.config),
         }
         print(json.dumps(facts))

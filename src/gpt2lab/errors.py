@@ -31,9 +31,3 @@ class NonFiniteError(GPT2LabError):
     """Loss or gradient is NaN or infinite; the weights were not updated with it."""
 
     exit_code = 76
-
-
-class Interrupted(GPT2LabError):
-    """Ctrl+C or SIGTERM before training had begun, so there was nothing to save."""
-
-    exit_code = 0

@@ -108,7 +108,22 @@ def parse(argv: list[str]) -> Command:
         raise ConfigError(
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
+    _refuse_idle_verbs(flags.verbs)
     return Command(argv=tuple(argv), verbs=flags.verbs, typed=frozenset(typed))
+
+
+def _refuse_idle_verbs(verbs: Verbs) -> None:
+    """Refuse a verb that would be ignored: whoever typed it expected something."""
+    if verbs.json and not (verbs.list_checkpoints or verbs.dry_run):
+        raise ConfigError("--json goes with --list_checkpoints or --dry_run")
+    if verbs.allow_change is None:
+        return
+    if verbs.resume is None:
+        raise ConfigError("--allow_change goes with --resume: a fresh run has nothing to change")
+    names = [name.strip().lstrip("-") for name in verbs.allow_change.split(",")]
+    unknown = [name for name in names if name not in LEAVES and name != "data"]
+    if unknown:
+        raise ConfigError(f"--allow_change {unknown[0]}: no such setting; see --help, or `data`")
 
 
 def _parse(argv: tuple[str, ...], base: Config) -> _Flags:

@@ -9,6 +9,7 @@ from typing import Any
 from gpt2lab.errors import GPT2LabError
 
 METRICS = "metrics.jsonl"
+_KEYS = {"event", "time", "attempt", "step"}
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -20,12 +21,18 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # the piece after the last newline is empty or torn
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise GPT2LabError(
-            f"{path}: a line is not JSON ({error}); the file was edited or the disk is damaged"
-        ) from error
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise GPT2LabError(
+                f"{path} line {number}: not JSON ({error}); edited, or the disk is damaged"
+            ) from error
+        if not isinstance(event, dict) or not set(event) >= _KEYS:
+            raise GPT2LabError(f"{path} line {number}: not an event of gpt2lab")
+        events.append(event)
+    return events
 
 
 def last_attempt(events: list[dict[str, Any]]) -> int:

@@ -7,6 +7,7 @@ Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     anything is written.
     """
     config = command.fresh()
+    _raise_problems(find_problems(config))
     warnings: list[str] = []
     run_dir, checkpoint = None, None
     if command.verbs.resume is not None:
@@ -161,7 +163,8 @@ def _choose(
         raise ConfigError(
             "--resume auto needs --run_name: without it, which run to continue would be a guess"
         )
-    if target not in ("latest", "auto", "best") and not target.isdigit():
+    is_step = re.fullmatch(r"[0-9]+", target) is not None
+    if target not in ("latest", "auto", "best") and not is_step:
         checkpoint = catalog.open_checkpoint(paths.from_working_directory(Path(target)))
         return checkpoint.path.parent, checkpoint, []
     run_dir = folder / name if name else catalog.newest_run(folder)
@@ -169,7 +172,7 @@ def _choose(
         raise CheckpointError(
             f"{folder}: no checkpoint of any run to resume; start one without --resume"
         )
-    if target == "best" or target.isdigit():
+    if target == "best" or is_step:
         return run_dir, catalog.find(run_dir, target), []
     existed = catalog.has_checkpoints(run_dir)
     info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)

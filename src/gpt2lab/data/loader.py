@@ -80,20 +80,26 @@ class Loader:
             stopped.set()
 
     def _produce(
-        self, sample: int, ready: queue.Queue[GlobalBatch | BaseException], stopped: threading.Event
+        self,
+        sample: int,
+        ready: queue.Queue[GlobalBatch | BaseException],
+        stopped: threading.Event,
     ) -> None:
-        try:
-            while not stopped.is_set():
+        item: GlobalBatch | BaseException
+        while not stopped.is_set():
+            try:
                 item = self.fetch(sample)
-                sample += self._plan.samples
-                while not stopped.is_set():
-                    try:
-                        ready.put(item, timeout=0.2)
-                        break
-                    except queue.Full:
-                        continue
-        except BaseException as error:  # handed over: the step that needs the batch raises it
-            ready.put(error)
+            except BaseException as error:  # handed over: the step that needs the batch raises it
+                item = error
+            while not stopped.is_set():
+                try:
+                    ready.put(item, timeout=0.2)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(item, BaseException):
+                return
+            sample += self._plan.samples
 
     def fetch(self, first_sample: int) -> GlobalBatch:
         """Read one global batch now."""

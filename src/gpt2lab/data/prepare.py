@@ -26,6 +26,7 @@ VAL_FRACTION = 0.05
 LARGEST_DEFAULT_VAL = 100_000_000
 _BYTES_PER_TOKEN = 4  # of English; only sizes the default validation split
 _BATCH_DOCUMENTS = 256
+SMALLEST_LAST_SHARD = 65_536  # tokens; a smaller remainder joins the shard before
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def prepare(
     """
     request = {
         "origin": source.origin,
+        "content": source.identity(),
         "shard_tokens": shard_tokens,
         "val_tokens": val_tokens,
         "max_tokens": max_tokens,
@@ -80,10 +82,7 @@ def prepare(
     if _is_done(folder, request):
         return None
     began = time.monotonic()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    staging = _stage(folder)
     try:
         writer = _ShardWriter(staging, source.dataset, shard_tokens=shard_tokens)
         documents = _write_splits(source, writer, val_tokens=val_tokens, max_tokens=max_tokens)
@@ -108,6 +107,32 @@ def prepare(
     return Result(folder, documents, tokens, len(writer.files), num_bytes, time.monotonic() - began)
 
 
+def _stage(folder: Path) -> Path:
+    """Create the folder to write to, beside the target; sweep those that killed processes left."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):
+            if not _is_alive(leftover.name.rpartition("-")[2]):
+                shutil.rmtree(leftover, ignore_errors=True)
+        staging = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+        staging.mkdir()
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written ({error.strerror}); choose another --out"
+        ) from error
+    return staging
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def describe(result: Result) -> str:
     """Write the result as a table."""
     total = sum(result.tokens.values())
@@ -123,7 +148,7 @@ def describe(result: Result) -> str:
 
 
 def _is_done(folder: Path, request: dict[str, Any]) -> bool:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if (
         folder.is_dir()
@@ -146,7 +171,7 @@ def _write_splits(
     if val_tokens is None:
         val_tokens = LARGEST_DEFAULT_VAL
         if expected is not None:
-            val_tokens = min(val_tokens, max(1, int(VAL_FRACTION * expected)))
+            val_tokens = min(val_tokens, max(2, int(VAL_FRACTION * expected)))
     val, held = [np.empty(0, np.uint16)], 0  # validation tokens, until there are enough
     written = documents = 0
     with tqdm(total=expected, unit="tok", unit_scale=True, desc=source.name) as bar:
@@ -166,14 +191,13 @@ def _write_splits(
     val_part = np.concatenate(val)
     if not written:  # the corpus ended inside the validation split
         cut = max(2, int(VAL_FRACTION * held))
-        if held - cut < 2:
-            raise DataError(
-                f"{source.origin}: only {held} tokens; too little for a training and a validation split"
-            )
         writer.add("train", val_part[cut:])
         val_part = val_part[:cut]
     writer.add("val", val_part)
-    writer.close()
+    try:
+        writer.close()
+    except DataError as error:
+        raise DataError(f"{source.origin}: {error}") from None
     return documents
 
 
@@ -187,33 +211,44 @@ def _encode(documents: Iterator[str]) -> Iterator[np.ndarray]:
 
 
 class _ShardWriter:
-    """Fills shards of equal size; only the last of a split may be shorter."""
+    """Fills shards of equal size; the last of a split takes a small remainder along.
+
+    A remainder of a few tokens in a shard of its own could hold no window, and training refuses such shards.
+    """
 
     def __init__(self, folder: Path, dataset: str, *, shard_tokens: int) -> None:
         self.files: list[dict[str, Any]] = []
         self._folder, self._dataset, self._shard_tokens = folder, dataset, shard_tokens
+        self._flush_at = shard_tokens + min(shard_tokens, SMALLEST_LAST_SHARD)
         self._pending: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+        self._held = {"train": 0, "val": 0}
 
     def add(self, split: str, tokens: np.ndarray) -> None:
         """Append tokens to a split."""
-        pending = self._pending[split]
-        while len(tokens):
-            room = self._shard_tokens - sum(len(part) for part in pending)
-            pending.append(tokens[:room])
-            tokens = tokens[room:]
-            if sum(len(part) for part in pending) == self._shard_tokens:
-                self._write(split)
+        self._pending[split].append(tokens)
+        self._held[split] += len(tokens)
+        if self._held[split] < self._flush_at:
+            return
+        held = np.concatenate(self._pending[split])
+        while len(held) >= self._flush_at:
+            self._write(split, held[: self._shard_tokens])
+            held = held[self._shard_tokens :]
+        self._pending[split], self._held[split] = [held], len(held)
 
     def close(self) -> None:
-        """Write the last shard of each split and put the manifest's files in order."""
+        """Write the last shard of each split and put the manifest's files in order.
+
+        Raises: DataError if a split has no two tokens, hence nothing to predict.
+        """
         for split, pending in self._pending.items():
-            if pending:
-                self._write(split)
+            if self._held[split] < 2:
+                raise DataError(
+                    f"only {self._held[split]} tokens for the {split} split; too little text, or --val_tokens takes all"
+                )
+            self._write(split, np.concatenate(pending))
         self.files.sort(key=lambda file: (file["split"], file["name"]))
 
-    def _write(self, split: str) -> None:
-        tokens = np.concatenate(self._pending[split])
-        self._pending[split] = []
+    def _write(self, split: str, tokens: np.ndarray) -> None:
         index = sum(file["split"] == split for file in self.files)
         path = self._folder / shard_name(self._dataset, split, index)
         np.save(path, tokens.astype("<u2", copy=False))

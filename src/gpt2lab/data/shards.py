@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 from gpt2lab.data.tokenizer import NUM_TOKENS
@@ -137,7 +138,13 @@ def open_shard(path: Path) -> Shard:
         raise DataError(
             f"{path}: {error.strerror}; prepare the data again or restore the file"
         ) from error
-    except ValueError as error:
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        EOFError,
+        TokenError,
+    ) as error:  # all of numpy's parsing
         raise DataError(f"{path}: not a .npy file ({error})") from error
     if dtype.str != "<u2" or len(shape) != 1:
         raise DataError(

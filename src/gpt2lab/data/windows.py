@@ -33,9 +33,13 @@ class WindowReader:
         windows = np.empty((len(shards), self._width), dtype=np.uint16)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             start = self._shards[shard].offset + 2 * offset
-            windows[row] = np.frombuffer(
-                self._map(shard), dtype="<u2", count=self._width, offset=start
-            )
+            try:
+                source = self._map(shard)
+                windows[row] = np.frombuffer(source, "<u2", count=self._width, offset=start)
+            except (OSError, ValueError) as error:
+                raise DataError(
+                    f"{self._shards[shard].path}: changed while training ({error}); restore the file and resume"
+                ) from error
         if windows.max(initial=0) >= self._id_limit:
             row = int((windows >= self._id_limit).any(axis=1).argmax())
             path = self._shards[int(shards[row])].path
