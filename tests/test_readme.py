@@ -1,0 +1,133 @@
+"""Every command of the README is run, in order, in a copy of the project; large ones with flags that shrink them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import make_tokens
+from launch import REPOSITORY, environment
+
+SHRINK = (
+    "--n_layer=1 --n_head=1 --n_embd=16 --context_length=32 --total_batch_size=256 --mini_batch_size=2 "
+    "--max_steps=2 --val_tokens=256 --sample_tokens=4 --device=cpu --log_freq=1"
+)
+# Command -> flags that make it small; None: another test or CI runs it, or it needs the network.
+COMMANDS: dict[str, str | None] = {
+    "make quickstart": None,  # .ci/run
+    "make test": None,  # .ci/run
+    "make tensorboard": None,  # test_make_targets_name_real_programs
+    "source .venv/bin/activate": None,
+    "python scripts/prepare_data.py fineweb-edu": None,  # network
+    "python scripts/prepare_data.py hf:roneneldan/TinyStories": None,  # network
+    "torchrun --nproc_per_node=4 src/train.py --model gpt2 --run_name gpt2-124m --use_tensorboard": (
+        f"{SHRINK} --stop_after_steps=1"
+    ),
+    "torchrun --nproc_per_node=4 src/train.py --resume latest": "",
+    "python src/train.py --model gpt2 --dry_run": "",
+    "python src/train.py --list_checkpoints": "",
+    "python scripts/estimate_time.py": "",
+    "python scripts/prepare_data.py my_texts/": "",
+    "python src/train.py --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
+    "python src/train.py --help": "",
+    "make help": "",
+}
+
+
+def readme_commands() -> list[str]:
+    """Return every command of the README's bash blocks and of its sentences, in order."""
+    text = (REPOSITORY / "README.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+    found = [line for block in blocks for line in block.splitlines() if line]
+    found += re.findall(
+        r"`((?:python|make|torchrun) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the project with a little data where the README's commands look for it."""
+    folder = tmp_path_factory.mktemp("clone") / "gpt2lab"
+    for name in ("src", "scripts"):
+        shutil.copytree(REPOSITORY / name, folder / name)
+    shutil.copy(REPOSITORY / "Makefile", folder)
+    (folder / "checkpoints").mkdir()
+    data = folder / "data" / "fineweb_edu"
+    data.mkdir(parents=True)
+    import numpy as np
+
+    np.save(data / "edufineweb_val_000000.npy", make_tokens(4_000, seed=1))
+    np.save(data / "edufineweb_train_000001.npy", make_tokens(600_000, seed=2))
+    (folder / "my_texts").mkdir()
+    (folder / "my_texts" / "one.txt").write_text(
+        "To be, or not to be, that is the question.\n" * 400
+    )
+    return folder
+
+
+def test_every_command_of_the_readme_is_known_here() -> None:
+    assert set(readme_commands()) == set(COMMANDS)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(clone: Path) -> None:
+    """In the README's order: prepare and train come before what they make possible."""
+    tools = Path(sys.executable).parent
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    for command in readme_commands():
+        flags = COMMANDS[command]
+        if flags is None:
+            continue
+        done = subprocess.run(
+            f"{command} {flags}",
+            shell=True,
+            cwd=clone,
+            env=environment(PATH=path),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, f"{command} {flags}\n{done.stderr}"
+    assert (clone / "checkpoints" / "gpt2-124m" / "step_00000002").is_dir()
+    assert (clone / "checkpoints" / "gpt2-124m" / "tensorboard").is_dir()
+
+
+def test_make_targets_name_real_programs() -> None:
+    """`make -n` shows what each target runs; KEY=VALUE must arrive in it, and a mistyped key is refused."""
+
+    def make(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["make", "-n", "--no-print-directory", *words]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+
+    for target in (
+        "quickstart",
+        "data",
+        "train",
+        "resume",
+        "list",
+        "dry-run",
+        "estimate",
+        "tensorboard",
+    ):
+        shown = make(target, "VENV=/nowhere", "GPUS=1").stdout
+        for program in re.findall(r"(?:src|scripts)/\w+\.py", shown):
+            assert (REPOSITORY / program).is_file()
+        assert "/nowhere/bin/" in shown.splitlines()[-1]
+    shown = make("train", "GPUS=4", "MODEL=gpt2-mini", "RUN=x", "ARGS=--mini_batch_size 8").stdout
+    assert (
+        "--nproc_per_node=4 src/train.py --model gpt2-mini --run_name x --mini_batch_size 8"
+        in shown
+    )
+    wrong = make("train", "GPU=4")
+    assert wrong.returncode != 0
+    assert "GPU" in wrong.stderr
+    ci = (REPOSITORY / ".ci" / "run").read_text()
+    assert "make quickstart" in ci
+    assert "make test" in ci

@@ -1,0 +1,222 @@
+"""Events in, files out: metrics.jsonl as the truth, its readers, the log, the TensorBoard mirror."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2lab import flags, history
+from gpt2lab.errors import GPT2LabError
+from gpt2lab.pretrain import pretrain
+from gpt2lab.telemetry import Telemetry
+
+# The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
+pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed file .*run\.lock:ResourceWarning")
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    text = (run_dir / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+# -- metrics.jsonl -----------------------------------------------------------------------------------------------
+
+
+def test_every_line_tells_what_when_which_start_and_which_step(tmp_path) -> None:
+    before = time.time()
+    telemetry = Telemetry(tmp_path, attempt=3)
+    telemetry.event("eval", 7, val_loss=1.5, seconds=0.25)
+    telemetry.warn("look out", 8)
+    telemetry.close()
+    first, second = lines_of(tmp_path)
+    assert before <= first.pop("time") <= second.pop("time") <= time.time()
+    assert first == {"event": "eval", "attempt": 3, "step": 7, "val_loss": 1.5, "seconds": 0.25}
+    assert second == {"event": "warning", "attempt": 3, "step": 8, "message": "look out"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_number_that_is_not_finite_becomes_null(tmp_path, bad) -> None:
+    telemetry = Telemetry(tmp_path, attempt=1)
+    telemetry.event("step", 1, loss=bad, lr=0.5, mfu=None)
+    telemetry.close()
+    (line,) = lines_of(tmp_path)
+    assert (line["loss"], line["lr"], line["mfu"]) == (None, 0.5, None)
+
+
+def test_event_is_on_the_disk_before_the_next_begins(tmp_path) -> None:
+    telemetry = Telemetry(tmp_path, attempt=1)
+    for step in (1, 2, 3):
+        telemetry.event("step", step)
+        assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, step + 1))
+    telemetry.close()
+
+
+def whole_line(step: int) -> bytes:
+    line = {"event": "step", "time": 1.0, "attempt": 1, "step": step}
+    return json.dumps(line).encode() + b"\n"
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}"])
+def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn) -> None:
+    whole = b"".join(whole_line(step) for step in (1, 2))
+    (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
+    assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
+    telemetry = Telemetry(tmp_path, attempt=2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+    telemetry.event("step", 3)
+    telemetry.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+
+
+def test_file_of_a_torn_line_alone_becomes_empty(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"event"')
+    Telemetry(tmp_path, attempt=2).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_metrics_and_log_only_ever_grow(tmp_path, capsys) -> None:
+    contents = {"metrics.jsonl": b"", "log.txt": b""}
+    for attempt in (1, 2, 3):
+        telemetry = Telemetry(tmp_path, attempt=attempt)
+        telemetry.event("step", attempt)
+        telemetry.say(f"attempt {attempt}")
+        telemetry.close()
+        for name, before in contents.items():
+            after = (tmp_path / name).read_bytes()
+            assert after.startswith(before)
+            assert len(after) > len(before)
+            contents[name] = after
+    assert capsys.readouterr().out == contents["log.txt"].decode()
+
+
+def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    telemetry = Telemetry(None, attempt=1)
+    telemetry.event("step", 1, loss=1.0)
+    telemetry.say("hello")
+    telemetry.warn("hello", 1)
+    telemetry.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+# -- reading it back ---------------------------------------------------------------------------------------------
+
+
+def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
+    return {"event": kind, "attempt": attempt, "step": step, **fields}
+
+
+def test_current_follows_the_line_that_the_newest_weights_took() -> None:
+    events = [
+        *[event("step", n, 1) for n in range(1, 8)],
+        event("eval", 6, 1),
+        event("resume", 4, 2, from_step=4),
+        event("step", 5, 2),
+        event("resume", 2, 3, from_step=2),
+        event("step", 3, 3),
+        event("step", 4, 3),
+        event("eval", 4, 3),
+    ]
+    steps = history.current(events, "step")
+    assert {n: kept["attempt"] for n, kept in steps.items()} == {1: 1, 2: 1, 3: 3, 4: 3}
+    assert {n: kept["attempt"] for n, kept in history.current(events, "eval").items()} == {4: 3}
+
+
+def test_current_keeps_the_highest_attempt_of_a_step() -> None:
+    events = [event("step", 1, 1), event("resume", 0, 2, from_step=0), event("step", 1, 2)]
+    assert history.current(events, "step")[1]["attempt"] == 2
+    assert history.last_attempt(events) == 2
+    assert history.last_attempt([]) == 0
+
+
+def test_run_without_metrics_has_no_events(tmp_path) -> None:
+    assert history.read_events(tmp_path) == []
+
+
+@pytest.mark.parametrize("damaged", [b'{"event": oops', b"[1, 2]", b'{"event": "step"}', b""])
+def test_damaged_line_inside_the_file_is_reported_with_its_path(tmp_path, damaged) -> None:
+    content = whole_line(1) + damaged + b"\n" + whole_line(2)
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(GPT2LabError, match=r"metrics\.jsonl"):
+        history.read_events(tmp_path)
+
+
+# -- log and TensorBoard of a real run ---------------------------------------------------------------------------
+
+
+def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys) -> None:
+    pretrain(flags.parse([*tiny_flags, "--max_steps=3", "--log_freq=2"]))
+    shown = capsys.readouterr()
+    assert (tmp_path / "runs" / "tiny" / "log.txt").read_text() == shown.out
+    assert "step 2/3 |" in shown.out
+    assert shown.err == ""
+
+
+def open_tensorboard(run_dir: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run_dir / "tensorboard"))
+    accumulator.Reload()
+    return accumulator
+
+
+SCALARS = {
+    "Loss/train": ("step", "loss", 1.0),
+    "Loss/validation": ("eval", "val_loss", 1.0),
+    "Learning_Rate/lr": ("step", "lr", 1.0),
+    "Gradient/norm": ("step", "grad_norm", 1.0),
+    "Performance/step_time_ms": ("step", "step_seconds", 1000.0),
+    "Performance/tokens_per_sec": ("step", "tokens_per_second", 1.0),
+    "Training/epoch": ("step", "epoch", 1.0),
+    "training/elapsed_hours": ("step", "elapsed_seconds", 1 / 3600),
+    "training/remaining_hours": ("step", "remaining_seconds", 1 / 3600),
+}
+
+
+def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path) -> None:
+    more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
+    pretrain(flags.parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
+    run_dir = tmp_path / "runs" / "tiny"
+    written, events = open_tensorboard(run_dir), lines_of(run_dir)
+    for tag, (kind, field, factor) in SCALARS.items():
+        expected = {
+            line["step"]: line[field] * factor
+            for line in events
+            if line["event"] == kind and line[field] is not None
+        }
+        mirrored = {scalar.step: scalar.value for scalar in written.Scalars(tag)}
+        assert expected, tag
+        assert mirrored == pytest.approx(expected, rel=1e-6), tag
+    texts = {
+        text.step: text.tensor_proto.string_val[0].decode()
+        for text in written.Tensors("Generated_Samples/text/text_summary")
+    }
+    assert texts == {line["step"]: line["text"] for line in events if line["event"] == "sample"}
+    assert set(texts) == {2, 4}
+    (settings,) = written.Tensors("hparams/text_summary")
+    assert "| n_embd | 32 |" in settings.tensor_proto.string_val[0].decode()
+
+
+def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path) -> None:
+    common = [*tiny_flags, "--use_tensorboard"]
+    pretrain(flags.parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
+    pretrain(flags.parse([*common, "--resume=2"]))
+    run_dir = tmp_path / "runs" / "tiny"
+    written = open_tensorboard(run_dir)
+    assert [scalar.step for scalar in written.Scalars("Loss/train")] == [1, 2, 3, 4]
+    assert [scalar.step for scalar in written.Scalars("Loss/validation")] == [0, 4]
+    current = history.current(lines_of(run_dir), "step")
+    assert [current[n]["attempt"] for n in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    seconds = {scalar.step: scalar.value for scalar in written.Scalars("Performance/step_time_ms")}
+    assert seconds[3] == pytest.approx(1000 * current[3]["step_seconds"], rel=1e-6)
+
+
+def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path) -> None:
+    pretrain(flags.parse([*tiny_flags, "--max_steps=1"]))
+    assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()
