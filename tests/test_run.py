@@ -27,9 +27,6 @@ from gpt2lab.pretrain import pretrain
 from gpt2lab.sample import generate, sample_text
 from gpt2lab.validation import Validation
 
-# The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
-pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed file .*run\.lock:ResourceWarning")
-
 T, S, STEP_TOKENS = 16, 8, 128
 WINDOWS = [(tokens - 1) // T for tokens in TRAIN_SHARDS]  # 62, 48, 80: an epoch is 23.75 steps
 LAST = 26

@@ -15,7 +15,6 @@ from gpt2lab.pretrain import pretrain
 from gpt2lab.telemetry import Telemetry
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
-pytestmark = pytest.mark.filterwarnings(r"ignore:unclosed file .*run\.lock:ResourceWarning")
 
 
 def lines_of(run_dir: Path) -> list[dict]:

@@ -14,6 +14,7 @@ from gpt2lab import manifest as manifests
 from gpt2lab.errors import CheckpointError
 
 LABELS = "labels"
+SUPERSEDED = "superseded-"
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,8 @@ def supersede(run_dir: Path, step: int) -> list[str]:
     newer = [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
     if not newer:
         return []
-    aside = run_dir / time.strftime("superseded-%Y%m%d-%H%M%S")
-    aside.mkdir(exist_ok=True)
+    aside = run_dir / f"{SUPERSEDED}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    aside.mkdir()
     names = {folder.name for folder in newer}
     for label, target in read_labels(run_dir).items():
         if target in names:

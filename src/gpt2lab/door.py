@@ -21,7 +21,7 @@ def run(main: Callable[[list[str]], int]) -> int:
     except GPT2LabError as refusal:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {refusal}", file=sys.stderr)
-        return refusal.exit_code
+        return _leave(refusal.exit_code)
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -30,7 +30,13 @@ def run(main: Callable[[list[str]], int]) -> int:
         return 1
     except Exception:
         traceback.print_exc()
+        return _leave(1)
+
+
+def _leave(code: int) -> int:
+    """Return the exit code; one of many processes ends at once, with no farewell to peers that may never come."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
         sys.stderr.flush()
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            os._exit(1)  # no farewell collectives: the other processes are not coming
-        return 1
+        os._exit(code)
+    return code

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed negative log-likelihood in nats, a float32 scalar.
 
-    `logits` (B, T, V) in any float type; `targets` (B, T) int64, -1 = not counted. The softmax runs in fp32:
-    CPU autocast would leave it in bf16, whose spacing near a loss of 8 is 1/16 nat.
+    `logits` (B, T, V) in any float type; `targets` (B, T) int64, -1 = not counted. The softmax runs in fp32
+    whatever the logits are: in bf16 the spacing near a loss of 8 would be 1/16 nat.
     """
     return F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum"

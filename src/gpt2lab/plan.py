@@ -168,10 +168,14 @@ def _count_retained(config: Config, max_steps: int, whole_epochs: int) -> int:
 
 def describe(plan: Plan, config: Config) -> str:
     """Write the plan for people."""
+    model = config.model
+    shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+    shape += f"T {model.context_length}, V {model.vocab_size}"
     rows = [
+        ("model", f"{model.model}: {shape}"),
         (
-            "model",
-            f"{config.model.model}, {plan.parameters:,} parameters, {plan.flops_per_token / 1e6:,.1f} MFLOP/token",
+            "size",
+            f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e6:,.1f} MFLOP/token",
         ),
         ("tokens/step", str(plan.batch)),
         ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),

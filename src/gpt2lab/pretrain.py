@@ -17,7 +17,7 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.hellaswag import HellaSwag
-from gpt2lab.manifest import read_manifest
+from gpt2lab.manifest import folder_name, read_manifest
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
@@ -40,40 +40,36 @@ def pretrain(command: Command) -> None:
     """
     stop = StopFlag()
     runtime = Runtime()
+    folder: RunFolder | None = None
     try:
         start = runtime.decided_by_first(
             lambda: decide(command, world_size=runtime.world_size, set_aside=True)
         )
         if start.is_complete:
             if runtime.rank == 0:
-                print(
-                    f"{start.run_dir.name}: already complete after {start.plan.max_steps} steps; nothing to do"
-                )
+                steps = start.plan.max_steps
+                print(f"{start.run_dir.name}: already complete after {steps} steps; nothing to do")
         else:
-            start, notes = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
+            start = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
             folder = _open_folder(start, runtime)
-            _run(
-                dataclasses.replace(start, warnings=(*start.warnings, *notes)),
-                runtime,
-                stop,
-                folder,
-            )
+            _run(start, runtime, stop, folder)
     finally:
         stop.close()
+        if folder:
+            folder.close()
     runtime.close()
 
 
-def _fit_to_hardware(start: Start, runtime: Runtime) -> tuple[Start, tuple[str, ...]]:
+def _fit_to_hardware(start: Start, runtime: Runtime) -> Start:
     """Choose the device and replace `auto` by what it decides, once, so that a resume keeps it."""
-    system = start.config.system
+    system, steps = start.config.system, start.plan.max_steps
     runtime.use(system)
     dtype = resolve_dtype(system.dtype, runtime.device)
-    compiles, note = resolve_compile(
-        system.compile, device=runtime.device, max_steps=start.plan.max_steps
-    )
+    compiles, note = resolve_compile(system.compile, device=runtime.device, max_steps=steps)
     system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
     config = dataclasses.replace(start.config, system=system)
-    return dataclasses.replace(start, config=config), (note,) if note else ()
+    warnings = (*start.warnings, note) if note else start.warnings
+    return dataclasses.replace(start, config=config, warnings=warnings)
 
 
 def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
@@ -91,25 +87,22 @@ def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | Non
         tensorboard_from=resumed_step if start.config.log.use_tensorboard else None,
         hparams=to_flat(start.config),
     )
-    step = resumed_step
+    trainer: Trainer | None = None
     try:
         trainer = _build(start, runtime, stop, folder, telemetry)
-        outcome = None
-        try:
-            outcome = trainer.fit()
-        finally:
-            step = trainer.state.step
+        reason = trainer.fit()
         if folder:
-            reason = None if outcome == "completed" else "asked to stop"
-            folder.write_status(outcome, step=step, reason=reason, exit_code=0)
+            state = "stopped" if reason else "completed"
+            folder.write_status(state, step=trainer.state.step, reason=reason, exit_code=0)
             telemetry.say(summary.describe_run(start.run_dir))
     except BaseException as error:
         if folder:
+            step = trainer.state.step if trainer else resumed_step
             code = error.exit_code if isinstance(error, GPT2LabError) else 1
+            folder.write_status("failed", step=step, reason=str(error), exit_code=code)
             telemetry.event(
                 "stop", step, reason=f"{type(error).__name__}: {error}", checkpoint=None
             )
-            folder.write_status("failed", step=step, reason=str(error), exit_code=code)
         raise
     finally:
         telemetry.close()
@@ -146,6 +139,9 @@ def _build(
             level=level,
         )
         telemetry.say(f"resumed from step {state.step} ({level})")
+        best = state.best_step
+        if folder and best is not None and (start.run_dir / folder_name(best)).is_dir():
+            catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
 
     orders = {
         split: Order(

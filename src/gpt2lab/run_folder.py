@@ -41,6 +41,7 @@ class RunFolder:
         except OSError as error:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
+            self._lock.close()
             raise ConfigError(
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
@@ -48,6 +49,10 @@ class RunFolder:
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
         catalog.sweep(path)
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        self._lock.close()
 
     def write_config(self, config: Config, facts: dict[str, Any]) -> None:
         """Write config.json (the settings of this start) and run.json (what it runs on)."""

@@ -11,6 +11,7 @@ import torch
 from gpt2lab import catalog, checkpoint, fmt, rng
 from gpt2lab.config import CheckpointConfig
 from gpt2lab.errors import SaveError
+from gpt2lab.manifest import folder_name
 from gpt2lab.model import GPT
 from gpt2lab.run_folder import RunFolder
 from gpt2lab.runtime import Runtime
@@ -51,6 +52,16 @@ class Saver:
             )
         return time.monotonic() - began
 
+    def label(self, step: int, labels: list[str]) -> None:
+        """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
+        if self.folder is None:
+            return
+        for label in labels:
+            try:
+                catalog.set_label(self.folder.path, label, step)
+            except OSError as error:
+                self.telemetry.warn(f"label {label} of step {step} not set: {error}", step)
+
     def _write(
         self,
         state: TrainState,
@@ -71,10 +82,11 @@ class Saver:
                 rng_states=rng_states,
                 facts=self.facts,
             )
-            for label in labels:
-                catalog.set_label(self.folder.path, label, state.step)
         except OSError as error:
-            return f"checkpoint of step {state.step} not saved: {error}"
+            path = self.folder.path / folder_name(state.step)
+            if not path.exists():  # else the error came after the commit, which stands
+                return f"checkpoint of step {state.step} not saved: {error}"
+        self.label(state.step, labels)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         seconds = time.monotonic() - began
         self.telemetry.event(

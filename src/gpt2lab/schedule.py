@@ -28,10 +28,10 @@ def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
         return optim.max_lr * step / warmup
     start = warmup
     if optim.lr_schedule == "wsd":
-        start = max(warmup, max_steps - round(optim.wsd_decay * max_steps))
+        start = max(warmup, max_steps - max(1, round(optim.wsd_decay * max_steps)))
     if step <= start or max_steps <= start:
         return optim.max_lr
     progress = min(1.0, (step - start) / (max_steps - start))  # 0 .. 1
     if optim.lr_schedule == "cosine":
         progress = 0.5 * (1.0 - math.cos(math.pi * progress))
-    return optim.max_lr + (min_lr - optim.max_lr) * progress
+    return optim.max_lr * (1.0 - progress) + min_lr * progress

@@ -22,6 +22,7 @@ from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.flags import Command
+from gpt2lab.manifest import folder_name
 from gpt2lab.plan import Plan, make_plan
 from gpt2lab.schedule import default_warmup
 
@@ -166,12 +167,20 @@ def _choose(
     is_step = re.fullmatch(r"[0-9]+", target) is not None
     if target not in ("latest", "auto", "best") and not is_step:
         checkpoint = catalog.open_checkpoint(paths.from_working_directory(Path(target)))
-        return checkpoint.path.parent, checkpoint, []
-    run_dir = folder / name if name else catalog.newest_run(folder)
-    if run_dir is None:
+        run_dir = checkpoint.path.parent
+        in_place = checkpoint.path.name == folder_name(checkpoint.step)
+        if not in_place or run_dir.name.startswith(catalog.SUPERSEDED):
+            raise CheckpointError(
+                f"{checkpoint.path}: not in its run's folder under its own name; "
+                f"move it to RUN/{folder_name(checkpoint.step)} first"
+            )
+        return run_dir, checkpoint, []
+    found = folder / name if name else catalog.newest_run(folder)
+    if found is None:
         raise CheckpointError(
             f"{folder}: no checkpoint of any run to resume; start one without --resume"
         )
+    run_dir = found
     if target == "best" or is_step:
         return run_dir, catalog.find(run_dir, target), []
     existed = catalog.has_checkpoints(run_dir)
@@ -209,7 +218,8 @@ def _resolve(config: Config, max_steps: int) -> Config:
     """Replace the defaults that depend on other settings by numbers, so that a resume cannot derive others."""
     optim = config.optim
     if optim.min_lr is None:
-        optim = dataclasses.replace(optim, min_lr=optim.max_lr / 10)
+        # Rounded, so that the value which people read, and type again, is the value.
+        optim = dataclasses.replace(optim, min_lr=float(f"{optim.max_lr / 10:.12g}"))
     if optim.warmup_steps is None:
         optim = dataclasses.replace(optim, warmup_steps=default_warmup(max_steps))
     length = config.length

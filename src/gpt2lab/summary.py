@@ -22,12 +22,10 @@ def describe_run(run_dir: Path) -> str:
             f"  training loss     {_number(first['loss'])} at step {first['step']:,} -> {_number(last['loss'])} "
             f"at step {last['step']:,} ({last['tokens']:,} tokens)"
         )
-    if evals:
+    measured = [event for event in evals.values() if event["val_loss"] is not None]
+    if measured:
         final = evals[max(evals)]
-        best = min(
-            (event for event in evals.values() if event["val_loss"] is not None),
-            key=lambda e: e["val_loss"],
-        )
+        best = min(measured, key=lambda event: event["val_loss"])
         error = "" if final["val_loss_se"] is None else f" +- {final['val_loss_se']:.4f}"
         lines.append(
             f"  validation loss   {_number(evals[min(evals)]['val_loss'])} at step {min(evals):,} -> "

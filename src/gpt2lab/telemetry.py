@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from gpt2lab.errors import SaveError
 from gpt2lab.history import METRICS
 
 if TYPE_CHECKING:
@@ -73,8 +74,13 @@ class Telemetry:
             "step": step,
             **values,
         }
-        self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise SaveError(
+                f"{self._metrics.name}: {error.strerror}; free space and resume"
+            ) from error
         if (
             event == "checkpoint"
         ):  # what a checkpoint rests on must not be lost in a power cut that it survives

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import resource
 import sys
 import time
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -31,8 +32,6 @@ from gpt2lab.stop import StopFlag
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.train_step import StepStats, train_step
 from gpt2lab.validation import Validation
-
-Outcome = Literal["completed", "stopped"]
 
 
 @dataclass
@@ -73,8 +72,8 @@ class Trainer:
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_flops = peak * self.runtime.world_size if peak else None
 
-    def fit(self) -> Outcome:
-        """Train to the last step, or to a stop, and return which it was.
+    def fit(self) -> str | None:
+        """Train to the last step, or to a stop, and return what stopped it, None for the end.
 
         Raises: NonFiniteError, SaveError, DataError.
         """
@@ -82,19 +81,21 @@ class Trainer:
         signal = self.signalled()
         if signal is not None:
             return self.end_early(signal)
-        for batch in self.loader.batches(self.state.samples):
-            self.announce_epoch(batch)
-            self.step(batch)
-            signal = self.signalled()
-            if signal is None or self.is_last:
-                self.measure()
-            self.save_if_due(signal)
-            if self.is_last:
-                return self.end()
-            if signal is not None:
-                return self.end_early(signal)
-            if self.state.step == self.start.stop_after_steps:
-                return self.end_early("stop_after_steps")
+        with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
+            for batch in batches:
+                self.announce_epoch(batch)
+                self.step(batch)
+                signal = self.signalled()
+                if signal is None or self.is_last:
+                    self.measure()
+                self.save_if_due(signal)
+                if self.is_last:
+                    self.end()
+                    return None
+                if signal is not None:
+                    return self.end_early(signal)
+                if self.state.step == self.start.stop_after_steps:
+                    return self.end_early("stop_after_steps")
         raise AssertionError("the loader never ends")
 
     @property
@@ -190,7 +191,7 @@ class Trainer:
         elif self.is_due(self.config.eval.eval_freq) and self.state.val_loss is None:
             self.evaluate()
             if self.state.best_step == self.state.step:
-                self.save("best", ["best"], must_succeed=False)
+                self.saver.label(self.state.step, ["best"])  # the step itself is on disk
 
     def measure(self) -> None:
         """Evaluate and sample, each if due."""
@@ -206,6 +207,11 @@ class Trainer:
         began = time.monotonic()
         result = self.validation.measure(self.model, strategy=self.strategy, runtime=self.runtime)
         seconds = time.monotonic() - began
+        if not math.isfinite(result.val_loss):
+            raise NonFiniteError(
+                f"step {self.state.step}: validation loss {result.val_loss}; nothing of this step was saved. "
+                f"Resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+            )
         self.state = self.state.with_val_loss(result.val_loss)
         self.progress.record_event("eval", seconds)
         self.telemetry.event(
@@ -298,15 +304,15 @@ class Trainer:
             return None
         return next(name for name in self.runtime.gather(self.stop.signal_name) if name)
 
-    def end_early(self, reason: str) -> Outcome:
+    def end_early(self, reason: str) -> str:
         """Record a stop; the step's checkpoint is on disk, except before the first step: nothing is lost there."""
         self.telemetry.event(
             "stop", self.state.step, reason=reason, checkpoint=self.newest_checkpoint()
         )
         self.telemetry.say(f"stopped by {reason} after step {self.state.step} of {self.last_step}")
-        return "stopped"
+        return reason
 
-    def end(self) -> Outcome:
+    def end(self) -> None:
         """Record that the run is complete."""
         self.telemetry.event(
             "done",
@@ -317,7 +323,6 @@ class Trainer:
             val_loss=self.state.val_loss,
             seconds=self.state.train_seconds,
         )
-        return "completed"
 
     def newest_checkpoint(self) -> str | None:
         """Return the path of the run's newest checkpoint."""

@@ -10,7 +10,7 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,16 +59,17 @@ class Loader:
         self.order, self._reader, self._plan = order, reader, plan
         self._rank, self._device = rank, device
 
-    def batches(self, first_sample: int) -> Iterator[GlobalBatch]:
+    def batches(self, first_sample: int) -> Generator[GlobalBatch, None, None]:
         """Yield the batches from `first_sample` on, prefetched one ahead.
 
         Raises: DataError when a shard turns out to be damaged (in the step that would have used it).
         """
         ready: queue.Queue[GlobalBatch | BaseException] = queue.Queue(maxsize=1)
         stopped = threading.Event()
-        threading.Thread(
+        producer = threading.Thread(
             target=self._produce, args=(first_sample, ready, stopped), name="loader", daemon=True
-        ).start()
+        )
+        producer.start()
         try:
             while True:
                 asked = time.monotonic()
@@ -77,7 +78,9 @@ class Loader:
                     raise item
                 yield _with_wait(item, time.monotonic() - asked)
         finally:
+            # Wait for it: a thread that is inside torch when the interpreter ends aborts the process.
             stopped.set()
+            producer.join()
 
     def _produce(
         self,
@@ -93,7 +96,7 @@ class Loader:
                 item = error
             while not stopped.is_set():
                 try:
-                    ready.put(item, timeout=0.2)
+                    ready.put(item, timeout=0.05)
                     break
                 except queue.Full:
                     continue
