@@ -73,6 +73,31 @@ def test_kill_and_resume_is_bit_identical(
 
 
 @pytest.mark.slow
+def test_compiled_steps_on_many_threads_resume_bit_identically(tmp_path: Path) -> None:
+    """As a user runs it: compiled, bf16 where there is one, all threads. Compiled sums once raced."""
+    data = write_shards(tmp_path / "data", train=(40_000,), val=(2_000,))
+    shape = (
+        "--n_layer=2",
+        "--n_head=2",
+        "--n_embd=128",
+        "--context_length=128",
+        "--vocab_size=256",
+    )
+    more = ("--mini_batch_size=8", "--total_batch_size=2048", "--compile=on", "--dtype=auto")
+    more += ("--max_steps=8", "--checkpoint_freq=4", "--eval_freq=0", "--val_tokens=1024")
+    flags = [*shape, *more, "--device=cpu", f"--data_dir={data}", "--run_name=run"]
+    straight = [*flags, f"--checkpoint_dir={tmp_path / 'straight'}"]
+    cut = [*flags, f"--checkpoint_dir={tmp_path / 'cut'}"]
+    threads = {"OMP_NUM_THREADS": "2"}
+    assert launch.train(straight, **threads).returncode == 0
+    assert launch.train(cut, FAULT="step:kill9@6", **threads).returncode != 0
+    assert launch.train([*cut, "--resume=latest"], **threads).returncode == 0
+    runs = [tmp_path / name / "run" for name in ("straight", "cut")]
+    assert launch.losses(runs[0]) == launch.losses(runs[1])
+    assert launch.parameter_hash(runs[0], 8) == launch.parameter_hash(runs[1], 8)
+
+
+@pytest.mark.slow
 def test_dropout_resumes_bit_identically_too(tiny_data: Path, tmp_path: Path) -> None:
     more = ("--dropout=0.2", "--max_steps=12")
     straight = launch.train(_flags(tiny_data, tmp_path / "straight", *more))

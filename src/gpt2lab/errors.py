@@ -1,4 +1,4 @@
-"""The ways a door may refuse. Each carries the exit code that scripts rely on (see docs/contract.md)."""
+"""The ways a door may refuse. Each carries the exit code that scripts rely on (README, "A run's folder")."""
 
 from __future__ import annotations
 

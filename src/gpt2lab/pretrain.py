@@ -221,6 +221,7 @@ def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
         "mini_batch_size": start.config.batch.mini_batch_size,
         "dtype": start.config.system.dtype,
         "compile": start.config.system.compile,
+        "deterministic": start.config.system.deterministic or not on_gpu,
         "torch": torch.__version__,
     }
     return {
@@ -238,8 +239,10 @@ def _level(start: Start, facts: dict[str, Any]) -> str:
     assert start.checkpoint is not None
     if any(_is_guarded(name, start) for name in start.changes):
         return "changed"
-    same = facts["environment"] == start.checkpoint.manifest["environment"]
-    return "bit-identical" if same else "same data"
+    environment = facts["environment"]
+    same = environment == start.checkpoint.manifest["environment"]
+    exact = same and environment["deterministic"] and environment["world_size"] < 4
+    return "bit-identical" if exact else "same data"
 
 
 def _say_what_begins(

@@ -46,6 +46,7 @@ class Runtime:
         """
         if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
             _keep_freed_memory()
+            _use_deterministic_kernels()  # free on a CPU; without it compiled code adds atomically
             return
         if not torch.cuda.is_available():
             raise ConfigError(
@@ -60,7 +61,7 @@ class Runtime:
         torch.cuda.set_device(self.device)
         if system.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            _use_deterministic_kernels()
 
     def decided_by_first(self, decide: Callable[[], T]) -> T:
         """Run `decide` on the first process and return its result, or raise its refusal, on all."""
@@ -161,6 +162,12 @@ def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
             f" (for a run begun in bf16 also --allow_change dtype)"
         )
     return "fp32"
+
+
+def _use_deterministic_kernels() -> None:
+    """Have torch choose kernels whose sums do not depend on the order in which threads arrive."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # we read none, and it costs time
 
 
 def _keep_freed_memory() -> None:
