@@ -19,6 +19,8 @@ endif
 PY    := $(VENV)/bin/python
 MANY  := $(filter-out 0 1,$(GPUS))
 START := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY)) src/train.py
+# The quickstart's 16 sequences a step are shared evenly by powers of two.
+EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0) && echo $(n))))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
 .DEFAULT_GOAL := help
@@ -43,7 +45,8 @@ install: $(VENV)/.installed  ## create .venv with what training needs
 
 quickstart: install  ## from nothing to a trained small model and its report, in minutes
 	$(PY) scripts/prepare_data.py python-stdlib
-	$(START) --model gpt2-micro --max_steps 200 --use_tensorboard $(ARGS)
+	@$(MAKE) --no-print-directory train GPUS=$(or $(EVEN),0) MODEL=$(or $(MODEL),gpt2-micro) RUN=$(RUN) \
+		ARGS='--max_steps 200 --use_tensorboard $(ARGS)'
 
 data: install  ## prepare token shards: SOURCE=fineweb-edu | python-stdlib | file | folder | hf:NAME
 	$(PY) scripts/prepare_data.py $(SOURCE) $(ARGS)

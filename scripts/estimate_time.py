@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     folder = paths.from_repository(Path("checkpoints"))
     if flags.checkpoint_dir:
         folder = paths.from_working_directory(flags.checkpoint_dir)
-    run_dir = folder / flags.run_name if flags.run_name else estimate.newest_run(folder)
+    run_dir = folder / flags.run_name if flags.run_name else estimate.last_written_run(folder)
     remaining = estimate.estimate_remaining(run_dir) if run_dir else None
     config = estimate.read_config(run_dir) if run_dir else preset(flags.model)
     if flags.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import launch
 from conftest import CONTEXT, VOCAB, write_shards
 from gpt2lab import catalog
 from gpt2lab.data.shards import open_data
+from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError, GPT2LabError
 from gpt2lab.flags import parse
 from gpt2lab.history import read_events
+from gpt2lab.pretrain import pretrain
 from gpt2lab.start import decide
 from test_bad_input import FLAGS
 from test_data import TEXTS, expected_stream, loader_over, run_prepare, stream_of, write_jsonl
@@ -184,3 +188,70 @@ def test_an_odd_label_is_passed_over(tmp_path: Path, kind: str) -> None:
     else:
         (tmp_path / "labels" / "best").mkdir()
     assert catalog.list_checkpoints(tmp_path) == ([], [])
+
+
+def test_a_shard_with_other_content_of_the_same_size_is_named(tmp_path: Path) -> None:
+    """Its header, size and ids are fine, and so is the manifest: only its hash tells."""
+    write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    data = open_data(tmp_path / "out", vocab_size=50304)
+    path = data.splits["train"][0].path
+    np.save(path, np.full(data.splits["train"][0].tokens, 11, dtype=np.uint16))
+    data = open_data(tmp_path / "out", vocab_size=50304)
+    reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=50257, verify=True)
+    with pytest.raises(DataError, match=f"{path.name}.*sha256"):
+        reader.read(np.array([0]), np.array([0]))
+
+
+def test_a_run_over_such_a_shard_stops_with_its_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    [path] = (tmp_path / "out").glob("*_train_*.npy")
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    flags = [
+        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--vocab_size"))
+    ]
+    flags += [f"--data_dir={tmp_path / 'out'}", f"--checkpoint_dir={tmp_path / 'runs'}"]
+    with pytest.raises(DataError, match=path.name):
+        pretrain(parse(flags))
+
+
+def test_data_go_where_a_link_points(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word " * 500)
+    (tmp_path / "big disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "big disk")
+    run_prepare(tmp_path / "a.txt", tmp_path / "out")
+    assert (tmp_path / "big disk" / "shards.json").is_file()
+    assert (tmp_path / "out").is_symlink()
+
+
+def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_data: Path) -> None:
+    """`python src/train.py ... | head` once ended training and reported success."""
+    flags = [f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir"))]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}", "--log_freq=1"]
+    command = launch.command_for(launch.TRAIN, flags, world=1)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=launch.environment()) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+    assert [event["step"] for event in launch.events(tmp_path / "r", "done")] == [20]
+    assert "step 20/20" in (tmp_path / "r" / "log.txt").read_text()
+
+
+def test_another_batch_needs_the_length_in_steps(tmp_path: Path, tiny_data: Path) -> None:
+    """An epoch of another batch has another number of steps, and the ones done count for more or less."""
+    flags = [
+        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--max_steps"))
+    ]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}", "--num_epochs=1"]
+    pretrain(parse([*flags, "--stop_after_steps=10"]))
+    more = [*flags, "--resume=latest", "--total_batch_size=384"]
+    with pytest.raises(GPT2LabError, match="--max_steps N"):
+        pretrain(parse([*more, "--allow_change=total_batch_size"]))
+    more = [flag for flag in more if not flag.startswith("--num_epochs")]
+    pretrain(parse([*more, "--max_steps=12", "--allow_change=total_batch_size,max_steps"]))
+    steps = launch.steps(tmp_path / "r")
+    assert [steps[step]["tokens"] for step in (10, 11, 12)] == [1280, 1664, 2048]

@@ -73,6 +73,48 @@ def test_kill_and_resume_is_bit_identical(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_first_resumed_step_sums_like_all_others(
+    world: int, tiny_data: Path, tmp_path: Path
+) -> None:
+    """From three processes on DDP's first step would add in another order: only the weights' hash shows it."""
+    shape = ("--total_batch_size=192", "--mini_batch_size=1", "--max_steps=12")
+    flags = [*_flags(tiny_data, tmp_path / "cut", *shape)]
+    straight = [*_flags(tiny_data, tmp_path / "straight", *shape)]
+    assert launch.train(straight, world=world).returncode == 0
+    assert launch.train([*flags, "--stop_after_steps=6"], world=world).returncode == 0
+    assert launch.train([*flags, "--resume=latest"], world=world).returncode == 0
+    runs = [tmp_path / name / "run" for name in ("straight", "cut")]
+    assert [event["level"] for event in launch.events(runs[1], "resume")] == ["bit-identical"]
+    assert launch.parameter_hash(runs[0], 12) == launch.parameter_hash(runs[1], 12)
+    assert launch.losses(runs[0]) == launch.losses(runs[1])
+
+
+def test_a_signal_cuts_an_evaluation_short_and_the_step_is_saved(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    """An evaluation may take minutes, a scheduler waits 30 seconds; the resumed run makes up for it."""
+    data = write_shards(tmp_path / "data", train=(4_000,), val=(800_000,))
+    runs = tmp_path / "runs"
+    first = _flags(data, runs, "--max_steps=8", "--eval_freq=4", "--stop_after_steps=2")
+    assert launch.train(first).returncode == 0
+    long = _flags(data, runs, "--max_steps=8", "--eval_freq=4", "--val_tokens=800000")
+    process, run = launch.start([*long, "--mini_batch_size=1", "--resume=latest"]), runs / "run"
+    try:
+        launch.wait_for_step(process, run, 4)  # its evaluation of 50,000 windows is under way
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0
+    assert [(e["step"], e["reason"]) for e in launch.events(run, "stop")][-1] == (4, "SIGTERM")
+    assert [event["step"] for event in launch.events(run, "eval")] == [0]
+    assert launch.train([*first[:-1], "--resume=latest"]).returncode == 0
+    assert [event["step"] for event in launch.events(run, "eval")] == [0, 4, 8]
+
+
+@pytest.mark.slow
 def test_compiled_steps_on_many_threads_resume_bit_identically(tmp_path: Path) -> None:
     """As a user runs it: compiled, bf16 where there is one, all threads. Compiled sums once raced."""
     data = write_shards(tmp_path / "data", train=(40_000,), val=(2_000,))

@@ -36,6 +36,20 @@ def _run(data: Path, folder: Path, *, world: int, mini_batch_size: int) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
+def test_compiled_processes_agree_with_an_uncompiled_one(
+    reference: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """The path of a 4-GPU run: compile, DDP and accumulation together."""
+    flags = [flag for flag in _flags(tiny_data, tmp_path, 1) if flag != "--compile=off"]
+    done = launch.train([*flags, "--compile=on"], world=2, program=RANKS_AGREE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"compared {STEPS} steps") == 2
+    found, expected = launch.steps(tmp_path / "run"), launch.steps(reference)
+    for step in range(1, STEPS + 1):
+        assert found[step]["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("world", "mini_batch_size"),
     [(1, 4), (1, 1), (2, 4), (2, 1), (4, 2), pytest.param(4, 1, marks=pytest.mark.slow)],

@@ -19,8 +19,11 @@ def run(main: Callable[[list[str]], int]) -> int:
     try:
         return main(sys.argv[1:])
     except GPT2LabError as refusal:
-        if os.environ.get("RANK", "0") == "0":
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
             print(f"error: {refusal}", file=sys.stderr)
+        elif refusal.is_local:
+            print(f"error: process {rank}: {refusal}", file=sys.stderr)
         return _leave(refusal.exit_code)
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -34,8 +37,9 @@ def run(main: Callable[[list[str]], int]) -> int:
 
 
 def _leave(code: int) -> int:
-    """Return the exit code; one of many processes ends at once, with no farewell to peers that may never come."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    """Return the exit code; with a process group, end at once: no farewell to peers that may never come."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

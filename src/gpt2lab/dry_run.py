@@ -32,6 +32,7 @@ def print_plan(command: Command) -> int:
             "epochs": plan.epochs,
             "checkpoint_bytes": plan.checkpoint_bytes,
             "disk_bytes": plan.disk_bytes,
+            "unused_targets": start.unused_targets,
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
             "changes": start.changes,
@@ -41,9 +42,7 @@ def print_plan(command: Command) -> int:
         print(json.dumps(facts))
         return 0
     print(f"{'run':<14} {paths.for_people(start.run_dir)}")
-    print(
-        f"{'data':<14} {paths.for_people(start.data.folder)}, {start.data.tokens('train'):,} training tokens"
-    )
+    print(f"{'data':<14} {start.describe_data()}")
     print(describe(plan, start.config))
     if start.checkpoint:
         print(

@@ -7,6 +7,7 @@ class GPT2LabError(Exception):
     """A refusal: one line that says what, where and the fix."""
 
     exit_code = 2
+    is_local = False  # one of many processes met it alone, so that no other can report it
 
 
 class ConfigError(GPT2LabError):

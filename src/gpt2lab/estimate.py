@@ -13,7 +13,7 @@ from gpt2lab import fmt, history, paths
 from gpt2lab.config import Config, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.plan import checkpoint_bytes, count_parameters, flops_per_token
-from gpt2lab.progress import Progress
+from gpt2lab.progress import Progress, frequencies
 
 SCHEMA = "gpt2-estimate/1"
 
@@ -32,7 +32,7 @@ class Remaining:
     trained_seconds: float  # in steps, over all starts
 
 
-def newest_run(checkpoint_dir: Path) -> Path | None:
+def last_written_run(checkpoint_dir: Path) -> Path | None:
     """Return the run that wrote to its metrics last, or None."""
     files = checkpoint_dir.glob(f"*/{history.METRICS}")
     newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
@@ -64,14 +64,7 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     if not begun:
         raise ConfigError(f"{run_dir}: has not begun to train; nothing to go by yet")
     last_step = begun[-1]["max_steps"]
-    progress = Progress(
-        last_step=last_step,
-        frequencies={
-            "eval": config.eval.eval_freq,
-            "sample": config.eval.sample_freq,
-            "checkpoint": config.checkpoint.checkpoint_freq,
-        },
-    )
+    progress = Progress(last_step=last_step, frequencies=frequencies(config))
     attempt = history.last_attempt(events)  # another start may have run on another machine
     recent: list[float] = []
     for event in events:

@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def count(number: float) -> str:
-    """Write a count with three significant digits: 124_475_904 -> '124M'."""
-    return _scaled(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)), f"{number:g}")
-
-
 def num_bytes(number: float) -> str:
     """Write bytes in powers of 1000: 1_493_712_000 -> '1.49 GB'."""
-    units = ((" TB", 1e12), (" GB", 1e9), (" MB", 1e6), (" kB", 1e3))
-    return _scaled(number, units, f"{number:.0f} B")
-
-
-def _scaled(number: float, units: tuple[tuple[str, float], ...], small: str) -> str:
-    for suffix, unit in units:
-        if abs(number) >= 0.9995 * unit:  # what rounds to 1000 of one unit is 1 of the next
-            return f"{number / unit:.3g}{suffix}"
-    return small
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= 0.9995 * size:  # what rounds to 1000 of one unit is 1 of the next
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} B"
 
 
 def duration(seconds: float | None) -> str:

@@ -17,6 +17,10 @@ _PEAK_BF16_TFLOPS = (
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s, or None where it is not known."""
+    if any(
+        word in device_name for word in ("MIG", "GB200")
+    ):  # a slice, or another chip, of what matches below
+        return None
     for key, tflops in _PEAK_BF16_TFLOPS:
         if key in device_name:
             return tflops * 1e12

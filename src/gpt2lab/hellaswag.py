@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,33 +37,49 @@ class HellaSwag:
         )
 
     def measure(
-        self, model: GPT, *, strategy: Strategy, runtime: Runtime
-    ) -> dict[str, float | int | None]:
+        self,
+        model: GPT,
+        *,
+        strategy: Strategy,
+        runtime: Runtime,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float | int | None] | None:
         """Return three accuracies with their standard errors; all processes share the work and get the result.
 
         `acc`: highest sum of log-probabilities. `acc_norm`: per byte of the ending. `acc_token_norm`: per token, on
-        the tutorial's text. Log-probabilities are fp32, over the 50257 real ids only.
+        the tutorial's text. Log-probabilities are fp32, over the 50257 real ids only. None if `interrupted`, asked
+        before each item, told all to stop.
         """
         count = len(self.labels)
         correct = np.zeros((len(METRICS), count))
         was_training = model.training
         model.eval()
-        with torch.inference_mode(), strategy.eager(), strategy.autocast():
-            for index in range(runtime.rank, count, runtime.world_size):
-                question = self.questions["harness"][index]
-                sums = _score(model, question)
-                per_byte = sums / np.maximum(question.ending_bytes, 1)
-                lineage = self.questions["tutorial"][index]
-                per_token = _score(model, lineage) / [max(len(e), 1) for e in lineage.endings]
-                for row, scores in enumerate((sums, per_byte, per_token)):
-                    correct[row, index] = int(scores.argmax()) == self.labels[index]
-        model.train(was_training)
+        try:
+            for first in range(0, count, runtime.world_size):
+                if interrupted():
+                    return None
+                index = first + runtime.rank
+                if index < count:
+                    correct[:, index] = self._judge(index, model, strategy)
+        finally:
+            model.train(was_training)
         correct = np.sum(runtime.gather(correct), axis=0)  # one process has each item, others 0
         result: dict[str, float | int | None] = {"n": count}
         for name, hits in zip(METRICS, correct, strict=True):
             result[name] = float(hits.mean())
             result[f"{name}_se"] = float(hits.std(ddof=1) / math.sqrt(count)) if count > 1 else None
         return result
+
+    def _judge(self, index: int, model: GPT, strategy: Strategy) -> list[bool]:
+        """Tell for each metric whether it picks the true ending of one item."""
+        question, lineage = self.questions["harness"][index], self.questions["tutorial"][index]
+        with torch.inference_mode(), strategy.autocast():
+            sums = _score(model, question)
+            per_byte = sums / np.maximum(question.ending_bytes, 1)
+            per_token = _score(model, lineage) / [max(len(e), 1) for e in lineage.endings]
+        return [
+            int(scores.argmax()) == self.labels[index] for scores in (sums, per_byte, per_token)
+        ]
 
 
 def _score(model: GPT, question: Question) -> np.ndarray:

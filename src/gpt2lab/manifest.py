@@ -132,6 +132,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if manifest["manifest_sha256"] != _hash_of(manifest):
         raise CheckpointError(f"{path}: damaged (its own hash does not match)")
+    if folder.name.startswith("step_") and folder.name != folder_name(manifest["step"]):
+        raise CheckpointError(
+            f"{folder}: holds step {manifest['step']}; a copied or renamed folder"
+        )
     for name in manifest["files"]:
         if name != os.path.basename(name) or name.startswith("."):
             raise CheckpointError(f"{path}: file name {name!r} is not a plain name")

@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -30,10 +30,27 @@ class Strategy:
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the module to train; `model` keeps its parameters and their plain names."""
         if self._compile:
-            model.compile()  # in place: no _orig_mod. in parameter names
+            # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
+            # use model.logits and model.hidden, so their shapes never make the step compile again.
+            model.compile()
         if self._runtime.is_distributed:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         return model
+
+    def settle(self, model: nn.Module, *, batch_size: int, context_length: int) -> None:
+        """Make the first step sum like all others: two throw-away backward passes, before any weight moves.
+
+        After its first backward DDP regroups the gradients into other buckets. From three processes on a resumed
+        run's first step would therefore add in another order than the same step of the run that was never stopped.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            return
+        ids = torch.zeros(batch_size, context_length, dtype=torch.int64, device=self.device)
+        for _ in range(2):
+            with self.autocast():
+                loss = model(ids, ids)
+            loss.backward()
+        model.zero_grad(set_to_none=True)
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[None]:
         """Hold gradients back until the last micro-batch.
@@ -47,12 +64,6 @@ class Strategy:
     def autocast(self) -> torch.autocast:
         """Run matmuls in the run's dtype; weights and everything that sums stay fp32."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._dtype == "bf16")
-
-    def eager(self) -> AbstractContextManager[Any]:
-        """Run uncompiled: another batch shape or mode must not make the training step compile again."""
-        if not self._compile:
-            return contextlib.nullcontext()  # and not the second that importing the compiler takes
-        return torch.compiler.set_stance("force_eager")
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpt2lab import catalog, checkpoint, paths, rng, summary
+from gpt2lab import catalog, checkpoint, history, paths, rng
 from gpt2lab.config import policy_of, to_flat
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
-from gpt2lab.errors import CheckpointError, GPT2LabError
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.hellaswag import HellaSwag
-from gpt2lab.manifest import folder_name, read_manifest
+from gpt2lab.manifest import folder_name, read_manifest, verify
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
@@ -51,6 +52,7 @@ def pretrain(command: Command) -> None:
                 print(f"{start.run_dir.name}: already complete after {steps} steps; nothing to do")
         else:
             start = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
+            _refuse_mixed_hardware(start, runtime)
             folder = _open_folder(start, runtime)
             _run(start, runtime, stop, folder)
     finally:
@@ -72,10 +74,29 @@ def _fit_to_hardware(start: Start, runtime: Runtime) -> Start:
     return dataclasses.replace(start, config=config, warnings=warnings)
 
 
+def _refuse_mixed_hardware(start: Start, runtime: Runtime) -> None:
+    """Refuse processes that decided differently: they would train one model in two precisions."""
+    system = start.config.system
+    choices = runtime.gather((runtime.device.type, system.dtype, system.compile))
+    for rank, choice in enumerate(choices):
+        if choice != choices[0]:
+            raise ConfigError(
+                f"process {rank} would use {choice}, process 0 {choices[0]} (device, dtype, compile); "
+                f"set --device, --dtype and --compile so that all can follow"
+            )
+
+
 def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
     """Create and lock the run's folder on the first process; from here on things are written."""
     opened: list[RunFolder] = []
-    runtime.decided_by_first(lambda: opened.append(RunFolder(start.run_dir)))
+
+    def open_and_check() -> None:
+        opened.append(RunFolder(start.run_dir))
+        if history.last_attempt(history.read_events(start.run_dir)) + 1 != start.attempt:
+            opened.pop().close()
+            raise ConfigError(f"{start.run_dir}: another start used this run just now; start again")
+
+    runtime.decided_by_first(open_and_check)
     return opened[0] if opened else None
 
 
@@ -94,7 +115,6 @@ def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | Non
         if folder:
             state = "stopped" if reason else "completed"
             folder.write_status(state, step=trainer.state.step, reason=reason, exit_code=0)
-            telemetry.say(summary.describe_run(start.run_dir))
     except BaseException as error:
         if folder:
             step = trainer.state.step if trainer else resumed_step
@@ -120,7 +140,7 @@ def _build(
         )
         folder.write_config(config, facts)
         folder.write_status("running", step=start.checkpoint.step if start.checkpoint else 0)
-        _say_what_begins(start, facts, superseded, telemetry)
+        _say_what_begins(start, facts, telemetry)
 
     rng.seed_everything(config.data.seed)
     model = build_model(config.model, seed=config.data.seed, device=device)
@@ -139,6 +159,8 @@ def _build(
             level=level,
         )
         telemetry.say(f"resumed from step {state.step} ({level})")
+        if folder and (superseded := catalog.supersede(start.run_dir, state.step)):
+            telemetry.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
         best = state.best_step
         if folder and best is not None and (start.run_dir / folder_name(best)).is_dir():
             catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
@@ -157,13 +179,20 @@ def _build(
             start.data.splits[split],
             context_length=config.model.context_length,
             id_limit=min(config.model.vocab_size, NUM_TOKENS),
+            verify=runtime.rank == 0,  # the first process reads every training window, to hash it
         )
         for split in ("train", "val")
     }
+    wrapped = strategy.prepare(model)
+    strategy.settle(
+        wrapped,
+        batch_size=config.batch.mini_batch_size,
+        context_length=config.model.context_length,
+    )
     return Trainer(
         start=start,
         model=model,
-        wrapped=strategy.prepare(model),
+        wrapped=wrapped,
         optimizers=optimizers,
         loader=Loader(
             orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
@@ -193,6 +222,8 @@ def _load(
         raise CheckpointError(
             f"{chosen.path}: differs between machines; the run's folder must be shared by all"
         )
+    if runtime.rank != 0 and runtime.local_rank == 0:
+        verify(chosen.path)  # the first process has; another machine may read other bytes
     state = checkpoint.load(chosen.path, model=model, optimizers=optimizers, runtime=runtime)
     guarded = {name: change for name, change in start.changes.items() if _is_guarded(name, start)}
     if guarded:
@@ -213,9 +244,7 @@ def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
     """Return what every manifest of this start records besides the state: settings, data, and what it ran on."""
     on_gpu = runtime.device.type == "cuda"
     environment = {
-        "device": torch.cuda.get_device_name(runtime.device)
-        if on_gpu
-        else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else _cpu_name(),
         "world_size": runtime.world_size,
         "threads": torch.get_num_threads(),
         "mini_batch_size": start.config.batch.mini_batch_size,
@@ -234,6 +263,14 @@ def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
     }
 
 
+def _cpu_name() -> str:
+    """Return the processor's model; platform.processor() is empty or an architecture on most systems."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def _level(start: Start, facts: dict[str, Any]) -> str:
     """Say what this resume promises: the same bits, the same data, or a run that was changed on purpose."""
     assert start.checkpoint is not None
@@ -241,13 +278,10 @@ def _level(start: Start, facts: dict[str, Any]) -> str:
         return "changed"
     environment = facts["environment"]
     same = environment == start.checkpoint.manifest["environment"]
-    exact = same and environment["deterministic"] and environment["world_size"] < 4
-    return "bit-identical" if exact else "same data"
+    return "bit-identical" if same and environment["deterministic"] else "same data"
 
 
-def _say_what_begins(
-    start: Start, facts: dict[str, Any], superseded: list[str], telemetry: Telemetry
-) -> None:
+def _say_what_begins(start: Start, facts: dict[str, Any], telemetry: Telemetry) -> None:
     step = start.checkpoint.step if start.checkpoint else 0
     environment, plan = facts["environment"], start.plan
     telemetry.event(
@@ -258,20 +292,13 @@ def _say_what_begins(
         world_size=plan.batch.world_size,
     )
     telemetry.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
-    telemetry.say(
-        f"data           {paths.for_people(start.data.folder)}, {start.data.tokens('train'):,} training tokens, "
-        f"fingerprint {start.data.fingerprint[:12]}"
-    )
+    telemetry.say(f"data           {start.describe_data()}")
     telemetry.say(describe(start.plan, start.config))
     telemetry.say(
         "runs on        " + ", ".join(f"{name} {value}" for name, value in environment.items())
     )
     for name, (before, now) in start.changes.items():
         telemetry.say(f"changed        {name}: {before} -> {now}")
-    if superseded:
-        telemetry.say(
-            f"set aside      {', '.join(superseded)} (newer than the checkpoint resumed from)"
-        )
     for warning in start.warnings:
         telemetry.warn(warning, step)
     if start.config.model.vocab_size < NUM_TOKENS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
+from gpt2lab.config import Config
+
 _WINDOW = 100  # steps whose pace counts
 _WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
 
@@ -20,6 +22,18 @@ def count_due(step: int, freq: int, last: int) -> int:
         return 0
     regular = (last // freq - step // freq) if freq > 0 else 0
     return regular + (0 if freq > 0 and last % freq == 0 else 1)
+
+
+def frequencies(config: Config) -> dict[str, int]:
+    """Return how often each kind of event comes, in steps; the ETA and the estimator count with the same."""
+    freqs = {
+        "eval": config.eval.eval_freq,
+        "sample": config.eval.sample_freq,
+        "checkpoint": config.checkpoint.checkpoint_freq,
+    }
+    if config.eval.hellaswag_path is not None:
+        freqs["hellaswag"] = config.eval.hellaswag_freq
+    return freqs
 
 
 class Progress:

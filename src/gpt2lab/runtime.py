@@ -167,7 +167,8 @@ def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
 def _use_deterministic_kernels() -> None:
     """Have torch choose kernels whose sums do not depend on the order in which threads arrive."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # we read none, and it costs time
+    # We read no uninitialised memory, and filling it costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _keep_freed_memory() -> None:

@@ -103,10 +103,13 @@ class Saver:
             f"step {state.step} | saved {kind} checkpoint{named}: {path.name}, "
             f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
         )
-        catalog.retain(
-            self.folder.path,
-            keep=self.config.keep_checkpoints,
-            keep_emergency=self.config.keep_emergency_checkpoints,
-        )
-        self.folder.write_status("running", step=state.step)
+        kept = {
+            "keep": self.config.keep_checkpoints,
+            "keep_emergency": self.config.keep_emergency_checkpoints,
+        }
+        try:
+            catalog.retain(self.folder.path, **kept)
+            self.folder.write_status("running", step=state.step)
+        except OSError as error:
+            self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None

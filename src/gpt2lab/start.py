@@ -41,9 +41,17 @@ class Start:
     attempt: int
     data: TokenData
     plan: Plan
+    unused_targets: int  # at the shards' ends, per epoch
     hellaswag: list[Item]
     stop_after_steps: int | None
     warnings: tuple[str, ...]
+
+    def describe_data(self) -> str:
+        """Write the data for people."""
+        return (
+            f"{paths.for_people(self.data.folder)}, {self.data.tokens('train'):,} training tokens "
+            f"({self.unused_targets:,} targets at shard ends unused), fingerprint {self.data.fingerprint[:12]}"
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -79,15 +87,14 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     plan = make_plan(
         config, world_size=world_size, windows_per_epoch=orders["train"].windows_per_epoch
     )
-    if saved is None:
-        config = _resolve(config, plan.max_steps)
+    config = _resolve(config, plan.max_steps)
     changes: dict[str, list[Any]] = {}
     if saved is not None and checkpoint is not None:
         changes = _find_changes(saved, config)
         if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
             changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
         _refuse_changes(command, config, changes, run=run_dir.name)
-    hellaswag, no_hellaswag = _read_hellaswag(config)
+    hellaswag, no_hellaswag = _read_hellaswag(command, config)
     start = Start(
         config=config,
         run_dir=run_dir,
@@ -97,6 +104,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         data=data,
         plan=plan,
         stop_after_steps=command.verbs.stop_after_steps,
+        unused_targets=orders["train"].unused_targets,
         hellaswag=hellaswag,
         warnings=(*warnings, *data.warnings, *no_hellaswag),
     )
@@ -105,10 +113,11 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     return start
 
 
-def _read_hellaswag(config: Config) -> tuple[list[Item], tuple[str, ...]]:
+def _read_hellaswag(command: Command, config: Config) -> tuple[list[Item], tuple[str, ...]]:
     """Return the HellaSwag items, or none and the reason why the evaluation is off."""
     if config.eval.hellaswag_path is None:
-        return [], ()
+        asked = {"hellaswag_freq", "hellaswag_limit"} & command.typed
+        return [], ("no --hellaswag_path: HellaSwag is not evaluated",) if asked else ()
     if config.model.vocab_size < NUM_TOKENS:
         return [], (
             f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag",
@@ -174,6 +183,14 @@ def _choose(
                 f"{checkpoint.path}: not in its run's folder under its own name; "
                 f"move it to RUN/{folder_name(checkpoint.step)} first"
             )
+        for flag, typed, here in (
+            ("run_name", name, run_dir.name),
+            ("checkpoint_dir", folder.resolve(), run_dir.parent.resolve()),
+        ):
+            if flag in command.typed and typed != here:
+                raise ConfigError(
+                    f"--{flag} names another run than --resume {target}; leave one of them out"
+                )
         return run_dir, checkpoint, []
     found = folder / name if name else catalog.newest_run(folder)
     if found is None:
@@ -252,6 +269,12 @@ def _refuse_changes(
     def show(names: list[str]) -> str:
         return ", ".join(f"{name} {changes[name][0]} -> {changes[name][1]}" for name in names)
 
+    recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]
+    if recounted and config.length.max_steps is None:
+        raise ConfigError(
+            f"run {run}: with {show(recounted)} a length in epochs or tokens means another number of steps; "
+            f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
+        )
     if fixed:
         raise ConfigError(
             f"run {run} cannot continue with another architecture: {show(fixed)}; start a new run"

@@ -5,6 +5,7 @@ Only the first process has anything to write to; the others hold a Telemetry wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -49,6 +50,7 @@ class Telemetry:
     ) -> None:
         """Open the sinks of `run_dir` (None: no sinks); TensorBoard events after `tensorboard_from` are replaced."""
         self._attempt = attempt
+        self._console = True
         self._metrics: IO[bytes] | None = None
         self._log: IO[str] | None = None
         self._tensorboard: SummaryWriter | None = None
@@ -89,12 +91,18 @@ class Telemetry:
             self._mirror(self._tensorboard, event, step, values)
 
     def say(self, text: str) -> None:
-        """Show text on the console and keep it in log.txt."""
+        """Show text on the console and keep it in log.txt; losing either does not end a run."""
         if self._log is None:
             return
-        print(text, flush=True)
-        self._log.write(text + "\n")
-        self._log.flush()
+        if self._console:
+            try:
+                print(text, flush=True)
+            except OSError:  # `... | head`, a closed terminal
+                self._console = False
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            self._log.write(text + "\n")
+            self._log.flush()
 
     def warn(self, text: str, step: int) -> None:
         """Show a warning and record it as an event."""
@@ -105,7 +113,10 @@ class Telemetry:
         """Flush and close every sink."""
         for sink in (self._metrics, self._log, self._tensorboard):
             if sink is not None:
-                sink.close()
+                with contextlib.suppress(
+                    OSError
+                ):  # on a full disk; what mattered was flushed before
+                    sink.close()
         self._metrics = self._log = self._tensorboard = None
 
     @staticmethod

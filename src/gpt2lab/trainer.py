@@ -15,13 +15,13 @@ from torch import nn
 from gpt2lab import catalog, fmt, rng
 from gpt2lab.data.loader import GlobalBatch, Loader
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.errors import NonFiniteError
+from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.faults import faultpoint
 from gpt2lab.hardware import peak_flops
 from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
-from gpt2lab.progress import Progress, is_due
+from gpt2lab.progress import Progress, frequencies, is_due
 from gpt2lab.runtime import Runtime
 from gpt2lab.sample import sample_text
 from gpt2lab.saver import Saver
@@ -59,15 +59,7 @@ class Trainer:
         self.began = time.monotonic()
         self.announced_epoch: int | None = None
         self.last_loss: float | None = None
-        self.progress = Progress(
-            last_step=self.last_step,
-            frequencies={
-                "eval": config.eval.eval_freq,
-                "sample": config.eval.sample_freq,
-                "checkpoint": config.checkpoint.checkpoint_freq,
-                **({"hellaswag": config.eval.hellaswag_freq} if self.hellaswag else {}),
-            },
-        )
+        self.progress = Progress(last_step=self.last_step, frequencies=frequencies(config))
         device = self.runtime.device
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_flops = peak * self.runtime.world_size if peak else None
@@ -88,6 +80,7 @@ class Trainer:
                 signal = self.signalled()
                 if signal is None or self.is_last:
                     self.measure()
+                    signal = self.signalled()  # one may have come meanwhile, and cut it short
                 self.save_if_due(signal)
                 if self.is_last:
                     self.end()
@@ -205,7 +198,14 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the validation loss of the weights as they are after this step."""
         began = time.monotonic()
-        result = self.validation.measure(self.model, strategy=self.strategy, runtime=self.runtime)
+        result = self.validation.measure(
+            self.model,
+            strategy=self.strategy,
+            runtime=self.runtime,
+            interrupted=self.is_interrupted,
+        )
+        if result is None:
+            return
         seconds = time.monotonic() - began
         if not math.isfinite(result.val_loss):
             raise NonFiniteError(
@@ -232,7 +232,14 @@ class Trainer:
     def evaluate_hellaswag(self, hellaswag: HellaSwag) -> None:
         """Measure HellaSwag accuracy of the weights as they are after this step."""
         began = time.monotonic()
-        result = hellaswag.measure(self.model, strategy=self.strategy, runtime=self.runtime)
+        result = hellaswag.measure(
+            self.model,
+            strategy=self.strategy,
+            runtime=self.runtime,
+            interrupted=self.is_interrupted,
+        )
+        if result is None:
+            return
         seconds = time.monotonic() - began
         self.progress.record_event("hellaswag", seconds)
         self.telemetry.event("hellaswag", self.state.step, **result, seconds=seconds)
@@ -246,13 +253,17 @@ class Trainer:
         if self.runtime.rank != 0 or self.config.model.vocab_size < NUM_TOKENS:
             return
         began = time.monotonic()
-        with self.strategy.eager(), self.strategy.autocast():
-            text = sample_text(
-                self.model,
-                self.config.eval.sample_prompt,
-                max_new_tokens=self.config.eval.sample_tokens,
-                seed=rng.fold_seed(self.config.data.seed, self.state.step),
-            )
+        try:
+            with self.strategy.autocast():
+                text = sample_text(
+                    self.model,
+                    self.config.eval.sample_prompt,
+                    max_new_tokens=self.config.eval.sample_tokens,
+                    seed=rng.fold_seed(self.config.data.seed, self.state.step),
+                )
+        except DataError as error:  # no vocabulary: training does not need it
+            self.telemetry.warn(f"no text sample: {error}", self.state.step)
+            return
         seconds = time.monotonic() - began
         self.progress.record_event("sample", seconds)
         self.telemetry.event("sample", self.state.step, text=text, seconds=seconds)
@@ -298,9 +309,13 @@ class Trainer:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    def is_interrupted(self) -> bool:
+        """Tell all processes whether some was asked to stop; evaluations ask at equal places."""
+        return self.runtime.any(self.stop.signal_name is not None)
+
     def signalled(self) -> str | None:
         """Return the name of a signal that asked some process to stop, or None; agreed by all."""
-        if not self.runtime.any(self.stop.signal_name is not None):
+        if not self.is_interrupted():
             return None
         return next(name for name in self.runtime.gather(self.stop.signal_name) if name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,28 +37,50 @@ class Validation:
         chosen = min(total, max(1, val_tokens // order.context_length))
         self.samples = np.arange(chosen, dtype=np.int64) * total // chosen  # (N,) window numbers
 
-    def measure(self, model: GPT, *, strategy: Strategy, runtime: Runtime) -> ValidationLoss:
+    def measure(
+        self,
+        model: GPT,
+        *,
+        strategy: Strategy,
+        runtime: Runtime,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> ValidationLoss | None:
         """Return the loss over all windows; every process takes a share and all get the result.
 
         Each window's loss is summed in fp32 and the windows in fp64 in their own order, so that neither the cut into
         batches nor the number of processes enters the sum. The standard error takes a window as the unit, because
-        neighbouring tokens are not independent.
+        neighbouring tokens are not independent. None if `interrupted`, asked before each batch, told all to stop.
+
+        Raises: DataError if a window cannot be read.
         """
-        sums = np.zeros(len(self.samples))
-        mine = np.arange(runtime.rank, len(self.samples), runtime.world_size)
+        world, count = runtime.world_size, len(self.samples)
+        mine = np.arange(runtime.rank, count, world)
+        longest = math.ceil(count / world)  # equally many rounds everywhere: asking is a collective
+        sums = np.zeros(count)
         model.eval()
-        with torch.inference_mode(), strategy.eager(), strategy.autocast():
-            for start in range(0, len(mine), self._batch_size):
+        try:
+            for start in range(0, longest, self._batch_size):
+                if interrupted():
+                    return None
                 rows = mine[start : start + self._batch_size]
-                windows = self._reader.read(*self._order.locate(self.samples[rows]))
-                tokens = torch.from_numpy(windows.astype(np.int64)).to(runtime.device)  # (B, T + 1)
-                losses = token_losses(model.logits(tokens[:, :-1]), tokens[:, 1:])  # (B, T)
-                sums[rows] = losses.sum(dim=1).double().cpu().numpy()  # sync
-        model.train()
-        self._reader.release()
+                sums[rows] = self._window_losses(rows, model, strategy, runtime)
+        finally:
+            model.train()
+            self._reader.release()
         means = (
             np.sum(runtime.gather(sums), axis=0) / self._order.context_length
         )  # one process has each, others 0
-        count = len(means)
         se = float(means.std(ddof=1) / math.sqrt(count)) if count > 1 else None
         return ValidationLoss(float(means.mean()), se, count * self._order.context_length)
+
+    def _window_losses(
+        self, rows: np.ndarray, model: GPT, strategy: Strategy, runtime: Runtime
+    ) -> np.ndarray:
+        """Return the summed loss of some windows, (len(rows),) float64, in nats."""
+        if len(rows) == 0:
+            return np.zeros(0)
+        windows = self._reader.read(*self._order.locate(self.samples[rows]))
+        tokens = torch.from_numpy(windows.astype(np.int64)).to(runtime.device)  # (B, T + 1)
+        with torch.inference_mode(), strategy.autocast():
+            losses = token_losses(model.logits(tokens[:, :-1]), tokens[:, 1:])  # (B, T)
+        return losses.sum(dim=1).double().cpu().numpy()  # sync

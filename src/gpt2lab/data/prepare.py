@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import itertools
 import json
 import os
@@ -21,6 +21,7 @@ from gpt2lab.data import tokenizer
 from gpt2lab.data.shards import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
 from gpt2lab.data.sources import Source
 from gpt2lab.errors import DataError
+from gpt2lab.manifest import sync_folder, write_durably
 
 VAL_FRACTION = 0.05
 LARGEST_DEFAULT_VAL = 100_000_000
@@ -72,8 +73,8 @@ def prepare(
 
     Raises: DataError if the folder holds something else, a document cannot be read, or there is next to no text.
     """
+    folder = folder.resolve()  # through a link: the shards belong on the disk that it points to
     request = {
-        "origin": source.origin,
         "content": source.identity(),
         "shard_tokens": shard_tokens,
         "val_tokens": val_tokens,
@@ -89,14 +90,22 @@ def prepare(
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "dataset": source.dataset,
+            "origin": source.origin,
             "request": request,
             "tokenizer": {"name": tokenizer.NAME, "sha256": tokenizer.VOCABULARY_HASH},
             "documents": documents,
             "files": writer.files,
         }
         manifest["fingerprint"] = fingerprint_of(manifest)
-        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        write_durably(staging / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        sync_folder(staging)
         os.rename(staging, folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise DataError(
+            f"{folder}: cannot be written ({error.strerror}); nothing was kept"
+        ) from error
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -251,15 +260,16 @@ class _ShardWriter:
     def _write(self, split: str, tokens: np.ndarray) -> None:
         index = sum(file["split"] == split for file in self.files)
         path = self._folder / shard_name(self._dataset, split, index)
-        np.save(path, tokens.astype("<u2", copy=False))
-        content = path.read_bytes()
+        buffer = io.BytesIO()
+        np.save(buffer, tokens.astype("<u2", copy=False))
+        content = buffer.getvalue()
         self.files.append(
             {
                 "name": path.name,
                 "split": split,
                 "tokens": len(tokens),
                 "bytes": len(content),
-                "sha256": hashlib.sha256(content).hexdigest(),
+                "sha256": write_durably(path, content),
                 "max_id": int(tokens.max()),
             }
         )

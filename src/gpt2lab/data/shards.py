@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -28,6 +28,7 @@ class Shard:
     path: Path
     tokens: int
     offset: int  # bytes before the first token
+    sha256: str | None = None  # of the whole file, where shards.json records it
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,11 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
         warnings += _scan(splits, limit)
     else:
         _check_against_manifest(folder, manifest, splits, limit)
+        hashes = {file["name"]: file["sha256"] for file in manifest["files"]}
+        splits = {
+            split: tuple(replace(shard, sha256=hashes[shard.path.name]) for shard in shards)
+            for split, shards in splits.items()
+        }
     return TokenData(folder, fingerprint, splits, warnings)
 
 
