@@ -57,7 +57,9 @@ def model() -> GPT:
 
 def measure(model: GPT, path: Path, runtime: Runtime) -> dict[str, float | int | None]:
     strategy = Strategy(runtime, compile=False, dtype="fp32")
-    return HellaSwag.of(load_items(path)).measure(model, strategy=strategy, runtime=runtime)
+    result = HellaSwag.of(load_items(path), strategy=strategy, runtime=runtime).measure(model)
+    assert result is not None
+    return result
 
 
 def logprob(model: GPT, context: list[int], ending: list[int]) -> float:
@@ -94,7 +96,7 @@ def test_accuracies_equal_brute_force(model: GPT, tmp_path: Path) -> None:
 
 def test_a_share_of_the_items_each_adds_up_to_the_whole(model: GPT, tmp_path: Path) -> None:
     """Three processes' shares, taken one after another, hold each item once."""
-    hellaswag = HellaSwag.of(load_items(write_items(tmp_path / "items.jsonl")))
+    items = load_items(write_items(tmp_path / "items.jsonl"))
     shares: list[np.ndarray] = []
 
     class Share(Runtime):
@@ -107,7 +109,7 @@ def test_a_share_of_the_items_each_adds_up_to_the_whole(model: GPT, tmp_path: Pa
         runtime.use(SystemConfig(device="cpu"))
         runtime.rank, runtime.world_size = rank, 3
         strategy = Strategy(runtime, compile=False, dtype="fp32")
-        result = hellaswag.measure(model, strategy=strategy, runtime=runtime)
+        result = HellaSwag.of(items, strategy=strategy, runtime=runtime).measure(model)
     assert result == measure(model, tmp_path / "items.jsonl", Runtime())
 
 

@@ -24,9 +24,11 @@ class HellaSwag:
 
     labels: np.ndarray  # (N,)
     questions: dict[Style, list[Question]]
+    strategy: Strategy
+    runtime: Runtime
 
     @staticmethod
-    def of(items: list[Item]) -> HellaSwag:
+    def of(items: list[Item], *, strategy: Strategy, runtime: Runtime) -> HellaSwag:
         """Tokenise the items."""
         return HellaSwag(
             labels=np.array([item.label for item in items]),
@@ -34,15 +36,12 @@ class HellaSwag:
                 "harness": [tokenize(item, "harness") for item in items],
                 "tutorial": [tokenize(item, "tutorial") for item in items],
             },
+            strategy=strategy,
+            runtime=runtime,
         )
 
     def measure(
-        self,
-        model: GPT,
-        *,
-        strategy: Strategy,
-        runtime: Runtime,
-        interrupted: Callable[[], bool] = lambda: False,
+        self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float | int | None] | None:
         """Return three accuracies with their standard errors; all processes share the work and get the result.
 
@@ -55,25 +54,27 @@ class HellaSwag:
         was_training = model.training
         model.eval()
         try:
-            for first in range(0, count, runtime.world_size):
+            for first in range(0, count, self.runtime.world_size):
                 if interrupted():
                     return None
-                index = first + runtime.rank
+                index = first + self.runtime.rank
                 if index < count:
-                    correct[:, index] = self._judge(index, model, strategy)
+                    correct[:, index] = self._judge(index, model)
         finally:
             model.train(was_training)
-        correct = np.sum(runtime.gather(correct), axis=0)  # one process has each item, others 0
+        correct = np.sum(
+            self.runtime.gather(correct), axis=0
+        )  # one process has each item, others 0
         result: dict[str, float | int | None] = {"n": count}
         for name, hits in zip(METRICS, correct, strict=True):
             result[name] = float(hits.mean())
             result[f"{name}_se"] = float(hits.std(ddof=1) / math.sqrt(count)) if count > 1 else None
         return result
 
-    def _judge(self, index: int, model: GPT, strategy: Strategy) -> list[bool]:
+    def _judge(self, index: int, model: GPT) -> list[bool]:
         """Tell for each metric whether it picks the true ending of one item."""
         question, lineage = self.questions["harness"][index], self.questions["tutorial"][index]
-        with torch.inference_mode(), strategy.autocast():
+        with torch.inference_mode(), self.strategy.autocast():
             sums = _score(model, question)
             per_byte = sums / np.maximum(question.ending_bytes, 1)
             per_token = _score(model, lineage) / [max(len(e), 1) for e in lineage.endings]

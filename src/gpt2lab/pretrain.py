@@ -202,8 +202,14 @@ def _build(
             readers["val"],
             val_tokens=config.eval.val_tokens,
             batch_size=config.batch.mini_batch_size,
+            strategy=strategy,
+            runtime=runtime,
         ),
-        hellaswag=HellaSwag.of(start.hellaswag) if start.hellaswag else None,
+        hellaswag=(
+            HellaSwag.of(start.hellaswag, strategy=strategy, runtime=runtime)
+            if start.hellaswag
+            else None
+        ),
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,

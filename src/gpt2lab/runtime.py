@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,13 @@ class Runtime:
         """Wait for the GPU's queue, so that a clock read next means something."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def peak_memory(self) -> int:
+        """Return the largest memory in use so far: allocated on the GPU, resident on a CPU; bytes."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
 
     def close(self) -> None:
         """Leave the process group together.

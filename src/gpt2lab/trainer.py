@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import resource
-import sys
 import time
 from dataclasses import dataclass
 
@@ -96,6 +94,11 @@ class Trainer:
         """Tell whether the step just done was the run's last."""
         return self.state.step == self.last_step
 
+    @property
+    def place(self) -> str:
+        """Name the step just done, as every console line begins."""
+        return f"step {self.state.step}/{self.last_step}"
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, batch: GlobalBatch) -> None:
@@ -144,14 +147,14 @@ class Trainer:
             epoch=batch.epoch,
             data_wait_seconds=batch.wait_seconds,
             mfu=mfu,
-            peak_memory_bytes=self.peak_memory(),
+            peak_memory_bytes=self.runtime.peak_memory(),
             batch_hash=batch.hash,
             elapsed_seconds=time.monotonic() - self.began,
             remaining_seconds=remaining,
         )
         if step == 1 or is_due(step, self.config.log.log_freq, self.last_step):
             self.telemetry.say(
-                f"step {step}/{self.last_step} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {lr:.1e} | "
+                f"{self.place} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {lr:.1e} | "
                 f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s | "
                 f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'} | eta {fmt.duration(remaining)}"
             )
@@ -198,12 +201,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the validation loss of the weights as they are after this step."""
         began = time.monotonic()
-        result = self.validation.measure(
-            self.model,
-            strategy=self.strategy,
-            runtime=self.runtime,
-            interrupted=self.is_interrupted,
-        )
+        result = self.validation.measure(self.model, interrupted=self.is_interrupted)
         if result is None:
             return
         seconds = time.monotonic() - began
@@ -225,26 +223,21 @@ class Trainer:
         error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
         best = " | best so far" if self.state.best_step == self.state.step else ""
         self.telemetry.say(
-            f"step {self.state.step}/{self.last_step} | val loss {result.val_loss:.4f} +- {error} "
+            f"{self.place} | val loss {result.val_loss:.4f} +- {error} "
             f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
         )
 
     def evaluate_hellaswag(self, hellaswag: HellaSwag) -> None:
         """Measure HellaSwag accuracy of the weights as they are after this step."""
         began = time.monotonic()
-        result = hellaswag.measure(
-            self.model,
-            strategy=self.strategy,
-            runtime=self.runtime,
-            interrupted=self.is_interrupted,
-        )
+        result = hellaswag.measure(self.model, interrupted=self.is_interrupted)
         if result is None:
             return
         seconds = time.monotonic() - began
         self.progress.record_event("hellaswag", seconds)
         self.telemetry.event("hellaswag", self.state.step, **result, seconds=seconds)
         self.telemetry.say(
-            f"step {self.state.step}/{self.last_step} | HellaSwag acc {result['acc']:.4f}, "
+            f"{self.place} | HellaSwag acc {result['acc']:.4f}, "
             f"acc_norm {result['acc_norm']:.4f} on {result['n']} items | {fmt.duration(seconds)}"
         )
 
@@ -267,7 +260,7 @@ class Trainer:
         seconds = time.monotonic() - began
         self.progress.record_event("sample", seconds)
         self.telemetry.event("sample", self.state.step, text=text, seconds=seconds)
-        self.telemetry.say(f"step {self.state.step}/{self.last_step} | sample: {text!r}")
+        self.telemetry.say(f"{self.place} | sample: {text!r}")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -343,10 +336,3 @@ class Trainer:
         """Return the path of the run's newest checkpoint."""
         infos, _ = catalog.list_checkpoints(self.start.run_dir)
         return str(infos[-1].path) if infos else None
-
-    def peak_memory(self) -> int:
-        """Return the largest memory in use so far: allocated on the GPU, resident on a CPU; bytes."""
-        if self.runtime.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.runtime.device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
