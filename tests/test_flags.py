@@ -175,14 +175,16 @@ def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> Non
 
 
 def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset() -> None:
-    saved = override(preset("gpt2-micro"), {"n_layer": 7, "max_lr": 0.5, "seed": 3})
+    micro = parse(["--model=gpt2-micro"]).fresh()  # what is saved has absolute paths
+    saved = override(micro, {"n_layer": 7, "max_lr": 0.5, "seed": 3})
     over = to_flat(parse(["--max_lr=0.25"]).over(saved))
     assert (over["n_layer"], over["max_lr"], over["seed"]) == (7, 0.25, 3)
     assert {name for name, value in to_flat(saved).items() if over[name] != value} == {"max_lr"}
 
 
 def test_typing_a_saved_value_again_changes_nothing() -> None:
-    saved = override(preset("gpt2-micro"), {"n_layer": 7, "num_epochs": 2.0})
+    micro = parse(["--model=gpt2-micro"]).fresh()
+    saved = override(micro, {"n_layer": 7, "num_epochs": 2.0})
     command = parse(["--model=gpt2-micro", "--n_layer=7", "--num_epochs=2"])
     assert to_flat(command.over(saved)) == to_flat(saved)
 

@@ -10,8 +10,10 @@ import pytest
 
 from gpt2lab import fmt, history, manifest
 from gpt2lab.config import OptimConfig
-from gpt2lab.errors import CheckpointError, NonFiniteError
+from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError
+from gpt2lab.flags import parse
 from gpt2lab.schedule import lr_at
+from gpt2lab.start import decide
 from gpt2lab.summary import describe_run
 from test_run import Run
 
@@ -139,3 +141,27 @@ def test_every_line_of_metrics_is_json(run: Run) -> None:
     run.train("--max_steps=3", "--eval_freq=1")
     for line in (run.path / "metrics.jsonl").read_text().splitlines():
         json.loads(line)
+
+
+def test_a_resume_is_judged_by_the_runs_settings_not_by_the_defaults(run: Run) -> None:
+    """min_lr 1e-3 is above the default max_lr, but not above this run's."""
+    more = ("--max_lr=1e-2", "--min_lr=1e-3", "--max_steps=4")
+    run.train(*more, "--stop_after_steps=2")
+    run.train("--resume=latest", "--min_lr=1e-3")
+    assert run.status()["state"] == "completed"
+
+
+def test_another_model_is_refused_as_such_wherever_one_stands(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its preset names other data too, which need not exist for the refusal to be the right one."""
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    monkeypatch.chdir(tmp_path)
+    argv = [
+        "--model=gpt2-mini",
+        "--resume=latest",
+        "--run_name=tiny",
+        f"--checkpoint_dir={run.path.parent}",
+    ]
+    with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):
+        decide(parse(argv), world_size=1, set_aside=False)

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import io
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,7 +69,10 @@ class Command:
     typed: frozenset[str]  # names of the settings that the user gave
 
     def over(self, base: Config) -> Config:
-        """Return `base` with what the user typed on top; a typed preset counts as typing each of its settings."""
+        """Return `base` with what the user typed on top; a typed preset counts as typing each of its settings.
+
+        Typed paths are resolved against the working directory, all others against the repository.
+        """
         flags = _parse(self.argv, base)
         typed = {name: value for name, value in to_flat(flags.config).items() if name in self.typed}
         for name in typed:
@@ -78,18 +82,13 @@ class Command:
             base = preset(typed["model"], base)
         if any(name in typed for name in LENGTHS):  # the three are one setting in three units
             typed |= {name: None for name in LENGTHS if name not in typed}
-        return override(base, typed)
+        config = override(base, typed)
+        files = {name: value for name, value in to_flat(config).items() if value and is_path(name)}
+        return override(config, {name: paths.from_repository(Path(p)) for name, p in files.items()})
 
     def fresh(self) -> Config:
-        """Return the settings of a fresh start: defaults, preset, flags, with default paths at the repository."""
-        model = _parse(self.argv, Config()).config.model.model
-        config = self.over(preset(model))
-        defaults = {
-            name: paths.from_repository(Path(value))
-            for name, value in to_flat(config).items()
-            if is_path(name) and value is not None and name not in self.typed
-        }
-        return override(config, defaults)
+        """Return the settings of a fresh start: defaults, preset, flags."""
+        return self.over(preset(_parse(self.argv, Config()).config.model.model))
 
 
 def parse(argv: list[str]) -> Command:
@@ -147,6 +146,7 @@ def run_tyro(target: type, argv: list[str], *, default: Any = None) -> Any:
                 return_unknown_args=True,
                 use_underscores=True,
                 config=(tyro.conf.OmitArgPrefixes,),
+                prog=Path(sys.argv[0]).name,
                 description=target.__doc__ if default is None else "Train GPT-2 on token shards.",
             )
     except SystemExit as exit:

@@ -66,7 +66,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     anything is written.
     """
     config = command.fresh()
-    _raise_problems(find_problems(config))
+    _raise_problems(find_problems(override(Config(), {"run_name": config.checkpoint.run_name})))
     warnings: list[str] = []
     run_dir, checkpoint = None, None
     if command.verbs.resume is not None:
@@ -76,6 +76,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         saved = override(Config(), checkpoint.manifest["config"])
         here = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
         config = override(_keep_resolved(command.over(saved), saved), here)
+        _refuse_changes(command, config, _find_changes(saved, config), run=run_dir.name)
     elif run_dir is None:
         run_dir = _fresh_folder(config)
         config = override(config, {"run_name": run_dir.name})
