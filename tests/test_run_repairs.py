@@ -165,3 +165,30 @@ def test_another_model_is_refused_as_such_wherever_one_stands(
     ]
     with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):
         decide(parse(argv), world_size=1, set_aside=False)
+
+
+def test_every_start_ends_with_a_report_that_says_how_to_go_on(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train("--max_steps=4", "--eval_freq=2", "--stop_after_steps=2")
+    report = capsys.readouterr().out.split("run tiny\n")[1]
+    for part in ("training loss", "validation loss", "tokens/s", "checkpoints", "--resume latest"):
+        assert part in report
+    assert "--allow_change" not in report
+    run.train("--resume=latest", "--max_steps=4")
+    report = capsys.readouterr().out.split("run tiny\n")[1]
+    assert "--max_steps 8 --allow_change max_steps" in report
+    assert report in (run.path / "log.txt").read_text()
+
+
+def test_a_checkpoint_that_does_not_load_moves_nothing_aside(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise CheckpointError("does not load")
+
+    monkeypatch.setattr("gpt2lab.checkpoint.load", fail)
+    assert "does not load" in str(run.refused("--resume=2"))
+    assert sorted(run.checkpoints()) == [1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpt2lab import catalog, checkpoint, history, paths, rng
+from gpt2lab import catalog, checkpoint, history, paths, rng, summary
 from gpt2lab.config import policy_of, to_flat
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
@@ -119,13 +120,15 @@ def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | Non
         if folder:
             step = trainer.state.step if trainer else resumed_step
             code = error.exit_code if isinstance(error, GPT2LabError) else 1
-            folder.write_status("failed", step=step, reason=str(error), exit_code=code)
-            telemetry.event(
-                "stop", step, reason=f"{type(error).__name__}: {error}", checkpoint=None
-            )
-        raise
-    finally:
+            reason = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OSError, GPT2LabError):  # the first error is the one to report
+                folder.write_status("failed", step=step, reason=str(error), exit_code=code)
+                telemetry.event("stop", step, reason=reason, checkpoint=None)
         telemetry.close()
+        raise
+    if folder:
+        telemetry.say(summary.describe_run(start.run_dir))
+    telemetry.close()
 
 
 def _build(
@@ -135,9 +138,6 @@ def _build(
     config, device = start.config, runtime.device
     facts = _facts(start, runtime)
     if folder:
-        superseded = (
-            catalog.supersede(start.run_dir, start.checkpoint.step) if start.checkpoint else []
-        )
         folder.write_config(config, facts)
         folder.write_status("running", step=start.checkpoint.step if start.checkpoint else 0)
         _say_what_begins(start, facts, telemetry)
