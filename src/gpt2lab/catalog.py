@@ -166,7 +166,9 @@ def supersede(run_dir: Path, step: int) -> list[str]:
     newer = [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
     if not newer:
         return []
-    aside = run_dir / f"{SUPERSEDED}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    aside = run_dir / f"{SUPERSEDED}{time.strftime('%Y%m%d-%H%M%S')}"
+    if aside.exists():  # twice within a second
+        aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:4]}")
     aside.mkdir()
     names = {folder.name for folder in newer}
     for label, target in read_labels(run_dir).items():
