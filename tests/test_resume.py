@@ -13,6 +13,9 @@ import pytest
 
 import launch
 from conftest import write_shards
+from gpt2lab.errors import CheckpointError
+from gpt2lab.flags import parse
+from gpt2lab.start import decide
 
 # T = 16, S = 8 windows a step. The training shards of tiny_data have 62, 48 and 80 windows: shard ends after
 # 7.75, 13.75 and 23.75 steps, and the epoch ends within step 24.
@@ -307,11 +310,13 @@ def test_resume_refuses_when_every_checkpoint_is_damaged(
     shutil.copytree(two_checkpoints / "runs", tmp_path / "runs")
     for path in (tmp_path / "runs" / "run").glob("step_*/model.safetensors"):
         path.write_bytes(b"")
-    for resume in ("latest", "auto"):
-        done = launch.train(
-            _flags(
-                two_checkpoints / "data", tmp_path / "runs", "--max_steps=6", f"--resume={resume}"
-            )
+    for resume in (
+        "latest",
+        "auto",
+        "latest",
+    ):  # what one start does must not change the next's mind
+        flags = _flags(
+            two_checkpoints / "data", tmp_path / "runs", "--max_steps=6", f"--resume={resume}"
         )
-        assert done.returncode == 2
-        assert "damaged" in done.stderr
+        with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+            decide(parse(flags), world_size=1, set_aside=True)
