@@ -179,7 +179,7 @@ def _build(
             start.data.splits[split],
             context_length=config.model.context_length,
             id_limit=min(config.model.vocab_size, NUM_TOKENS),
-            verify=runtime.rank == 0,  # the first process reads every training window, to hash it
+            verify=runtime.local_rank == 0,  # once on each machine, which may have files of its own
         )
         for split in ("train", "val")
     }

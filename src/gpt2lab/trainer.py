@@ -148,6 +148,7 @@ class Trainer:
             data_wait_seconds=batch.wait_seconds,
             mfu=mfu,
             peak_memory_bytes=self.runtime.peak_memory(),
+            first_sample=batch.first_sample,
             batch_hash=batch.hash,
             elapsed_seconds=time.monotonic() - self.began,
             remaining_seconds=remaining,
@@ -297,6 +298,7 @@ class Trainer:
 
         Raises: SaveError if it failed and must not.
         """
+        self.loader.wait_until_verified()  # no checkpoint rests on data that turns out to be damaged
         seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.progress.record_event("checkpoint", seconds)
 

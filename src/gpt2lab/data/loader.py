@@ -6,7 +6,6 @@ The loader has no position worth saving: the caller names the first sample, and 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import queue
 import threading
 import time
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from gpt2lab.data.order import Order
-from gpt2lab.data.windows import WindowReader
+from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.plan import BatchPlan
 
 
@@ -81,6 +80,7 @@ class Loader:
             # Wait for it: a thread that is inside torch when the interpreter ends aborts the process.
             stopped.set()
             producer.join()
+            self._reader.close()
 
     def _produce(
         self,
@@ -110,7 +110,7 @@ class Loader:
         share = plan.samples // plan.world_size
         if self._rank == 0:  # reads all, to hash all
             windows = self._read(first_sample, plan.samples)
-            digest = hashlib.sha256(windows.astype("<u2", copy=False).tobytes()).hexdigest()
+            digest = hash_windows(windows)
             mine = windows[:share]
         else:
             mine, digest = self._read(first_sample + self._rank * share, share), None
@@ -132,6 +132,13 @@ class Loader:
             hash=digest,
             wait_seconds=0.0,
         )
+
+    def wait_until_verified(self) -> None:
+        """Return when every shard touched so far is known to be undamaged.
+
+        Raises: DataError naming a damaged one.
+        """
+        self._reader.wait_until_verified()
 
     def _read(self, first_sample: int, samples: int) -> np.ndarray:
         return self._reader.read(

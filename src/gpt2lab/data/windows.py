@@ -9,11 +9,17 @@ from collections import OrderedDict
 import numpy as np
 
 from gpt2lab.data.shards import Shard
+from gpt2lab.data.verifier import Verifier
 from gpt2lab.errors import DataError
 
 _OPEN_MAPS = (
     64  # a 100B-token set has a thousand shards, a process has about as many file descriptors
 )
+
+
+def hash_windows(windows: np.ndarray) -> str:
+    """Hash a global batch, (S, T + 1) uint16 in sample order, to 64 hex digits: the `batch_hash` of a step."""
+    return hashlib.sha256(windows.astype("<u2", copy=False).tobytes()).hexdigest()
 
 
 class WindowReader:
@@ -27,8 +33,8 @@ class WindowReader:
         id_limit: int,
         verify: bool = False,
     ) -> None:
-        """`verify`: hash each shard when it is first touched and compare with shards.json."""
-        self._unverified = {i for i, shard in enumerate(shards) if verify and shard.sha256}
+        """`verify`: hash each shard in the background when it is first touched, and compare with shards.json."""
+        self._verifier = Verifier(shards) if verify else None
         self._shards = shards
         self._width = context_length + 1
         self._id_limit = id_limit
@@ -37,9 +43,12 @@ class WindowReader:
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) uint16 array.
 
-        Raises: DataError naming the shard if it is gone, changed, or an id is out of range (on a GPU that would end
-        in an assertion that names nothing).
+        Raises: DataError naming the shard if it is gone, changed, found damaged, or an id is out of range (on a GPU
+        that would end in an assertion that names nothing).
         """
+        if self._verifier is not None:
+            for shard in np.unique(shards).tolist():
+                self._verifier.touch(shard)
         windows = np.empty((len(shards), self._width), dtype=np.uint16)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             start = self._shards[shard].offset + 2 * offset
@@ -56,13 +65,23 @@ class WindowReader:
             )
         return windows
 
+    def wait_until_verified(self) -> None:
+        """Return when all that was read so far is known to be undamaged.
+
+        Raises: DataError naming a damaged shard.
+        """
+        if self._verifier is not None:
+            self._verifier.wait()
+
     def release(self) -> None:
         """Give the pages read so far back: they stay in the system's cache, but not in this process."""
         for mapped in self._maps.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unmap all shards."""
+        """Unmap all shards and stop verifying."""
+        if self._verifier is not None:
+            self._verifier.close()
         while self._maps:
             self._maps.popitem()[1].close()
 
@@ -79,10 +98,6 @@ class WindowReader:
             return self._maps[shard]
         with open(self._shards[shard].path, "rb") as file:
             self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if shard in self._unverified:
-            if hashlib.sha256(self._maps[shard]).hexdigest() != self._shards[shard].sha256:
-                raise self._refusal(shard, "damaged (its sha256 is not the one in shards.json)")
-            self._unverified.remove(shard)
         if len(self._maps) > _OPEN_MAPS:
             self._maps.popitem(last=False)[1].close()
         return self._maps[shard]
