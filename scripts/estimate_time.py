@@ -28,7 +28,7 @@ class EstimateTime:
 def main(argv: list[str]) -> int:
     """Print the estimate for one run, or what is exact about a model where there is none."""
     flags = run_tyro(EstimateTime, argv)
-    from gpt2lab import estimate, paths
+    from gpt2lab import estimate, history, paths
     from gpt2lab.presets import preset
 
     folder = paths.from_repository(Path("checkpoints"))
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         folder = paths.from_working_directory(flags.checkpoint_dir)
     run_dir = folder / flags.run_name if flags.run_name else estimate.last_written_run(folder)
     remaining = estimate.estimate_remaining(run_dir) if run_dir else None
-    config = estimate.read_config(run_dir) if run_dir else preset(flags.model)
+    config = history.read_config(run_dir) if run_dir else preset(flags.model)
     if flags.json:
         print(json.dumps(estimate.as_json(config, remaining)))
     else:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+
+from corpora import TEXTS, run_prepare, write_jsonl
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)
@@ -50,3 +53,17 @@ def tiny_flags(tiny_data: Path, tmp_path: Path) -> list[str]:
         *(f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=tiny"),
         *("--device=cpu", "--dtype=fp32", "--compile=off", "--log_freq=1000", "--val_tokens=320"),
     ]
+
+
+@pytest.fixture(scope="session")
+def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare a few dozen short documents; treat as read-only."""
+    folder = tmp_path_factory.mktemp("prepared")
+    run_prepare(write_jsonl(folder / "tiny.jsonl", TEXTS), folder / "tiny", val_tokens=100)
+    return folder / "tiny"
+
+
+@pytest.fixture
+def prepared(prepared_once: Path, tmp_path: Path) -> Path:
+    """Return a copy of them to spoil."""
+    return Path(shutil.copytree(prepared_once, tmp_path / "prepared"))

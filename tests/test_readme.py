@@ -26,6 +26,7 @@ COMMANDS: dict[str, str | None] = {
     "source .venv/bin/activate": None,
     "python scripts/prepare_data.py fineweb-edu": None,  # network
     "python scripts/prepare_data.py hf:roneneldan/TinyStories": None,  # network
+    "python scripts/data.py verify data/my_texts": "",
     "torchrun --nproc_per_node=4 src/train.py --model gpt2 --run_name gpt2-124m --use_tensorboard": (
         f"{SHRINK} --stop_after_steps=1"
     ),

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import launch
 from conftest import TRAIN_SHARDS, VAL_SHARDS, make_tokens, write_shards
 from gpt2lab import catalog, checkpoint, flags, history, manifest
 from gpt2lab.config import ModelConfig
@@ -670,3 +672,16 @@ def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned)
     run.train(*common, "--resume=latest")
     assert list(run.checkpoints()) == [3, 4]
     assert run.losses(attempt=1)[4] == run.losses(attempt=2)[4]
+
+
+def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[str]) -> None:
+    """`python src/train.py ... | head` once ended training and reported success."""
+    flags = [*tiny_flags, "--max_steps=20", "--log_freq=1"]
+    command = launch.command_for(launch.TRAIN, flags, world=1)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=launch.environment()) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+    assert [event["step"] for event in launch.events(tmp_path / "runs" / "tiny", "done")] == [20]
+    assert "step 20/20" in (tmp_path / "runs" / "tiny" / "log.txt").read_text()

@@ -18,6 +18,10 @@ class DataError(GPT2LabError):
     """Missing, damaged or unfit token data."""
 
 
+class SourceLostError(DataError):
+    """A source of text broke off (the network, mostly); what was prepared so far is kept."""
+
+
 class CheckpointError(GPT2LabError):
     """A checkpoint that is missing, damaged or belongs to another model."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, history, paths
-from gpt2lab.config import Config, override
+from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.plan import checkpoint_bytes, count_parameters, flops_per_token
 from gpt2lab.progress import Progress, frequencies
@@ -39,26 +38,12 @@ def last_written_run(checkpoint_dir: Path) -> Path | None:
     return newest.parent if newest else None
 
 
-def read_config(run_dir: Path) -> Config:
-    """Return the settings of a run's last start.
-
-    Raises: ConfigError if config.json is missing or not readable.
-    """
-    path = run_dir / "config.json"
-    try:
-        return override(Config(), json.loads(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; is this the folder of a run?") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error})") from error
-
-
 def estimate_remaining(run_dir: Path) -> Remaining:
     """Project the rest of a run from the pace of its last start and the cost of its events.
 
     Raises: ConfigError if the folder is not a run that has begun.
     """
-    config, events = read_config(run_dir), history.read_events(run_dir)
+    config, events = history.read_config(run_dir), history.read_events(run_dir)
     steps = history.current(events, "step")
     begun = [event for event in events if event["event"] == "begin"]
     if not begun:

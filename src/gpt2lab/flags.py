@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.config import LEAVES, LENGTHS, Config, is_path, override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.presets import preset
@@ -27,6 +28,26 @@ RENAMED = {
     "tensorboard_dir": "--checkpoint_dir (TensorBoard files live in the run's folder)",
     "steps_per_epoch": "--num_epochs (an epoch is computed from the data)",
 }
+
+
+def _read_count(words: list[str]) -> int:
+    try:
+        return fmt.parse_count(words[0])
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{words[0]!r} is not a number like 5000, 100M or 10B") from None
+
+
+# A flag that takes 100M for 100_000_000.
+Count = Annotated[
+    int,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=_read_count,
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
 
 
 def option(default: Any, help: str) -> Any:
@@ -126,13 +147,17 @@ def _refuse_idle_verbs(verbs: Verbs) -> None:
 
 
 def _parse(argv: tuple[str, ...], base: Config) -> _Flags:
-    flags = run_tyro(_Flags, list(argv), default=_Flags(config=base))
+    flags = run_tyro(
+        _Flags, list(argv), default=_Flags(config=base), about="Train GPT-2 on token shards."
+    )
     assert isinstance(flags, _Flags)
     return flags
 
 
-def run_tyro(target: type, argv: list[str], *, default: Any = None) -> Any:
-    """Let tyro fill the dataclass `target`, but report a mistake as one line instead of a box.
+def run_tyro(target: Any, argv: list[str], *, default: Any = None, about: str | None = None) -> Any:
+    """Let tyro fill the dataclass `target`, or one of a union of them, but report a mistake as one line.
+
+    `about` stands at the top of the help; default the docstring.
 
     Raises: ConfigError; SystemExit(0) after printing help.
     """
@@ -142,12 +167,12 @@ def run_tyro(target: type, argv: list[str], *, default: Any = None) -> Any:
             parsed, unknown = tyro.cli(
                 target,
                 args=argv,
-                default=default,
+                **({} if default is None else {"default": default}),
                 return_unknown_args=True,
                 use_underscores=True,
                 config=(tyro.conf.OmitArgPrefixes,),
                 prog=Path(sys.argv[0]).name,
-                description=target.__doc__ if default is None else "Train GPT-2 on token shards.",
+                description=about or target.__doc__,
             )
     except SystemExit as exit:
         if exit.code in (0, None):
@@ -174,7 +199,7 @@ def _one_line(box: str) -> str:
     return text
 
 
-def _unknown(token: str, target: type) -> str:
+def _unknown(token: str, target: Any) -> str:
     name = token.lstrip("-").partition("=")[0].replace("-", "_")
     if not token.startswith("-"):
         return f"unexpected argument {token!r}; see --help"

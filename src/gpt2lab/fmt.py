@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 
 def num_bytes(number: float) -> str:
@@ -11,6 +12,19 @@ def num_bytes(number: float) -> str:
         if number >= 0.9995 * size:  # what rounds to 1000 of one unit is 1 of the next
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f} B"
+
+
+def parse_count(text: str) -> int:
+    """Read a whole number with an optional unit of thousands: '100M' -> 100_000_000, '2.5B', '4_096'.
+
+    Raises: ValueError.
+    """
+    units = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+    factor = units.get(text[-1:].lower(), 1)
+    value = Fraction(text.replace("_", "")[: -1 if factor > 1 else None]) * factor
+    if value.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
 
 
 def duration(seconds: float | None) -> str:

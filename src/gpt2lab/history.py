@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl, the one truth about what a run did. No torch."""
+"""Reading back what a run did: metrics.jsonl, the one truth, and the settings of the last start. No torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.errors import GPT2LabError
+from gpt2lab import paths
+from gpt2lab.config import Config, override
+from gpt2lab.errors import ConfigError, GPT2LabError
 
 METRICS = "metrics.jsonl"
 _KEYS = {"event", "time", "attempt", "step"}
+
+
+def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
+    """Return the folder of a run given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
+
+    Raises: ConfigError if there is no such folder.
+    """
+    runs = checkpoint_dir or paths.from_repository(Path("checkpoints"))
+    for folder in (runs / run, paths.from_working_directory(Path(run))):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"{run}: no run of this name in {paths.for_people(runs)}, and no such folder")
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -33,6 +47,20 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
             raise GPT2LabError(f"{path} line {number}: not an event of gpt2lab")
         events.append(event)
     return events
+
+
+def read_config(run_dir: Path) -> Config:
+    """Return the settings of a run's last start.
+
+    Raises: ConfigError if config.json is missing or not readable.
+    """
+    path = run_dir / "config.json"
+    try:
+        return override(Config(), json.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; is this the folder of a run?") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not readable as JSON ({error})") from error
 
 
 def last_attempt(events: list[dict[str, Any]]) -> int:

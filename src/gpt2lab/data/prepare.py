@@ -1,13 +1,18 @@
-"""Documents -> token shards and their manifest, staged beside the target and moved there by one rename."""
+"""Documents -> token shards and their manifest; what a killed start had finished, the next one finds.
+
+Shards are collected in OUT.partial, with a journal of where in the source to go on; the last act is one rename to OUT.
+"""
 
 from __future__ import annotations
 
-import io
-import itertools
+import contextlib
+import dataclasses
+import fcntl
 import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,142 +23,177 @@ from tqdm import tqdm
 
 from gpt2lab import fmt, paths
 from gpt2lab.data import tokenizer
-from gpt2lab.data.shards import FORMAT, MANIFEST, fingerprint_of, read_manifest, shard_name
+from gpt2lab.data.encode import Batch, Place, encode
+from gpt2lab.data.shard_writer import ShardWriter
+from gpt2lab.data.shards import (
+    FORMAT,
+    JOURNAL,
+    MANIFEST,
+    fingerprint_of,
+    open_shard,
+    read_manifest,
+)
 from gpt2lab.data.sources import Source
-from gpt2lab.errors import DataError
-from gpt2lab.manifest import sync_folder, write_durably
+from gpt2lab.errors import DataError, SourceLostError
+from gpt2lab.faults import faultpoint
+from gpt2lab.manifest import replace_durably, sync_folder, write_durably
 
 VAL_FRACTION = 0.05
 LARGEST_DEFAULT_VAL = 100_000_000
-_BYTES_PER_TOKEN = 4  # of English; only sizes the default validation split
-_BATCH_DOCUMENTS = 256
-SMALLEST_LAST_SHARD = 65_536  # tokens; a smaller remainder joins the shard before
+_BYTES_PER_TOKEN = 4  # of English; only sizes the default validation split and the progress bar
+_WORTH_WORKERS = 4_000_000  # bytes of text; below, starting processes takes longer than the work
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much, and cut into what; of the whole, also where one part of it is prepared."""
+
+    shard_tokens: int = 100_000_000
+    val_tokens: int | None = None  # default 5 % of the expected size, at most 100M
+    max_tokens: int | None = None
+
+    def check(self) -> None:
+        """Refuse sizes that cannot work, all in one message.
+
+        Raises: DataError.
+        """
+        problems = []
+        if self.shard_tokens < 2:
+            problems.append(f"shard_tokens {self.shard_tokens} must be at least 2")
+        if self.val_tokens is not None and self.val_tokens < 2:
+            problems.append(f"val_tokens {self.val_tokens} must be at least 2")
+        if self.max_tokens is not None and self.max_tokens < 4:
+            problems.append(f"max_tokens {self.max_tokens} must be at least 4")
+        if problems:
+            raise DataError("; ".join(problems))
+
+    def of_part(self, part: tuple[int, int]) -> Sizes:
+        """Return the share of part i of n; the shares sum to the whole."""
+
+        def share(tokens: int | None) -> int | None:
+            return None if tokens is None else tokens // part[1] + (part[0] <= tokens % part[1])
+
+        return dataclasses.replace(
+            self, val_tokens=share(self.val_tokens), max_tokens=share(self.max_tokens)
+        )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was written."""
+    """What was written; `seconds` and `new_tokens` are of this start alone."""
 
     folder: Path
-    documents: int
-    tokens: dict[str, int]
-    shards: int
-    num_bytes: int
+    files: tuple[dict[str, Any], ...]
+    bad: int
+    empty: int
+    new_tokens: int
     seconds: float
 
+    def total(self, fact: str, split: str | None = None) -> int:
+        """Sum one of tokens, bytes, documents, text_bytes over the files, or those of a split."""
+        return sum(file[fact] for file in self.files if split in (None, file["split"]))
 
-def check_sizes(*, shard_tokens: int, val_tokens: int | None, max_tokens: int | None) -> None:
-    """Refuse sizes that cannot work, all in one message.
 
-    Raises: DataError.
-    """
-    problems = []
-    if shard_tokens < 2:
-        problems.append(f"shard_tokens {shard_tokens} must be at least 2")
-    if val_tokens is not None and val_tokens < 2:
-        problems.append(f"val_tokens {val_tokens} must be at least 2")
-    if max_tokens is not None and max_tokens < 4:
-        problems.append(f"max_tokens {max_tokens} must be at least 4")
-    if problems:
-        raise DataError("; ".join(problems))
+def describe(result: Result) -> str:
+    """Write the result as a table."""
+    tokens, documents = result.total("tokens"), result.total("documents")
+    train, val = result.total("tokens", "train"), result.total("tokens", "val")
+    text = result.total("text_bytes")
+    rows = [
+        ("documents", f"{documents:,}"),
+        ("tokens", f"{tokens:,} ({train:,} train, {val:,} val)"),
+        ("text", f"{fmt.num_bytes(text)} ({text / tokens:.2f} bytes a token)"),
+        ("mean document", f"{tokens / documents:,.0f} tokens"),
+        ("shards", f"{len(result.files):,} files, {fmt.num_bytes(result.total('bytes'))}"),
+        (
+            "time",
+            f"{fmt.duration(result.seconds)} ({result.new_tokens / result.seconds:,.0f} tokens/s)",
+        ),
+        ("folder", paths.for_people(result.folder)),
+    ]
+    if result.bad or result.empty:
+        left_out = f"{result.bad:,} bad records, {result.empty:,} empty documents"
+        rows.insert(1, ("left out", left_out))
+    return "\n".join(f"{name:<14} {value}" for name, value in rows)
 
 
 def prepare(
     source: Source,
     folder: Path,
+    sizes: Sizes,
     *,
-    shard_tokens: int,
-    val_tokens: int | None,
-    max_tokens: int | None,
+    num_workers: int | None = None,
+    part: tuple[int, int] = (1, 1),
+    skip_bad: bool = False,
 ) -> Result | None:
     """Tokenise a source into `folder`; None if the same is there already.
 
-    The first documents become the validation split, up to `val_tokens` (default: 5 % of the expected size, at most
-    100M tokens); a corpus that ends before training data begins is cut 5 : 95 instead, so there are always both.
+    The first documents become the validation split, up to `val_tokens`; a corpus that ends before training data
+    begins is cut 5 : 95 instead, so there are always both. What is written depends neither on `num_workers`
+    (default: one per core) nor on how often the work was interrupted.
 
-    Raises: DataError if the folder holds something else, a document cannot be read, or there is next to no text.
+    Raises: DataError if the folder holds something else, a record cannot be read, or there is next to no text.
     """
+    sizes.check()
     folder = folder.resolve()  # through a link: the shards belong on the disk that it points to
-    request = {
-        "content": source.identity(),
-        "shard_tokens": shard_tokens,
-        "val_tokens": val_tokens,
-        "max_tokens": max_tokens,
-    }
+    request = {"content": source.identity(), "part": list(part), **dataclasses.asdict(sizes)}
     if _is_done(folder, request):
         return None
     began = time.monotonic()
-    staging = _stage(folder)
+    work = _Unfinished(folder, request)
     try:
-        writer = _ShardWriter(staging, source.dataset, shard_tokens=shard_tokens)
-        documents = _write_splits(source, writer, val_tokens=val_tokens, max_tokens=max_tokens)
+        writer = ShardWriter(
+            work.folder, source.dataset, shard_tokens=sizes.shard_tokens, files=work.files
+        )
+        done = sum(file["tokens"] for file in work.files)
+        last = _write_splits(
+            source,
+            writer,
+            work,
+            sizes=sizes.of_part(part),
+            num_workers=num_workers or _default_workers(source),
+            skip_bad=skip_bad,
+        )
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "dataset": source.dataset,
             "origin": source.origin,
             "request": request,
             "tokenizer": {"name": tokenizer.NAME, "sha256": tokenizer.VOCABULARY_HASH},
-            "documents": documents,
-            "files": writer.files,
+            "documents": sum(file["documents"] for file in writer.files),
+            "left_out": {"bad": last.bad, "empty": last.empty},
+            "files": sorted(writer.files, key=lambda file: (file["split"], file["name"])),
         }
-        manifest["fingerprint"] = fingerprint_of(manifest)
-        write_durably(staging / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-        sync_folder(staging)
-        os.rename(staging, folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise DataError(
-            f"{folder}: cannot be written ({error.strerror}); nothing was kept"
-        ) from error
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    tokens = {
-        s: sum(f["tokens"] for f in writer.files if f["split"] == s) for s in ("train", "val")
-    }
-    num_bytes = sum(file["bytes"] for file in writer.files)
-    return Result(folder, documents, tokens, len(writer.files), num_bytes, time.monotonic() - began)
-
-
-def _stage(folder: Path) -> Path:
-    """Create the folder to write to, beside the target; sweep those that killed processes left."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):
-            if not _is_alive(leftover.name.rpartition("-")[2]):
-                shutil.rmtree(leftover, ignore_errors=True)
-        staging = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        staging.mkdir()
+        work.complete(manifest)
     except OSError as error:
         raise DataError(
-            f"{folder}: cannot be written ({error.strerror}); choose another --out"
+            f"{folder}: cannot be written ({error.strerror}); {work.leave()}"
         ) from error
-    return staging
+    except SourceLostError as error:
+        raise SourceLostError(f"{error}; {work.leave()}") from error
+    except DataError as error:
+        raise DataError(
+            f"{error}; {work.leave()}" if work.is_worth_keeping else str(error)
+        ) from error
+    finally:
+        work.leave()
+    tokens = sum(file["tokens"] for file in writer.files)
+    return Result(
+        folder=folder,
+        files=tuple(writer.files),
+        bad=last.bad,
+        empty=last.empty,
+        new_tokens=tokens - done,
+        seconds=time.monotonic() - began,
+    )
 
 
-def _is_alive(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def describe(result: Result) -> str:
-    """Write the result as a table."""
-    total = sum(result.tokens.values())
-    rows = [
-        ("documents", f"{result.documents:,}"),
-        ("tokens", f"{total:,} ({result.tokens['train']:,} train, {result.tokens['val']:,} val)"),
-        ("mean document", f"{total / result.documents:,.0f} tokens"),
-        ("shards", f"{result.shards:,} files, {fmt.num_bytes(result.num_bytes)}"),
-        ("time", f"{fmt.duration(result.seconds)} ({total / result.seconds:,.0f} tokens/s)"),
-        ("folder", paths.for_people(result.folder)),
-    ]
-    return "\n".join(f"{name:<14} {value}" for name, value in rows)
+def _default_workers(source: Source) -> int:
+    if source.num_bytes is not None and source.num_bytes < _WORTH_WORKERS:
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _is_done(folder: Path, request: dict[str, Any]) -> bool:
@@ -170,106 +210,183 @@ def _is_done(folder: Path, request: dict[str, Any]) -> bool:
     )
 
 
+class _Unfinished:
+    """The folder OUT.partial: finished shards and the journal, locked while a process works on it."""
+
+    def __init__(self, target: Path, request: dict[str, Any]) -> None:
+        """Open or create it.
+
+        Raises: DataError if it belongs to another request, is in use, or cannot be written.
+        """
+        self.folder = target.with_name(f"{target.name}.partial")
+        self.files: list[dict[str, Any]] = []
+        self.place, self.drop = Place(), 0
+        self._target, self._request = target, request
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / "lock", "a")  # noqa: SIM115 - held until leave()
+        except OSError as error:
+            raise DataError(
+                f"{self.folder}: cannot be written ({error.strerror}); choose another --out"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise DataError(f"{self.folder}: another process is preparing this folder") from error
+        try:
+            self._read_journal()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _read_journal(self) -> None:
+        path = self.folder / JOURNAL
+        if not path.exists():
+            return
+        refusal = f"{self.folder}: holds the unfinished work of another command line or source; repeat it, or delete"
+        try:
+            journal = json.loads(path.read_bytes())
+            if journal["request"] != self._request:
+                raise DataError(refusal)
+            self.files, self.drop = journal["files"], journal["drop"]
+            self.place = Place(**journal["place"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: not readable ({error}); delete {self.folder}") from error
+        for file in self.files:
+            if open_shard(self.folder / file["name"]).tokens != file["tokens"]:
+                raise DataError(f"{self.folder / file['name']}: changed; delete {self.folder}")
+
+    def note(self, place: Place, drop: int) -> None:
+        """Write down that all in `files` is finished, and that the source goes on `drop` ids after `place`."""
+        journal = {
+            "request": self._request,
+            "files": self.files,
+            "place": dataclasses.asdict(place),
+            "drop": drop,
+        }
+        faultpoint("data.before_journal", len(self.files))
+        replace_durably(self.folder / JOURNAL, json.dumps(journal) + "\n")
+        faultpoint("data.after_journal", len(self.files))
+
+    def complete(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest and give the folder its final name."""
+        manifest["fingerprint"] = fingerprint_of(manifest)
+        for path in self.folder.glob("*.npy"):  # cut again, or written by a start that was killed
+            if path.name not in {file["name"] for file in self.files}:
+                path.unlink()
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        write_durably(self.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        sync_folder(self.folder)
+        faultpoint("data.before_folder_is_named", 0)
+        os.rename(self.folder, self._target)
+        faultpoint("data.after_folder_is_named", 0)
+        sync_folder(self._target.parent)
+        for leftover in (JOURNAL, "lock"):
+            (self._target / leftover).unlink(missing_ok=True)
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Tell whether a whole shard is there: less is quicker done again than explained."""
+        full = self._request["shard_tokens"]
+        return any(file["tokens"] >= full for file in self.files)
+
+    def leave(self) -> str:
+        """Keep what is worth keeping, delete the rest, and say which of the two it was."""
+        self._lock.close()
+        if not self.folder.exists():
+            return ""
+        if not self.is_worth_keeping:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return "nothing was kept"
+        kept = paths.for_people(self.folder)
+        return f"{len(self.files)} finished shards are kept in {kept}: the same command line goes on from there"
+
+
 def _write_splits(
-    source: Source, writer: _ShardWriter, *, val_tokens: int | None, max_tokens: int | None
-) -> int:
-    """Write both splits and return the number of documents."""
+    source: Source,
+    writer: ShardWriter,
+    work: _Unfinished,
+    *,
+    sizes: Sizes,
+    num_workers: int,
+    skip_bad: bool,
+) -> Batch:
+    """Write both splits; return the last batch that was used."""
     expected = None if source.num_bytes is None else source.num_bytes // _BYTES_PER_TOKEN
-    if max_tokens is not None:
-        expected = max_tokens if expected is None else min(expected, max_tokens)
+    if sizes.max_tokens is not None:
+        expected = sizes.max_tokens if expected is None else min(expected, sizes.max_tokens)
+    val_tokens = sizes.val_tokens
     if val_tokens is None:
         val_tokens = LARGEST_DEFAULT_VAL
         if expected is not None:
             val_tokens = min(val_tokens, max(2, int(VAL_FRACTION * expected)))
-    val, held = [np.empty(0, np.uint16)], 0  # validation tokens, until there are enough
-    written = documents = 0
-    with tqdm(total=expected, unit="tok", unit_scale=True, desc=source.name) as bar:
-        for tokens in _encode(source.documents()):
-            if max_tokens is not None:
-                tokens = tokens[: max_tokens - held - written]
-            documents += 1
-            bar.update(len(tokens))
-            if held < val_tokens:
-                val.append(tokens[: val_tokens - held])
-                held += len(val[-1])
-                tokens = tokens[len(val[-1]) :]
-            writer.add("train", tokens)
-            written += len(tokens)
-            if max_tokens is not None and held + written >= max_tokens:
+    finished = sum(file["tokens"] for file in work.files)
+    position, drop = finished, work.drop  # of the next id that is not in a finished shard
+    noted = len(writer.files)
+    restarts: deque[tuple[int, Place]] = (
+        deque()
+    )  # where batches begin, since the last finished shard
+    last = Batch(np.empty(0, np.uint16), work.place, work.place.bad, work.place.empty)
+    with (
+        contextlib.closing(writer),
+        tqdm(
+            total=expected, initial=finished, unit="tok", unit_scale=True, desc=source.name
+        ) as bar,
+        contextlib.closing(
+            encode(source, start=work.place, num_workers=num_workers, skip_bad=skip_bad)
+        ) as batches,
+    ):
+        for last in batches:
+            restarts.append((position - drop, last.place))
+            ids, drop = last.ids[drop:], max(0, drop - len(last.ids))
+            if sizes.max_tokens is not None:
+                ids = ids[: sizes.max_tokens - position]
+            bar.update(len(ids))
+            for split, run in _split(ids, position, val_tokens):
+                writer.add(split, run)
+                position += len(run)
+                if position == val_tokens:
+                    writer.finish("val")
+            if len(writer.files) > noted:
+                noted = len(writer.files)
+                finished = sum(file["tokens"] for file in writer.files)
+                while len(restarts) > 1 and restarts[1][0] <= finished:
+                    restarts.popleft()
+                work.note(restarts[0][1], finished - restarts[0][0])
+            if sizes.max_tokens is not None and position >= sizes.max_tokens:
                 break
-    val_part = np.concatenate(val)
-    if not written:  # the corpus ended inside the validation split
-        cut = max(2, int(VAL_FRACTION * held))
-        writer.add("train", val_part[cut:])
-        val_part = val_part[:cut]
-    writer.add("val", val_part)
-    try:
-        writer.close()
-    except DataError as error:
-        raise DataError(f"{source.origin}: {error}") from None
-    return documents
+        if position == 0:
+            raise DataError(f"{source.origin}: not a single document with text in it")
+        try:
+            if position < val_tokens:
+                writer.finish("val")
+            if position <= val_tokens:
+                _cut_again(writer, work)
+            writer.finish("train")
+        except DataError as error:
+            raise DataError(f"{source.origin}: {error}") from None
+    return last
 
 
-def _encode(documents: Iterator[str]) -> Iterator[np.ndarray]:
-    """Yield each document's ids, <|endoftext|> first, in order; batches are encoded by threads."""
-    encoding = tokenizer.gpt2_encoding()
-    threads = os.cpu_count() or 1
-    while batch := list(itertools.islice(documents, _BATCH_DOCUMENTS)):
-        for ids in encoding.encode_ordinary_batch(batch, num_threads=threads):
-            yield np.array([tokenizer.END_OF_TEXT, *ids], dtype=np.uint16)
+def _split(ids: np.ndarray, position: int, val_tokens: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the ids with their split: the first `val_tokens` of the stream are for validation."""
+    left = max(0, val_tokens - position)
+    if left and len(ids):
+        yield "val", ids[:left]
+    if len(ids) > left:
+        yield "train", ids[left:]
 
 
-class _ShardWriter:
-    """Fills shards of equal size; the last of a split takes a small remainder along.
-
-    A remainder of a few tokens in a shard of its own could hold no window, and training refuses such shards.
-    """
-
-    def __init__(self, folder: Path, dataset: str, *, shard_tokens: int) -> None:
-        self.files: list[dict[str, Any]] = []
-        self._folder, self._dataset, self._shard_tokens = folder, dataset, shard_tokens
-        self._flush_at = shard_tokens + min(shard_tokens, SMALLEST_LAST_SHARD)
-        self._pending: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-        self._held = {"train": 0, "val": 0}
-
-    def add(self, split: str, tokens: np.ndarray) -> None:
-        """Append tokens to a split."""
-        self._pending[split].append(tokens)
-        self._held[split] += len(tokens)
-        if self._held[split] < self._flush_at:
-            return
-        held = np.concatenate(self._pending[split])
-        while len(held) >= self._flush_at:
-            self._write(split, held[: self._shard_tokens])
-            held = held[self._shard_tokens :]
-        self._pending[split], self._held[split] = [held], len(held)
-
-    def close(self) -> None:
-        """Write the last shard of each split and put the manifest's files in order.
-
-        Raises: DataError if a split has no two tokens, hence nothing to predict.
-        """
-        for split, pending in self._pending.items():
-            if self._held[split] < 2:
-                raise DataError(
-                    f"only {self._held[split]} tokens for the {split} split; too little text, or --val_tokens takes all"
-                )
-            self._write(split, np.concatenate(pending))
-        self.files.sort(key=lambda file: (file["split"], file["name"]))
-
-    def _write(self, split: str, tokens: np.ndarray) -> None:
-        index = sum(file["split"] == split for file in self.files)
-        path = self._folder / shard_name(self._dataset, split, index)
-        buffer = io.BytesIO()
-        np.save(buffer, tokens.astype("<u2", copy=False))
-        content = buffer.getvalue()
-        self.files.append(
-            {
-                "name": path.name,
-                "split": split,
-                "tokens": len(tokens),
-                "bytes": len(content),
-                "sha256": write_durably(path, content),
-                "max_id": int(tokens.max()),
-            }
-        )
+def _cut_again(writer: ShardWriter, work: _Unfinished) -> None:
+    """Divide a text 5 : 95 that ended where the validation split should have."""
+    held = sum(file["tokens"] for file in writer.files)
+    if held > LARGEST_DEFAULT_VAL:
+        raise DataError(f"{held:,} tokens in all, --val_tokens takes them; give a smaller number")
+    ids = np.concatenate([np.load(work.folder / file["name"]) for file in writer.files])
+    writer.files.clear()
+    work.note(Place(), 0)  # from here on, an interrupted start begins anew
+    cut = max(2, int(VAL_FRACTION * held))
+    writer.add("val", ids[:cut])
+    writer.finish("val")
+    writer.add("train", ids[cut:])

@@ -1,4 +1,7 @@
-"""Token shards on disk: uint16 .npy files beside shards.json, whose own hash is the data's fingerprint."""
+"""Token shards on disk: uint16 files beside shards.json, whose own hash is the data's fingerprint.
+
+Ours are .npy; where shards.json names one, a raw .bin file as nanoGPT writes it is read as well.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
+from gpt2lab.data.tokenizer import NAME as TOKENIZER
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError
 
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"
+JOURNAL = "progress.json"  # of a preparation that has not ended
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 SPLITS = ("train", "val")
+RAW_SUFFIX = ".bin"
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
 SCAN_LIMIT_BYTES = 2 * 1024**3  # a foreign set up to this size is read whole at the start
 
@@ -39,6 +45,7 @@ class TokenData:
     fingerprint: str
     splits: dict[str, tuple[Shard, ...]]
     warnings: tuple[str, ...]
+    is_gpt2: bool = True  # whether the ids are known, or taken, to be GPT-2's
 
     def tokens(self, split: str) -> int:
         """Count the tokens of a split."""
@@ -68,6 +75,10 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
     prepare = "prepare one with: python scripts/prepare_data.py python-stdlib (or fineweb-edu, a file, a folder)"
     if not folder.is_dir():
         raise DataError(f"{folder}: no such data folder; {prepare}")
+    if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
+        raise DataError(
+            f"{folder}: not prepared to the end; repeat the command that prepares it, it goes on where it stopped"
+        )
     warnings: tuple[str, ...] = ()
     manifest: dict[str, Any] | None = None
     if (folder / MANIFEST).exists():
@@ -78,7 +89,7 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
         }
         fingerprint = manifest["fingerprint"]
     else:
-        names = {split: _names_on_disk(folder, split) for split in SPLITS}
+        names = {split: names_on_disk(folder, split) for split in SPLITS}
         fingerprint = ""
         warnings = (f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes",)
     for split in SPLITS:
@@ -96,7 +107,10 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
             split: tuple(replace(shard, sha256=hashes[shard.path.name]) for shard in shards)
             for split, shards in splits.items()
         }
-    return TokenData(folder, fingerprint, splits, warnings)
+    is_gpt2 = manifest is None or manifest["tokenizer"]["name"] == TOKENIZER
+    if not is_gpt2:
+        warnings += (f"{folder}: the ids are not GPT-2's; text samples would be meaningless",)
+    return TokenData(folder, fingerprint, splits, warnings, is_gpt2)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -135,6 +149,10 @@ def open_shard(path: Path) -> Shard:
 
     try:
         size = path.stat().st_size
+        if path.suffix == RAW_SUFFIX:
+            if size % 2:
+                raise DataError(f"{path}: {size} bytes; raw uint16 tokens are an even number")
+            return Shard(path, size // 2, 0)
         with open(path, "rb") as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -163,7 +181,14 @@ def open_shard(path: Path) -> Shard:
     return Shard(path, shape[0], offset)
 
 
-def _names_on_disk(folder: Path, split: str) -> list[str]:
+def find_strays(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return the names of shards that are in a folder but not in its manifest."""
+    present = {name for split in SPLITS for name in names_on_disk(folder, split)}
+    return sorted(present - {file["name"] for file in manifest["files"]})
+
+
+def names_on_disk(folder: Path, split: str) -> list[str]:
+    """Return the names of a split's .npy shards in the order of their numbers."""
     matches = [SHARD_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_file()]
     found = [match for match in matches if match and match["split"] == split]
     return [match.string for match in sorted(found, key=lambda m: (m["dataset"], int(m["index"])))]
@@ -182,10 +207,7 @@ def _check_against_manifest(
                 )
             if expected["max_id"] >= limit:
                 raise DataError(f"{shard.path}: {_id_problem(expected['max_id'], limit)}")
-    strays = sorted(
-        {name for split in SPLITS for name in _names_on_disk(folder, split)} - set(listed)
-    )
-    if strays:
+    if strays := find_strays(folder, manifest):
         raise DataError(
             f"{folder / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
         )

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from gpt2lab.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
     from tiktoken import Encoding
 
 NAME = "gpt2"
+UNKNOWN = "unknown"  # of foreign data whose ids are none of GPT-2's
 END_OF_TEXT = 50256
 NUM_TOKENS = 50257  # real ids are 0 .. 50256; the model's rows above are padding
 
@@ -59,6 +61,17 @@ def gpt2_encoding() -> Encoding:
         mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": END_OF_TEXT},
     )
+
+
+@functools.cache
+def token_bytes() -> np.ndarray:
+    """Return how many bytes of text each id stands for, (50257,) int64; <|endoftext|> stands for none."""
+    import numpy as np  # not at the top: most that import this module need the constants alone
+
+    encoding = gpt2_encoding()
+    lengths = [len(encoding.decode_single_token_bytes(i)) for i in range(NUM_TOKENS)]
+    lengths[END_OF_TEXT] = 0
+    return np.array(lengths, dtype=np.int64)
 
 
 def _vocabulary_folder() -> Path | None:
