@@ -30,8 +30,8 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
     ["catalog", "plan", "presets", "schedule", "data.hellaswag_items", "data.shards"],
     ["estimate", "flags", "listing", "data.shard_writer", "data.verifier"],
     ["data.adopt", "data.audit", "data.merge", "data.prepare", "data.windows"],
-    ["start", "summary", "data.ledger"],
-    ["dry_run"],
+    ["overview", "plots", "start", "summary", "data.ledger"],
+    ["dry_run", "resume_command"],
 ]
 TORCH_ROWS = [
     ["loss", "rng"],

@@ -154,10 +154,18 @@ def _parse(argv: tuple[str, ...], base: Config) -> _Flags:
     return flags
 
 
-def run_tyro(target: Any, argv: list[str], *, default: Any = None, about: str | None = None) -> Any:
+def run_tyro(
+    target: Any,
+    argv: list[str],
+    *,
+    default: Any = None,
+    about: str | None = None,
+    passed_on: list[str] | None = None,
+) -> Any:
     """Let tyro fill the dataclass `target`, or one of a union of them, but report a mistake as one line.
 
-    `about` stands at the top of the help; default the docstring.
+    `about` stands at the top of the help; default the docstring. Words that `target` does not know are appended to
+    `passed_on`, where that is given.
 
     Raises: ConfigError; SystemExit(0) after printing help.
     """
@@ -178,8 +186,10 @@ def run_tyro(target: Any, argv: list[str], *, default: Any = None, about: str | 
         if exit.code in (0, None):
             raise
         raise ConfigError(_one_line(complaints.getvalue())) from None
-    if unknown:
+    if unknown and passed_on is None:
         raise ConfigError(_unknown(unknown[0], target))
+    if passed_on is not None:
+        passed_on += unknown
     return parsed
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,3 +27,11 @@ def for_people(path: Path) -> str:
     except ValueError:
         return str(path)
     return relative
+
+
+def program(name: str) -> str:
+    """Return how to call a program of this environment from this shell: by name, or by path if not activated."""
+    ours = Path(sys.executable).parent / name
+    if not ours.exists() or shutil.which(name) == str(ours):
+        return name
+    return shlex.quote(for_people(ours))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,7 @@ def describe_run(run_dir: Path) -> str:
     lines.append(f"  go on             {_command_to_go_on(run_dir, events)}")
     folder = shlex.quote(paths.for_people(run_dir.parent))
     if (run_dir / "tensorboard").exists():
-        lines.append(f"  look at it        {_tool('tensorboard')} --logdir {folder}")
+        lines.append(f"  look at it        {paths.program('tensorboard')} --logdir {folder}")
     else:
         lines.append("  look at it        train with --use_tensorboard, then: make tensorboard")
     return "\n".join(lines)
@@ -60,7 +58,11 @@ def _command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
     """Return a command that really goes on: a complete run needs more steps to do anything."""
     last_start = [event for event in events if event["event"] == "begin"][-1]
     world = last_start["world_size"]
-    start = f"{_tool('torchrun')} --nproc_per_node={world}" if world > 1 else _tool("python")
+    start = (
+        f"{paths.program('torchrun')} --nproc_per_node={world}"
+        if world > 1
+        else paths.program("python")
+    )
     script = shlex.quote(paths.for_people(paths.REPOSITORY / "src" / "train.py"))
     command = f"{start} {script} --run_name {shlex.quote(run_dir.name)} --resume latest"
     if run_dir.parent != paths.REPOSITORY / "checkpoints":
@@ -68,14 +70,6 @@ def _command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
     if events[-1]["event"] == "done":
         command += f" --max_steps {2 * last_start['max_steps']} --allow_change max_steps"
     return command
-
-
-def _tool(name: str) -> str:
-    """Return how to call a program of this environment from this shell: by name, or by path if not activated."""
-    ours = Path(sys.executable).parent / name
-    if not ours.exists() or shutil.which(name) == str(ours):
-        return name
-    return shlex.quote(paths.for_people(ours))
 
 
 def _number(value: float | None) -> str:

@@ -1,0 +1,59 @@
+"""Show all runs: state, step, loss, speed, time left, last checkpoint.
+
+python scripts/status.py
+python scripts/status.py --watch 5
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import _bootstrap  # noqa: F401
+from gpt2lab.door import run
+from gpt2lab.errors import ConfigError
+from gpt2lab.flags import option, run_tyro
+
+
+@dataclass(frozen=True)
+class Status:
+    """Show all runs: state, step, loss, speed, time left, last checkpoint."""
+
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    watch: float | None = option(None, "show again every so many seconds, until Ctrl+C")
+    json: bool = option(False, "print one JSON object")
+
+
+def main(argv: list[str]) -> int:
+    """Print the table once, or again and again."""
+    flags = run_tyro(Status, argv)
+    from gpt2lab import overview, paths
+
+    if flags.watch is not None and (flags.json or not flags.watch > 0):
+        raise ConfigError(
+            f"--watch {flags.watch} takes seconds above 0, and does not go with --json"
+        )
+    folder = paths.from_repository(Path("checkpoints"))
+    if flags.checkpoint_dir:
+        folder = paths.from_working_directory(flags.checkpoint_dir)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+    while True:
+        runs = overview.read_runs(folder)
+        if flags.json:
+            print(json.dumps(overview.as_json(runs)))
+            return 0
+        text = overview.describe(runs) if runs else f"no runs in {paths.for_people(folder)}"
+        if flags.watch is None:
+            print(text)
+            return 0
+        print(f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}\n{text}", flush=True)
+        try:
+            time.sleep(flags.watch)
+        except KeyboardInterrupt:
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
