@@ -26,8 +26,9 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
         "stop",
     ],
     ["config", "door", "manifest", "data.order", "data.pieces", "data.sources", "data.tokenizer"],
-    ["history", "progress", "data.encode"],
-    ["catalog", "plan", "presets", "schedule", "data.hellaswag_items", "data.shards"],
+    ["history", "progress", "results", "data.encode"],
+    ["data.hellaswag_items", "data.hellaswag_source"],
+    ["catalog", "plan", "presets", "schedule", "data.hellaswag_tokens", "data.shards"],
     ["estimate", "flags", "listing", "data.shard_writer", "data.verifier"],
     ["data.adopt", "data.audit", "data.merge", "data.prepare", "data.windows"],
     ["overview", "plots", "start", "summary", "data.ledger"],
@@ -48,6 +49,7 @@ ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}
 INSTANT = [
     *("errors", "fmt", "config", "presets", "schedule", "plan", "paths", "manifest", "faults"),
     *("catalog", "history", "listing", "flags", "start", "dry_run", "summary", "door"),
+    "results",
     *("data.tokenizer", "data.shards", "data.order"),
 ]
 MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {"numpy", "tyro", "tiktoken", "tiktoken_ext"}

@@ -12,6 +12,7 @@ import torch
 
 from gpt2lab import catalog, checkpoint, history, paths, rng, summary
 from gpt2lab.config import policy_of, to_flat
+from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
@@ -27,7 +28,7 @@ from gpt2lab.plan import describe
 from gpt2lab.run_folder import RunFolder, provenance
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.saver import Saver
-from gpt2lab.start import Start, decide
+from gpt2lab.start import Start, decide, with_hellaswag
 from gpt2lab.state import TrainState
 from gpt2lab.stop import StopFlag
 from gpt2lab.telemetry import Telemetry
@@ -45,7 +46,7 @@ def pretrain(command: Command) -> None:
     folder: RunFolder | None = None
     try:
         start = runtime.decided_by_first(
-            lambda: decide(command, world_size=runtime.world_size, set_aside=True)
+            lambda: with_hellaswag(decide(command, world_size=runtime.world_size, set_aside=True))
         )
         if start.is_complete:
             if runtime.rank == 0:
@@ -202,20 +203,30 @@ def _build(
             readers["val"],
             val_tokens=config.eval.val_tokens,
             batch_size=config.batch.mini_batch_size,
+            is_gpt2=start.data.is_gpt2 and config.model.vocab_size >= NUM_TOKENS,
             strategy=strategy,
             runtime=runtime,
         ),
-        hellaswag=(
-            HellaSwag.of(start.hellaswag, strategy=strategy, runtime=runtime)
-            if start.hellaswag
-            else None
-        ),
+        hellaswag=_build_hellaswag(start, strategy, runtime),
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,
         saver=Saver(config.checkpoint, folder, model, optimizers, runtime, telemetry, facts),
         stop=stop,
         state=state,
+    )
+
+
+def _build_hellaswag(start: Start, strategy: Strategy, runtime: Runtime) -> HellaSwag | None:
+    path, config = start.config.eval.hellaswag_path, start.config
+    if start.hellaswag != "on" or path is None:
+        return None
+    # The first process reads; the others need neither the file nor its cache.
+    return HellaSwag(
+        runtime.decided_by_first(lambda: load_questions(path).subset(config.eval.hellaswag_limit)),
+        context_length=config.model.context_length,
+        strategy=strategy,
+        runtime=runtime,
     )
 
 

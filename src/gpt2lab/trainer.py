@@ -16,10 +16,11 @@ from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.faults import faultpoint
 from gpt2lab.hardware import peak_flops
-from gpt2lab.hellaswag import HellaSwag
+from gpt2lab.hellaswag import HellaSwag, summarize
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
 from gpt2lab.progress import Progress, frequencies, is_due
+from gpt2lab.results import Results, keep_results
 from gpt2lab.runtime import Runtime
 from gpt2lab.sample import sample_text
 from gpt2lab.saver import Saver
@@ -219,28 +220,44 @@ class Trainer:
             val_loss=result.val_loss,
             val_loss_se=result.val_loss_se,
             val_tokens=result.val_tokens,
+            bits_per_byte=result.bits_per_byte,
             seconds=seconds,
         )
+        self.keep(result.results)
         error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
+        bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
         best = " | best so far" if self.state.best_step == self.state.step else ""
         self.telemetry.say(
-            f"{self.place} | val loss {result.val_loss:.4f} +- {error} "
+            f"{self.place} | val loss {result.val_loss:.4f} +- {error}{bits} "
             f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
         )
 
     def evaluate_hellaswag(self, hellaswag: HellaSwag) -> None:
         """Measure HellaSwag accuracy of the weights as they are after this step."""
         began = time.monotonic()
-        result = hellaswag.measure(self.model, interrupted=self.is_interrupted)
-        if result is None:
+        results = hellaswag.measure(self.model, interrupted=self.is_interrupted)
+        if results is None:
             return
         seconds = time.monotonic() - began
         self.progress.record_event("hellaswag", seconds)
-        self.telemetry.event("hellaswag", self.state.step, **result, seconds=seconds)
+        summary = summarize(results)
+        self.telemetry.event("hellaswag", self.state.step, **summary, seconds=seconds)
+        self.keep(results)
+        error = "n/a" if summary["acc_norm_se"] is None else f"{summary['acc_norm_se']:.4f}"
         self.telemetry.say(
-            f"{self.place} | HellaSwag acc {result['acc']:.4f}, "
-            f"acc_norm {result['acc_norm']:.4f} on {result['n']} items | {fmt.duration(seconds)}"
+            f"{self.place} | HellaSwag acc_norm {summary['acc_norm']:.4f} +- {error}, "
+            f"acc {summary['acc']:.4f}, acc_token_norm {summary['acc_token_norm']:.4f} "
+            f"on {results.n:,} items | {fmt.duration(seconds)}"
         )
+
+    def keep(self, results: Results) -> None:
+        """Have an evaluation kept unit by unit, for scripts/compare.py."""
+        step = self.state.step
+        problem = (
+            keep_results(self.start.run_dir, results, step) if self.runtime.rank == 0 else None
+        )
+        if problem:
+            self.telemetry.warn(problem, step)
 
     def sample(self) -> None:
         """Continue the run's prompt on the first process; the others go on to wait at the next step."""
