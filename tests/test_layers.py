@@ -29,17 +29,17 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
     ["history", "progress", "results", "data.encode"],
     ["data.hellaswag_items", "data.hellaswag_source"],
     ["catalog", "plan", "presets", "schedule", "data.hellaswag_tokens", "data.shards"],
-    ["estimate", "flags", "listing", "data.shard_writer", "data.verifier"],
+    ["estimate", "flags", "listing", "target", "data.shard_writer", "data.verifier"],
     ["data.adopt", "data.audit", "data.merge", "data.prepare", "data.windows"],
-    ["overview", "plots", "start", "summary", "data.ledger"],
+    ["compare", "overview", "plots", "start", "summary", "data.ledger"],
     ["dry_run", "resume_command"],
 ]
 TORCH_ROWS = [
     ["loss", "rng"],
     ["model", "optim", "runtime", "telemetry"],
-    ["checkpoint", "parallel", "run_folder", "sample", "data.loader"],
+    ["checkpoint", "hf", "parallel", "run_folder", "sample", "data.loader"],
     ["hellaswag", "saver", "train_step", "validation"],
-    ["trainer"],
+    ["evaluate", "trainer"],
     ["pretrain"],
 ]
 ROWS = QUICK_ROWS + TORCH_ROWS

@@ -94,7 +94,7 @@ def load(folder: Path, *, model: nn.Module, optimizers: Optimizers, runtime: Run
 
     Raises: CheckpointError naming the file.
     """
-    _load_model(folder / MODEL, model)
+    load_model(folder, model)
     _load_optimizers(folder / OPTIM, model, optimizers)
     content = json.loads((folder / STATE).read_bytes())
     if len(content["rng"]) == runtime.world_size:
@@ -111,7 +111,12 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _load_model(path: Path, model: nn.Module) -> None:
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Put a verified checkpoint's weights into a model.
+
+    Raises: CheckpointError naming the file.
+    """
+    path = folder / MODEL
     tensors, parameters = _read(path), dict(model.named_parameters())
     _compare(
         path, {n: t.shape for n, t in tensors.items()}, {n: p.shape for n, p in parameters.items()}

@@ -66,7 +66,7 @@ class Validation:
         all targets, in bits, over the bytes of their text; <|endoftext|> has a loss but no bytes. None if
         `interrupted`, asked before each batch, told all to stop.
 
-        Raises: DataError if a window cannot be read.
+        Raises: DataError if a window cannot be read or its shard is damaged.
         """
         world, count = self._runtime.world_size, len(self.samples)
         mine = np.arange(self._runtime.rank, count, world)
@@ -84,6 +84,7 @@ class Validation:
         finally:
             model.train(was_training)
             self._reader.release()
+        self._reader.wait_until_verified()  # no number rests on a damaged shard
         nats, num_bytes, checksums = np.sum(
             self._runtime.gather(found), axis=0
         )  # one process has each window, others 0
