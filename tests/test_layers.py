@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gpt2lab"
 QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in under half a second
     [
         "gpt2lab",
+        "bench",
         "data",
         "errors",
         "faults",
@@ -39,7 +40,7 @@ TORCH_ROWS = [
     ["model", "optim", "runtime", "telemetry"],
     ["checkpoint", "hf", "parallel", "run_folder", "sample", "data.loader"],
     ["hellaswag", "saver", "train_step", "validation"],
-    ["evaluate", "trainer"],
+    ["evaluate", "trainer", "bench.hellaswag"],
     ["pretrain"],
 ]
 ROWS = QUICK_ROWS + TORCH_ROWS
