@@ -1,5 +1,6 @@
 """Measure this machine, side by side with other ways of doing the same. One verb per measurement.
 
+python scripts/benchmark.py data
 python scripts/benchmark.py hellaswag --hellaswag_path hellaswag_val.jsonl
 """
 
@@ -7,7 +8,9 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 import _bootstrap  # noqa: F401
 from gpt2lab.config import ModelName
@@ -28,27 +31,50 @@ class HellaSwag:
     json: Path | None = option(None, "also write the numbers to this file")
 
 
-VERBS: dict[str, Any] = {"hellaswag": HellaSwag}
+@dataclass(frozen=True)
+class Data:
+    """Prepare text with 1 and 2 processes, as the tutorial lineage does, and with tiktoken alone; then load batches."""
+
+    megabytes: int = option(300, "text, from Python's standard library, again and again")
+    rounds: int = option(3, "times each way takes its turn")
+    num_workers: tuple[int, ...] = option((1, 2), "numbers of processes")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+Command = (
+    Annotated[Data, tyro.conf.subcommand("data")]
+    | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
+)
 
 
 def main(argv: list[str]) -> int:
     """Run one measurement and print it."""
-    known = "".join(f"\n  {name:12}{verb.__doc__}" for name, verb in VERBS.items())
-    if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: benchmark.py VERB [--help]\n{known}")
-        return 0
-    if argv[0] not in VERBS:
-        raise ConfigError(f"no benchmark {argv[0]!r}; there are: {', '.join(VERBS)}")
-    flags = run_tyro(VERBS[argv[0]], argv[1:])
-    result, text = measure_hellaswag(flags)
+    flags = run_tyro(Command, argv, about="Measure this machine, side by side with other ways.")
+    if flags.json and not flags.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {flags.json}: no such folder")
+    numbers, text = _measure_data(flags) if isinstance(flags, Data) else _measure_hellaswag(flags)
     print(text)
     if flags.json:
-        flags.json.write_text(json.dumps(result, indent=1) + "\n")
+        flags.json.write_text(json.dumps(numbers, indent=1) + "\n")
     return 0
 
 
-def measure_hellaswag(flags: HellaSwag) -> tuple[dict[str, Any], str]:
-    """Return the numbers and their table."""
+def _measure_data(flags: Data) -> tuple[dict[str, Any], str]:
+    from gpt2lab.bench import data
+
+    for name in ("megabytes", "rounds"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"{name} {getattr(flags, name)} must be at least 1")
+    if not flags.num_workers or min(flags.num_workers) < 1:
+        raise ConfigError("num_workers must be one or more numbers from 1 up")
+    preparation = data.compare_preparation(
+        megabytes=flags.megabytes, rounds=flags.rounds, workers=flags.num_workers
+    )
+    loader = data.measure_loader()
+    return {"preparation": preparation, "loader": loader}, data.describe(preparation, loader)
+
+
+def _measure_hellaswag(flags: HellaSwag) -> tuple[dict[str, Any], str]:
     from gpt2lab import paths
     from gpt2lab.bench import hellaswag
     from gpt2lab.data.hellaswag_source import fetch_hellaswag

@@ -40,7 +40,7 @@ TORCH_ROWS = [
     ["model", "optim", "runtime", "telemetry"],
     ["checkpoint", "hf", "parallel", "run_folder", "sample", "data.loader"],
     ["hellaswag", "saver", "train_step", "validation"],
-    ["evaluate", "trainer", "bench.hellaswag"],
+    ["evaluate", "trainer", "bench.data", "bench.hellaswag"],
     ["pretrain"],
 ]
 ROWS = QUICK_ROWS + TORCH_ROWS

@@ -1,0 +1,53 @@
+"""scripts/benchmark.py: every way that is compared does the same work, and the numbers are those of the table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOOR = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
+
+
+def benchmark(*words: object, timeout: int = 250) -> tuple[int, str, str]:
+    command = [sys.executable, str(DOOR), *map(str, words)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return answer.returncode, answer.stdout, answer.stderr
+
+
+@pytest.mark.slow
+def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
+    words = ["--megabytes", 5, "--rounds", 1, "--num_workers", 1, 2, "--json", tmp_path / "d.json"]
+    code, said, error = benchmark("data", *words)
+    assert code == 0, error
+    numbers = json.loads((tmp_path / "d.json").read_text())
+    rates = numbers["preparation"]["tokens_per_second"]
+    assert set(rates) == {
+        "tiktoken, one thread",
+        *(f"{way}, {n} processes" for way in ("gpt2lab", "tutorial") for n in (1, 2)),
+    }
+    for rate in rates.values():
+        assert f"{rate['median']:,.0f}" in said
+    assert numbers["preparation"]["times_tiktoken"]["tiktoken, one thread"] == 1
+    assert set(numbers["loader"]) == {"shards", "windows"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Expected one of {data, hellaswag}"),
+        (["cpus"], "Expected one of"),
+        (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
+        (["data", "--num_workers", "0"], "num_workers must be"),
+        (["data", "--json", "nowhere/x.json"], "no such folder"),
+        (["hellaswag", "--hellaswag_path", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
+    code, said, error = benchmark(*words)
+    assert (code, said) == (2, "")
+    assert error.splitlines()[-1].startswith("error: ")
+    assert message in error
