@@ -1,0 +1,53 @@
+"""Parameters and FLOPs in closed form, exactly those of the built model and of torch's FLOP counter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpt2lab.config import ModelConfig
+from gpt2lab.model import GPT
+from gpt2lab.plan import count_matmul_parameters, count_parameters, flops_per_token
+from gpt2lab.presets import PRESETS, preset
+
+
+def random_shapes(count: int) -> list[ModelConfig]:
+    draw = random.Random(20)
+    return [
+        ModelConfig(
+            n_layer=draw.randint(1, 6),
+            n_head=(heads := draw.randint(1, 6)),
+            n_embd=heads * draw.choice([8, 24, 32, 64]),
+            context_length=draw.randint(1, 300),
+            vocab_size=draw.randint(2, 60_000),
+        )
+        for _ in range(count)
+    ]
+
+
+SHAPES = {name: preset(name).model for name in PRESETS} | {
+    f"random {i}": model for i, model in enumerate(random_shapes(20))
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_counts_are_those_of_the_built_model(name: str) -> None:
+    """On the meta device: on a CPU the counter does not see attention."""
+    config, B = SHAPES[name], 2
+    with torch.device("meta"):
+        model = GPT(config)
+        ids = torch.zeros(B, config.context_length, dtype=torch.int64)
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    assert flops_per_token(config) * B * config.context_length == counter.get_total_flops()
+
+
+def test_124m_costs_what_everybody_computes() -> None:
+    config = preset("gpt2").model
+    assert count_parameters(config) == 124_475_904
+    assert count_matmul_parameters(config) == 123_568_128
+    assert round(flops_per_token(config) / 1e6, 1) == 854.7
