@@ -24,7 +24,7 @@ EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0)
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart data train resume list dry-run estimate tensorboard test test-slow lint clean
+.PHONY: help install quickstart data train resume list dry-run estimate gpu-info memory-check tensorboard test test-slow lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,8 +63,14 @@ list: install  ## list the checkpoints of all runs
 dry-run: install  ## print what a run would do and need
 	@$(PY) src/train.py --dry_run $(FLAGS)
 
-estimate: install  ## how long the newest run still takes
+estimate: install  ## how long the newest run still takes; ARGS="--gpu H100 --tokens 10B" to predict one
 	@$(PY) scripts/estimate_time.py $(FLAGS)
+
+gpu-info: install  ## show GPUs, processor, free memory
+	@$(PY) scripts/gpu_info.py $(ARGS)
+
+memory-check: install  ## compare the predicted peak memory with what is free
+	@$(PY) scripts/memory_check.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 tensorboard: install  ## look at the runs in a browser: PORT=6006, this machine only
 	$(VENV)/bin/tensorboard --logdir checkpoints --host localhost --port $(PORT)

@@ -36,3 +36,9 @@ class NonFiniteError(GPT2LabError):
     """Loss or gradient is NaN or infinite; the weights were not updated with it."""
 
     exit_code = 76
+
+
+class NoSourceError(GPT2LabError):
+    """Nothing to base a forecast on: no run, no known hardware, no measurement."""
+
+    exit_code = 4

@@ -1,157 +1,159 @@
-"""How long a run still takes, read from its own metrics; what a model costs where nothing ran yet. No torch."""
+"""A run before it starts: time, memory, cost and loss, each with its interval and where it comes from. No torch.
+
+The planner, the trainer's estimate.json, --fit_schedule and the deadline search all call `estimate`.
+"""
 
 from __future__ import annotations
 
-import statistics
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from gpt2lab import fmt, history, paths
-from gpt2lab.config import Config
-from gpt2lab.errors import ConfigError
-from gpt2lab.plan import checkpoint_bytes, count_parameters, flops_per_token
-from gpt2lab.progress import Progress, frequencies
+from gpt2lab import communication, cost, memory
+from gpt2lab.cost import Cost
+from gpt2lab.events import EventCosts, event_costs
+from gpt2lab.hardware import Hardware
+from gpt2lab.interval import Interval, total
+from gpt2lab.job import Job
+from gpt2lab.loss_prediction import predicted_loss
+from gpt2lab.machine import Machine
+from gpt2lab.memory import Memory
+from gpt2lab.timing import work
 
-SCHEMA = "gpt2-estimate/1"
+MEMORY_TARGET = 0.92  # of what a process may use; the rest is for what nobody foresaw
+EVENTS = ("eval", "sample", "hellaswag", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Remaining:
-    """What is known of a run that has begun."""
+class MemoryNeed:
+    """What one process needs of its device."""
 
-    run_dir: Path
-    step: int
-    last_step: int
-    tokens_per_second: float | None
-    seconds: float | None  # left; None before there is a pace
-    low_seconds: float | None  # if every step were like the fastest tenth of the recent ones
-    high_seconds: float | None  # ... like the slowest tenth
-    trained_seconds: float  # in steps, over all starts
+    tensors: Memory
+    overhead: float  # fragmentation, driver context, NCCL; bytes
+    available: float | None
+    largest_micro_batch: (
+        int | None
+    )  # that fits; None if one sequence does not, or the memory is not known
+    target: float
+
+    @property
+    def needed(self) -> float:
+        """Bytes on the device."""
+        return self.tensors.tensors + self.overhead
+
+    @property
+    def fits(self) -> bool | None:
+        """Tell whether it fits the target share, None where the memory is not known."""
+        return None if self.available is None else self.needed <= self.target * self.available
 
 
-def last_written_run(checkpoint_dir: Path) -> Path | None:
-    """Return the run that wrote to its metrics last, or None."""
-    files = checkpoint_dir.glob(f"*/{history.METRICS}")
-    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
-    return newest.parent if newest else None
+@dataclass(frozen=True)
+class Estimate:
+    """Everything that is foretold of one job on one machine."""
+
+    job: Job
+    machine: Machine
+    step: Interval  # seconds
+    throughput: Interval  # tokens/s of all processes
+    sigma: float  # deviation of the logarithm of the step time
+    all_reduce_seconds: float
+    memory: MemoryNeed
+    costs: EventCosts
+    breakdown: Mapping[str, Interval]  # seconds by part; `train` is the steps
+    seconds: Interval
+    cost: Cost | None
+    loss: Interval | None
+    mfu: float | None
+
+    @property
+    def event_share(self) -> float:
+        """Share of the whole time that is not steps."""
+        return 1 - self.breakdown["train"].value / self.seconds.value
 
 
-def estimate_remaining(run_dir: Path) -> Remaining:
-    """Project the rest of a run from the pace of its last start and the cost of its events.
-
-    Raises: ConfigError if the folder is not a run that has begun.
-    """
-    config, events = history.read_config(run_dir), history.read_events(run_dir)
-    steps = history.current(events, "step")
-    begun = [event for event in events if event["event"] == "begin"]
-    if not begun:
-        raise ConfigError(f"{run_dir}: has not begun to train; nothing to go by yet")
-    last_step = begun[-1]["max_steps"]
-    progress = Progress(last_step=last_step, frequencies=frequencies(config))
-    attempt = history.last_attempt(events)  # another start may have run on another machine
-    recent: list[float] = []
-    for event in events:
-        if event["attempt"] != attempt:
-            continue
-        if event["event"] == "step":
-            progress.record_step(event["step_seconds"])
-            recent.append(event["step_seconds"])
-        elif "seconds" in event and event["event"] != "done":
-            progress.record_event(event["event"], event["seconds"])
-    step = max(steps, default=0)
-    seconds, pace = progress.remaining(step), progress.step_seconds()
-    low = high = None
-    if seconds is not None and pace is not None and len(recent) >= 12:
-        deciles = statistics.quantiles(recent[-100:], n=10)
-        low = max(0.0, seconds + (deciles[0] - pace) * (last_step - step))
-        high = seconds + (deciles[-1] - pace) * (last_step - step)
-    return Remaining(
-        run_dir=run_dir,
-        step=step,
-        last_step=last_step,
-        tokens_per_second=config.batch.total_batch_size / pace if pace else None,
-        seconds=seconds,
-        low_seconds=low,
-        high_seconds=high,
-        trained_seconds=sum(event["step_seconds"] for event in steps.values()),
+def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float) -> MemoryNeed:
+    """Return what a process needs and the largest micro-batch that fits."""
+    k = hardware.constants
+    distributed = job.world > 1
+    tensors = memory.predict(
+        job.config.model,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        dtype=job.dtype,
+        distributed=distributed,
     )
+    if machine.is_cpu:
+        fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
+    else:
+        fixed = (k["context_gib"] + (k["nccl_gib"] if distributed else 0.0)) * 2**30
+        fragmentation = k["fragmentation"]
+    largest = None
+    if machine.memory_bytes is not None:
+        budget = (target * machine.memory_bytes - fixed) / (1 + fragmentation)
+        largest = memory.largest_micro_batch(
+            job.config.model,
+            sequences=job.sequences,
+            budget=budget,
+            dtype=job.dtype,
+            distributed=distributed,
+        )
+    overhead = fixed + fragmentation * tensors.tensors
+    return MemoryNeed(tensors, overhead, machine.memory_bytes, largest, target)
 
 
-def describe(remaining: Remaining) -> str:
-    """Write the projection for people."""
-    left = fmt.duration(remaining.seconds)
-    if remaining.step >= remaining.last_step:
-        left = "nothing: the run is complete"
-    elif remaining.low_seconds is not None:
-        left += f" (between {fmt.duration(remaining.low_seconds)} and {fmt.duration(remaining.high_seconds)} "
-        left += "if all steps were like the fastest or slowest tenth of the recent ones)"
-    rate = remaining.tokens_per_second
-    rows = [
-        ("run", paths.for_people(remaining.run_dir)),
-        (
-            "done",
-            f"{remaining.step:,} of {remaining.last_step:,} steps in {fmt.duration(remaining.trained_seconds)}",
-        ),
-        ("speed", "n/a" if rate is None else f"{rate:,.0f} tokens/s in the last start"),
-        ("remaining", left),
-    ]
-    if remaining.seconds:
-        finish = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + remaining.seconds))
-        rows.append(("finished", f"{finish}, if it runs from now on without a pause"))
-    return "\n".join(f"{name:<14} {text}" for name, text in rows)
+def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
+    """Return seconds of a step, its sigma, and the all-reduce within it."""
+    amount = work(job.config.model, micro_batch=job.micro_batch, accumulation=job.accumulation)
+    one = work(job.config.model, micro_batch=job.micro_batch, accumulation=1)
+    micro = machine.rates.seconds((*one[:4], 0.0, one[5]))
+    visible = communication.exposed(
+        job.config.model, world=job.world, link=machine.link, micro_batch_seconds=micro
+    )
+    extra = 0.0
+    if job.world > 1 and machine.link is not None:
+        extra = 0.02 if machine.link.is_nvlink else 0.08
+    alone = machine.rates.interval(amount, extra_sigma=extra)
+    value = alone.value + visible.seconds
+    sigma = (machine.rates.sigma(amount) ** 2 + extra**2) ** 0.5
+    return Interval.log_normal(value, sigma), sigma, visible.all_reduce_seconds
 
 
-def describe_model(config: Config) -> str:
-    """Write what is exact about a model before anything ran; times are not guessed."""
-    model = config.model
-    rows = [
-        ("model", f"{model.model}, context {model.context_length}, vocabulary {model.vocab_size}"),
-        ("parameters", f"{count_parameters(model):,}"),
-        ("training", f"{flops_per_token(model) / 1e6:,.1f} MFLOP/token (6 N_matmul + 12 L C T)"),
-        ("checkpoint", fmt.num_bytes(checkpoint_bytes(model))),
-        ("time", "n/a: no run to go by; start one, and ask again after a dozen steps"),
-    ]
-    return "\n".join(f"{name:<14} {text}" for name, text in rows)
+def estimate(
+    job: Job,
+    machine: Machine,
+    hardware: Hardware,
+    *,
+    ratios: Mapping[str, float] | None = None,
+    price: float | None = None,
+    kwh: float | None = None,
+    memory_target: float = MEMORY_TARGET,
+) -> Estimate:
+    """Foretell a job on a machine.
 
-
-def as_json(config: Config, remaining: Remaining | None) -> dict[str, Any]:
-    """Return the estimate as one object; a part that is not known is null."""
-    model = config.model
-    throughput = estimate = None
-    if remaining is not None and remaining.seconds is not None:
-        throughput = {
-            "value": remaining.tokens_per_second,
-            "low": None,
-            "high": None,
-            "source": "metrics.jsonl",
-            "quality": "ok" if remaining.low_seconds is not None else "few steps",
-        }
-        estimate = {
-            "total_steps": remaining.last_step,
-            "estimated_hours": remaining.seconds / 3600,
-            "fits_in_window": None,
-            "verdict": None,
-            "low_hours": None if remaining.low_seconds is None else remaining.low_seconds / 3600,
-            "high_hours": None if remaining.high_seconds is None else remaining.high_seconds / 3600,
-            "sigma_log": None,
-        }
-    unknown = [
-        "max_training_hours",
-        "profile_name",
-        "profile",
-        "dataset_info",
-        "breakdown",
-        "memory",
-    ]
-    unknown += ["scaling", "milestones", "cost", "loss", "actual"]
-    return {
-        "schema": SCHEMA,
-        "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "model": {"parameters": count_parameters(model), "flops_per_token": flops_per_token(model)},
-        "run": str(remaining.run_dir) if remaining else None,
-        "estimate": estimate,
-        "throughput": throughput,
-        **dict.fromkeys(unknown),
+    `price`: US dollars for one GPU-hour instead of the list's; `kwh`: for owned hardware, the price of a kilowatt-hour.
+    """
+    step, sigma, all_reduce = step_time(job, machine)
+    costs = event_costs(job, machine, hardware, ratios=ratios)
+    breakdown = {
+        "start": costs.interval("start", 1),
+        "compile": costs.interval("compile", 1 if job.compiled else 0),
+        "train": step.scaled(job.max_steps),
+        **{kind: costs.interval(kind, job.count(kind)) for kind in EVENTS},
     }
+    seconds = total(list(breakdown.values()))
+    throughput = step.inverse_of(job.config.batch.total_batch_size)
+    peak = machine.gpu.peak_flops if machine.gpu else None
+    return Estimate(
+        job=job,
+        machine=machine,
+        step=step,
+        throughput=throughput,
+        sigma=sigma,
+        all_reduce_seconds=all_reduce,
+        memory=device_memory(job, machine, hardware, memory_target),
+        costs=costs,
+        breakdown=breakdown,
+        seconds=seconds,
+        cost=cost.of_run(machine, seconds, price=price, kwh=kwh),
+        loss=predicted_loss(job.parameters, job.tokens, unique_tokens=job.unique_tokens),
+        mfu=None if not peak else throughput.value * job.flops_per_token / (peak * job.world),
+    )

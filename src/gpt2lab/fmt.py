@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -52,3 +54,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def parse_duration(text: str) -> float:
+    """Read a time span as seconds: '12h', '30m', '1d12h', '45s', '12' (hours).
+
+    Raises: ValueError.
+    """
+    plain = text.strip().lower().replace(" ", "")
+    units = {"d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    parts = re.findall(r"([0-9]*\.?[0-9]+)([dhms])", plain)
+    if parts and "".join(number + unit for number, unit in parts) == plain:
+        return sum(float(number) * units[unit] for number, unit in parts)
+    hours = float(plain)
+    if not math.isfinite(hours):
+        raise ValueError(f"{text!r} is not a time span")
+    return 3600 * hours
+
+
+def count(number: float) -> str:
+    """Write a large number with three digits: 124_475_904 -> '124M', 1e10 -> '10B'."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= 0.9995 * size:
+            return (
+                f"{number / size:.3g}{unit}"
+                if number < 999.5 * size
+                else f"{number / size:.0f}{unit}"
+            )
+    return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"

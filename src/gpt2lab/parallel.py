@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt2lab.errors import ConfigError
+from gpt2lab.plan import CPU_COMPILE_FROM_STEPS
 from gpt2lab.runtime import Runtime
-
-CPU_COMPILE_FROM_STEPS = 200  # below, compiling costs more than it saves
 
 
 class Strategy:

@@ -12,6 +12,8 @@ from gpt2lab import fmt
 from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig
 from gpt2lab.errors import ConfigError
 
+CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
+
 
 def count_parameters(model: ModelConfig) -> int:
     """Count trainable parameters: tied head, biases, learned positions.

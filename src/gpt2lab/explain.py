@@ -1,0 +1,67 @@
+"""Every formula with its numbers."""
+
+from __future__ import annotations
+
+from gpt2lab import communication
+from gpt2lab.estimate import Estimate
+from gpt2lab.hardware import Hardware
+from gpt2lab.interval import Z80
+from gpt2lab.plan import count_matmul_parameters
+from gpt2lab.timing import KINDS, work
+
+
+def lines(found: Estimate, known: Hardware) -> list[str]:
+    """Return the derivation, line by line."""
+    job, model, on = found.job, found.job.config.model, found.machine
+    L, C, T, V = model.n_layer, model.n_embd, model.context_length, model.vocab_size
+    matrices = count_matmul_parameters(model)
+    amount = work(model, micro_batch=job.micro_batch, accumulation=job.accumulation)
+    text = [
+        f"N       = VC + TC + L(12 CC + 13 C) + 2C, V {V}, C {C}, T {T}, L {L} = {job.parameters:,}",
+        f"N_mm    = 12 L CC + VC = {matrices:,}",
+        f"F/token = 6 N_mm + 12 L C T = {job.flops_per_token:,}  (PaLM, arXiv:2204.02311 B)",
+        f"run     = F/token x {job.tokens:,} tokens = {job.flops_per_token * job.tokens:.3g} FLOP",
+    ]
+    gpu = on.gpu
+    if gpu is not None and gpu.peak_flops:
+        best = gpu.matmul_flops
+        measured = f"measured {best / 1e12:.0f}" if best else "no measured matmul: 0.9 of it"
+        k = known.constants
+        text.append(
+            f"roofline: FLOPs / ({k['matmul_efficiency']:g} x matmul), {gpu.name} {gpu.peak_flops / 1e12:.0f} TFLOP/s, "
+            f"{measured}; "
+            f"({k['stream_bytes_per_token_layer_channel']:g} L C + {k['stream_bytes_per_logit']:g} V) bytes / "
+            f"({k['bandwidth_efficiency']:g} x {(gpu.bandwidth or 0) / 1e9:.0f} GB/s)"
+        )
+    for kind, units, rate in zip(KINDS, amount, on.rates.seconds_per_unit, strict=True):
+        text.append(f"  {kind:<10} {units:.4g} x {rate:.4g} s = {units * rate * 1000:,.2f} ms")
+    if job.world > 1 and on.link is not None:
+        factor = 2 * (job.world - 1) / job.world
+        text.append(
+            f"all-reduce {factor:.3g} x {4 * job.parameters / 1e6:,.0f} MB over {on.link.title} = "
+            f"{found.all_reduce_seconds * 1000:,.2f} ms, hidden behind {communication.OVERLAP:g} x 2/3 of the last "
+            f"micro-batch, except the embedding's {4 * V * C / 1e6:,.0f} MB"
+        )
+    need = found.memory.tensors
+    text += [
+        f"step    = {found.step.value * 1000:,.1f} ms; sigma of its logarithm {found.sigma:.3f}, "
+        f"80 % = x/÷ e^({Z80:.2f} sigma)",
+        f"memory  : 4 N {need.params:,} + AdamW 8 N {need.optimizer:,} + gradients {need.gradients:,} + bf16 copies "
+        f"{need.bf16_weights:,} + activations {need.activations:,} + head {need.head:,} B at {need.peak_at}",
+    ]
+    text += [
+        f"  {name:<10} {job.count(name) if name in ('eval', 'sample', 'hellaswag', 'checkpoint') else 1:>6,} "
+        f"x {found.costs.seconds.get(name, 0):,.2f} s{' (measured)' if name in found.costs.measured else ''}"
+        for name in ("start", "compile", "eval", "sample", "hellaswag", "checkpoint")
+        if found.costs.seconds.get(name)
+    ]
+    if found.loss is not None:
+        text.append(
+            f"loss    = 1.8172 + 482.01/N^0.3478 + 2085.43/D^0.3658 (arXiv:2404.10102) + 0.27 (FineWeb) = "
+            f"{found.loss.value:.3f}"
+        )
+    if found.cost is not None:
+        text.append(
+            f"cost    = ${found.cost.price_per_gpu_hour:g} x {on.processes} x {found.seconds.value / 3600:.2f} h"
+        )
+    return text
