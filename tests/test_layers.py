@@ -46,8 +46,8 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
     ["deadline", "explain", "setting"],
     ["estimate_json", "estimate_text"],
     ["alternatives", "remaining"],
-    ["gpu_report", "measuring", "scoring"],
-    ["self_test"],
+    ["gpu_report", "measuring", "run_clock", "scoring"],
+    ["preflight", "self_test"],
     ["planner"],
 ]
 TORCH_ROWS = [

@@ -82,7 +82,7 @@ class BatchConfig:
 
     total_batch_size: int = guarded(524_288, "tokens per optimizer step over all processes")
     mini_batch_size: int = free(
-        16, "sequences per forward pass of one process (guarded when dropout > 0)"
+        16, "sequences per forward pass of one process, or `auto` (guarded when dropout > 0)"
     )
 
 
@@ -111,6 +111,9 @@ class LengthConfig:
     max_tokens: int | None = guarded(None, "tokens, rounded down to whole steps")
     num_epochs: float | None = guarded(
         None, "passes over the training split; default 1 if none of the three is given"
+    )
+    max_hours: float | None = free(
+        None, "hours that one start may take: it saves and stops before; resume to go on"
     )
 
 
@@ -288,7 +291,7 @@ def find_problems(config: Config) -> list[str]:
             f"{name} {flat[name]} must be at least {least}",
         )
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
-    for name in ("max_lr", "num_epochs"):
+    for name in ("max_lr", "num_epochs", "max_hours"):
         check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
     for name in ("min_lr", "weight_decay", "grad_clip"):
         check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")

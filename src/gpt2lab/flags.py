@@ -70,6 +70,10 @@ class Verbs:
     allow_change: str | None = option(
         None, "comma-separated settings a resume may change; `data` for other data"
     )
+    fit_schedule: bool = option(
+        False,
+        "with --max_hours: as many steps as surely end in time, so that the decay is complete",
+    )
     stop_after_steps: int | None = option(
         None, "stop and save once N steps of the run are done; schedule untouched"
     )
@@ -88,6 +92,11 @@ class Command:
     argv: tuple[str, ...]
     verbs: Verbs
     typed: frozenset[str]  # names of the settings that the user gave
+    finds_mini_batch: bool = False  # `--mini_batch_size auto`
+
+    def with_flags(self, *flags: str, instead_of: tuple[str, ...] = ()) -> Command:
+        """Return the command with flags added, and those that set `instead_of` left out."""
+        return parse([*_without(list(self.argv), instead_of), *flags])
 
     def over(self, base: Config) -> Config:
         """Return `base` with what the user typed on top; a typed preset counts as typing each of its settings.
@@ -117,6 +126,9 @@ def parse(argv: list[str]) -> Command:
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
+    finds_mini_batch = _asks_for_search(argv)
+    if finds_mini_batch:
+        argv = _without(argv, ("mini_batch_size",))
     flags = _parse(tuple(argv), Config())
     names = {
         token[2:].partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")
@@ -129,13 +141,49 @@ def parse(argv: list[str]) -> Command:
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
     _refuse_idle_verbs(flags.verbs)
-    return Command(argv=tuple(argv), verbs=flags.verbs, typed=frozenset(typed))
+    return Command(
+        argv=tuple(argv),
+        verbs=flags.verbs,
+        typed=frozenset(typed),
+        finds_mini_batch=finds_mini_batch,
+    )
+
+
+def _asks_for_search(argv: list[str]) -> bool:
+    """Tell whether the mini batch is to be found; the setting itself is always a number."""
+    words = (
+        " ".join(argv)
+        .replace("=", " ")
+        .replace("-batch-", "_batch_")
+        .replace("mini_batch-", "mini_batch_")
+    )
+    return re.search(r"--mini_batch_size auto\b", words) is not None
+
+
+def _without(argv: list[str], names: tuple[str, ...]) -> list[str]:
+    """Return a command line without some flags and their values."""
+    kept, skips = [], False
+    for token in argv:
+        if skips:
+            skips = False
+            continue
+        name, equals, _ = token.partition("=")
+        if name.startswith("--") and name[2:].replace("-", "_") in names:
+            skips = not equals
+            continue
+        kept.append(token)
+    return kept
 
 
 def _refuse_idle_verbs(verbs: Verbs) -> None:
     """Refuse a verb that would be ignored: whoever typed it expected something."""
     if verbs.json and not (verbs.list_checkpoints or verbs.dry_run):
         raise ConfigError("--json goes with --list_checkpoints or --dry_run")
+    if verbs.fit_schedule and verbs.resume is not None:
+        raise ConfigError(
+            "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
+            "(or --max_steps N --allow_change max_steps)"
+        )
     if verbs.allow_change is None:
         return
     if verbs.resume is None:

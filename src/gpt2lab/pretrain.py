@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import platform
-from pathlib import Path
+import time
 from typing import Any
 
 import torch
 
-from gpt2lab import catalog, checkpoint, history, paths, rng, summary
+from gpt2lab import catalog, checkpoint, history, paths, preflight, rng, scoring, summary
 from gpt2lab.config import policy_of, to_flat
+from gpt2lab.contention import Watch
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
@@ -20,11 +20,13 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.hellaswag import HellaSwag
+from gpt2lab.machine import cpu_name
 from gpt2lab.manifest import folder_name, read_manifest, verify
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
 from gpt2lab.plan import describe
+from gpt2lab.run_clock import RunClock
 from gpt2lab.run_folder import RunFolder, provenance
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.saver import Saver
@@ -41,6 +43,7 @@ def pretrain(command: Command) -> None:
 
     Raises: GPT2LabError with the exit code of the refusal; the same on every process.
     """
+    began = time.monotonic()
     stop = StopFlag()
     runtime = Runtime()
     folder: RunFolder | None = None
@@ -48,6 +51,13 @@ def pretrain(command: Command) -> None:
         start = runtime.decided_by_first(
             lambda: with_hellaswag(decide(command, world_size=runtime.world_size, set_aside=True))
         )
+        fitted = runtime.decided_by_first(lambda: preflight.fitted(command, start))
+        if fitted is not None:
+            start = runtime.decided_by_first(
+                lambda: with_hellaswag(
+                    decide(fitted, world_size=runtime.world_size, set_aside=True)
+                )
+            )
         if start.is_complete:
             if runtime.rank == 0:
                 steps = start.plan.max_steps
@@ -56,7 +66,7 @@ def pretrain(command: Command) -> None:
             start = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
             _refuse_mixed_hardware(start, runtime)
             folder = _open_folder(start, runtime)
-            _run(start, runtime, stop, folder)
+            _run(start, runtime, stop, folder, began)
     finally:
         stop.close()
         if folder:
@@ -102,7 +112,9 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
     return opened[0] if opened else None
 
 
-def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None) -> None:
+def _run(
+    start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None, began: float
+) -> None:
     resumed_step = start.checkpoint.step if start.checkpoint else 0
     telemetry = Telemetry(
         start.run_dir if folder else None,
@@ -111,8 +123,9 @@ def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | Non
         hparams=to_flat(start.config),
     )
     trainer: Trainer | None = None
+    watch = Watch()
     try:
-        trainer = _build(start, runtime, stop, folder, telemetry)
+        trainer = _build(start, runtime, stop, folder, telemetry, began)
         reason = trainer.fit()
         if folder:
             state = "stopped" if reason else "completed"
@@ -128,12 +141,18 @@ def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | Non
         telemetry.close()
         raise
     if folder:
+        scoring.keep_score(start, watch.others(), telemetry.say)
         telemetry.say(summary.describe_run(start.run_dir))
     telemetry.close()
 
 
 def _build(
-    start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None, telemetry: Telemetry
+    start: Start,
+    runtime: Runtime,
+    stop: StopFlag,
+    folder: RunFolder | None,
+    telemetry: Telemetry,
+    began: float,
 ) -> Trainer:
     """Put the parts of a run together, in order."""
     config, device = start.config, runtime.device
@@ -142,6 +161,7 @@ def _build(
         folder.write_config(config, facts)
         folder.write_status("running", step=start.checkpoint.step if start.checkpoint else 0)
         _say_what_begins(start, facts, telemetry)
+        scoring.foretell(start, facts, telemetry.say)
 
     rng.seed_everything(config.data.seed)
     model = build_model(config.model, seed=config.data.seed, device=device)
@@ -214,6 +234,7 @@ def _build(
         saver=Saver(config.checkpoint, folder, model, optimizers, runtime, telemetry, facts),
         stop=stop,
         state=state,
+        clock=_clock(start, facts, began, is_first=folder is not None),
     )
 
 
@@ -228,6 +249,21 @@ def _build_hellaswag(start: Start, strategy: Strategy, runtime: Runtime) -> Hell
         strategy=strategy,
         runtime=runtime,
     )
+
+
+def _clock(start: Start, facts: dict[str, Any], began: float, *, is_first: bool) -> RunClock:
+    """Return the clock of this start; only the first process's decides and is shown."""
+    clock = RunClock(
+        start.config,
+        last_step=start.plan.max_steps,
+        began=began,
+        checkpoint_bytes=start.plan.checkpoint_bytes,
+        expected_seconds=scoring.foretold_seconds(start.run_dir) if is_first else None,
+    )
+    if start.checkpoint is not None and is_first:
+        same = facts["environment"] == start.checkpoint.manifest["environment"]
+        clock.take_over(start.run_dir, same_hardware=same)
+    return clock
 
 
 def _load(
@@ -261,7 +297,7 @@ def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
     """Return what every manifest of this start records besides the state: settings, data, and what it ran on."""
     on_gpu = runtime.device.type == "cuda"
     environment = {
-        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else _cpu_name(),
+        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else cpu_name(),
         "world_size": runtime.world_size,
         "threads": torch.get_num_threads(),
         "mini_batch_size": start.config.batch.mini_batch_size,
@@ -276,16 +312,9 @@ def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
         "config": to_flat(start.config),
         "data_fingerprint": start.data.fingerprint,
         "environment": environment,
+        "on_gpu": on_gpu,
         "provenance": provenance() if runtime.rank == 0 else {},
     }
-
-
-def _cpu_name() -> str:
-    """Return the processor's model; platform.processor() is empty or an architecture on most systems."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _level(start: Start, facts: dict[str, Any]) -> str:

@@ -24,6 +24,10 @@ class StopFlag:
             self.close()
             signal.raise_signal(number)
 
+    def request(self, reason: str) -> None:
+        """Ask for a stop without a signal; a signal that came before goes first."""
+        self.signal_name = self.signal_name or reason
+
     def close(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():

@@ -31,6 +31,7 @@ _SCALARS: dict[str, dict[str, tuple[str, float]]] = {
         "epoch": ("Training/epoch", 1.0),
         "elapsed_seconds": ("training/elapsed_hours", 1 / 3600),
         "remaining_seconds": ("training/remaining_hours", 1 / 3600),
+        "on_track": ("training/on_track", 1.0),
     },
     "eval": {"val_loss": ("Loss/validation", 1.0)},
     "hellaswag": {"acc_norm": ("Evaluation/hellaswag_accuracy", 1.0)},

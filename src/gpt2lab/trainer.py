@@ -19,8 +19,9 @@ from gpt2lab.hardware import peak_flops
 from gpt2lab.hellaswag import HellaSwag, summarize
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
-from gpt2lab.progress import Progress, frequencies, is_due
+from gpt2lab.progress import is_due
 from gpt2lab.results import Results, keep_results
+from gpt2lab.run_clock import OUT_OF_TIME, RunClock
 from gpt2lab.runtime import Runtime
 from gpt2lab.sample import sample_text
 from gpt2lab.saver import Saver
@@ -50,15 +51,15 @@ class Trainer:
     saver: Saver
     stop: StopFlag
     state: TrainState
+    clock: RunClock
 
     def __post_init__(self) -> None:
         config = self.start.config
         self.config = config
         self.last_step = self.start.plan.max_steps
-        self.began = time.monotonic()
         self.announced_epoch: int | None = None
         self.last_loss: float | None = None
-        self.progress = Progress(last_step=self.last_step, frequencies=frequencies(config))
+        self.progress = self.clock.progress
         device = self.runtime.device
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_flops = peak * self.runtime.world_size if peak else None
@@ -76,6 +77,8 @@ class Trainer:
             for batch in batches:
                 self.announce_epoch(batch)
                 self.step(batch)
+                if self.runtime.rank == 0 and self.clock.is_out_of_time(self.state.step):
+                    self.stop.request(OUT_OF_TIME)  # the first process's clock decides for all
                 signal = self.signalled()
                 if signal is None or self.is_last:
                     self.measure()
@@ -104,7 +107,8 @@ class Trainer:
 
     def step(self, batch: GlobalBatch) -> None:
         """Take the next optimizer step and record it."""
-        began, number = time.monotonic(), self.state.step + 1
+        began, cpu_began = time.monotonic(), time.process_time()
+        number = self.state.step + 1
         faultpoint("step", number)
         lr = lr_at(number, self.config.optim, max_steps=self.last_step)
         try:
@@ -129,13 +133,22 @@ class Trainer:
         )
         self.last_loss = stats.loss
         self.progress.record_step(seconds)
-        self.record(batch, stats, lr=lr, seconds=seconds)
+        cpu_seconds = time.process_time() - cpu_began
+        self.record(batch, stats, lr=lr, seconds=seconds, cpu_seconds=cpu_seconds)
 
-    def record(self, batch: GlobalBatch, stats: StepStats, *, lr: float, seconds: float) -> None:
+    def record(
+        self,
+        batch: GlobalBatch,
+        stats: StepStats,
+        *,
+        lr: float,
+        seconds: float,
+        cpu_seconds: float,
+    ) -> None:
         """Write the step's event, and its console line if one is due."""
         step, rate = self.state.step, batch.num_targets / seconds
         mfu = rate * self.start.plan.flops_per_token / self.peak_flops if self.peak_flops else None
-        remaining = self.progress.remaining(step)
+        left = self.progress.remaining_interval(step)
         self.telemetry.event(
             "step",
             step,
@@ -151,15 +164,17 @@ class Trainer:
             peak_memory_bytes=self.runtime.peak_memory(),
             first_sample=batch.first_sample,
             batch_hash=batch.hash,
-            elapsed_seconds=time.monotonic() - self.began,
-            remaining_seconds=remaining,
+            cpu_seconds=cpu_seconds,
+            **self.clock.fields(left),
         )
         if step == 1 or is_due(step, self.config.log.log_freq, self.last_step):
             self.telemetry.say(
                 f"{self.place} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {lr:.1e} | "
                 f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s | "
-                f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'} | eta {fmt.duration(remaining)}"
+                f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'} | eta {fmt.duration(left.value if left else None)}"
             )
+            if line := self.clock.line(step, left):
+                self.telemetry.say(line)
 
     def announce_epoch(self, batch: GlobalBatch) -> None:
         """Say which epoch begins, or is entered by a resume, and the order of its shards."""
@@ -285,13 +300,14 @@ class Trainer:
     def save_if_due(self, signal: str | None) -> None:
         """Save this step once, whatever the number of reasons, and set its labels."""
         step, epochs = self.state.step, self.epochs_completed()
-        is_best, is_planned_stop = self.state.best_step == step, step == self.start.stop_after_steps
+        is_best = self.state.best_step == step
+        is_planned_stop = step == self.start.stop_after_steps or signal == OUT_OF_TIME
         reasons = {
             "final": self.is_last,
             "rolling": self.is_due(self.config.checkpoint.checkpoint_freq) or is_planned_stop,
             "epoch": epochs is not None,
             "best": is_best,
-            "emergency": signal is not None,
+            "emergency": signal is not None and not is_planned_stop,
         }
         kinds = [kind for kind, applies in reasons.items() if applies]
         if not kinds:
