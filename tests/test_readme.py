@@ -34,6 +34,7 @@ COMMANDS: dict[str, str | None] = {
     "python src/train.py --model gpt2 --dry_run": "",
     "python src/train.py --list_checkpoints": "",
     "python scripts/estimate_time.py": "",
+    "python scripts/estimate_time.py --gpu H100 --gpus 8 --model gpt2 --tokens 10B": "",
     "python scripts/status.py": "",
     "python scripts/resume_command.py gpt2-124m --output slurm": "--num_gpus 1",
     "python scripts/plot.py gpt2-124m": "",
@@ -120,6 +121,8 @@ def test_make_targets_name_real_programs() -> None:
         "list",
         "dry-run",
         "estimate",
+        "gpu-info",
+        "memory-check",
         "tensorboard",
     ):
         shown = make(target, "VENV=/nowhere", "GPUS=1").stdout
