@@ -46,7 +46,7 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
     ["deadline", "explain", "setting"],
     ["estimate_json", "estimate_text"],
     ["alternatives", "remaining"],
-    ["gpu_report", "measuring", "run_clock", "scoring"],
+    ["gpu_report", "measuring", "remedies", "run_clock", "scoring"],
     ["preflight", "self_test"],
     ["planner"],
 ]

@@ -7,17 +7,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gpt2lab import estimate_json, fmt, profiles, timing
+from gpt2lab import estimate_json, fmt, profiles
 from gpt2lab.ask import Comparison
 from gpt2lab.config import ModelName
 from gpt2lab.deadline import Window, steps_that_fit, verdict
 from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
-from gpt2lab.estimate import Estimate, device_memory
-from gpt2lab.estimate_text import dollars, hours, seconds
-from gpt2lab.hardware import Hardware
+from gpt2lab.estimate import Estimate
+from gpt2lab.estimate_text import dollars, seconds
 from gpt2lab.job import Job, cut_batch
-from gpt2lab.machine import Machine, named
-from gpt2lab.presets import preset
+from gpt2lab.machine import named
 from gpt2lab.profiles import Profile
 from gpt2lab.setting import Setting
 
@@ -246,176 +244,3 @@ def _cut_to_fit(setting: Setting, job: Job, profile: Profile) -> Estimate:
     if found.memory.fits is False and found.memory.largest_micro_batch:
         found = setting.predict(with_micro_batch(job, found.memory.largest_micro_batch), profile)
     return found
-
-
-# -- what would make it fit --------------------------------------------------------------------------------------
-
-
-def options(setting: Setting, found: Estimate, profile: Profile, window: Window) -> list[str]:
-    """Return what would fit the window, each with its hours: fewer tokens, profile, more or other cards, model."""
-    job, text = found.job, []
-    on, ratios = setting.machine_for(job)
-    if found.memory.fits is False:
-        return where_it_fits(found, setting.hardware)
-    steps = steps_that_fit(job, window, lambda j: setting.predict_on(on, ratios, j, profile))
-    if steps:
-        fewer = setting.predict_on(on, ratios, job.with_steps(steps), profile)
-        text.append(
-            f"fewer tokens     --tokens {fmt.count(fewer.job.tokens)} ({steps:,} steps): {hours(fewer.seconds)}"
-        )
-    else:
-        text.append("fewer tokens     not even one step fits")
-    if profile.name != "fast" and setting.ask.context_length is None:
-        fast = profiles.find("fast", setting.hardware)
-        config = fast.applied(job.config, typed=())
-        quick = dataclasses.replace(job, config=cut_batch(config, job.world, typed=False))
-        there = setting.predict_on(on, ratios, quick, fast)
-        text.append(
-            f"faster profile   --profile fast, T {config.model.context_length}: {hours(there.seconds)}"
-        )
-    if setting.gpu is not None:
-        text += _more_cards(setting, found, profile, window)
-    smaller = _smaller_model(setting, found, profile)
-    return [*text, *smaller]
-
-
-def _more_cards(setting: Setting, found: Estimate, profile: Profile, window: Window) -> list[str]:
-    text, gpu = [], setting.gpu
-    assert gpu is not None
-    for count in (2, 4, 8):
-        if count <= found.job.world:
-            continue
-        try:
-            on = named(
-                gpu,
-                setting.hardware,
-                gpus=count,
-                nodes=1,
-                interconnect=None,
-                rates=found.machine.rates,
-            )
-            more = setting.predict_on(on, {}, with_world(found.job, count), profile)
-        except ConfigError:
-            break
-        if verdict(more, window) == "fits":
-            text.append(f"more cards       --gpus {count}: {hours(more.seconds)}")
-            break
-    others: list[tuple[float, str]] = []
-    for other in setting.hardware.gpus.values():
-        if other.name == gpu.name:
-            continue
-        try:
-            rates = timing.roofline(other, setting.hardware, compiled=found.job.compiled)
-            on = named(
-                other,
-                setting.hardware,
-                gpus=found.job.world,
-                nodes=1,
-                interconnect=None,
-                rates=rates,
-            )
-            there = setting.predict_on(on, {}, found.job, profile)
-        except ConfigError:
-            continue
-        if verdict(there, window) == "fits":
-            cost = there.cost.usd.value if there.cost else float("inf")
-            others.append((cost, f"other card       --gpu {other.name}: {hours(there.seconds)}"))
-    return text + [line for _, line in sorted(others)[:1]]
-
-
-def _smaller_model(setting: Setting, found: Estimate, profile: Profile) -> list[str]:
-    here = found.job.parameters
-    for name in reversed(MODELS):
-        model = preset(name).model
-        small = dataclasses.replace(
-            found.job,
-            config=dataclasses.replace(
-                found.job.config,
-                model=dataclasses.replace(
-                    model, context_length=found.job.config.model.context_length
-                ),
-            ),
-        )
-        if small.parameters < here:
-            there = setting.predict(small, profile)
-            return [f"smaller model    --model {name}, as many tokens: {hours(there.seconds)}"]
-    return []
-
-
-def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
-    """Say what memory one sequence at a time needs, and which cards have it."""
-    job = with_micro_batch(found.job, 1)
-    fitting = []
-    needed = 0.0
-    for gpu in known.gpus.values():
-        on = Machine(
-            gpu.name,
-            gpu.name,
-            "gpu",
-            gpu,
-            job.world,
-            1,
-            None,
-            gpu.memory_bytes,
-            found.machine.rates,
-        )
-        need = device_memory(job, on, known, found.memory.target)
-        needed = need.needed
-        if need.fits and gpu.peak_flops:
-            fitting.append(gpu.name)
-    shorter = "; a shorter --context_length or a smaller --model needs less"
-    if not fitting:
-        return [
-            f"one sequence at a time needs {needed / 2**30:.1f} GiB: it fits no known card{shorter}"
-        ]
-    return [
-        f"one sequence at a time needs {needed / 2**30:.1f} GiB: fits {', '.join(fitting)}{shorter}"
-    ]
-
-
-# -- what is known -----------------------------------------------------------------------------------------------
-
-
-def print_hardware(known: Hardware, *, as_json: bool) -> int:
-    """List cards and links with their numbers."""
-    if as_json:
-        cards = {name: dataclasses.asdict(gpu) for name, gpu in known.gpus.items()}
-        links = {name: dataclasses.asdict(link) for name, link in known.links.items()}
-        print(
-            json.dumps(
-                {"version": known.version, "gpus": cards, "links": links, "sources": known.sources}
-            )
-        )
-        return 0
-
-    def number(value: float | None, unit: float, places: int = 0) -> str:
-        return "n/a" if value is None else f"{value / unit:,.{places}f}"
-
-    rows = [
-        [
-            gpu.name,
-            number(gpu.peak_flops, 1000000000000.0),
-            number(gpu.matmul_flops, 1000000000000.0),
-            number(gpu.memory_bytes, 2**30, 1),
-            number(gpu.bandwidth, 1000000000.0),
-            gpu.link or "n/a",
-            "n/a" if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:.2f}",
-            gpu.price_date or "",
-            gpu.note or "",
-        ]
-        for gpu in known.gpus.values()
-    ]
-    header = ["card", "bf16 TFLOP/s", "best matmul", "GiB", "GB/s", "link", "$/h", "price of", ""]
-    print(fmt.table(header, rows))
-    print()
-    print(
-        fmt.table(
-            ["interconnect", "GB/s at 32 MiB", ""],
-            [
-                [link.name, f"{link.rate(32 * 2**20) / 1e9:.1f}", link.title]
-                for link in known.links.values()
-            ],
-        )
-    )
-    print(f"\nhardware.json version {known.version}; every number's source stands there")
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -152,3 +153,48 @@ def print_memory(ask: Ask) -> int:
                 "does not fit, not even one sequence at a time; a smaller --model or --context_length does"
             )
     return 3 if need.fits is False else 0
+
+
+def print_hardware(known: Hardware, *, as_json: bool) -> int:
+    """List cards and links with their numbers."""
+    if as_json:
+        cards = {name: dataclasses.asdict(gpu) for name, gpu in known.gpus.items()}
+        links = {name: dataclasses.asdict(link) for name, link in known.links.items()}
+        print(
+            json.dumps(
+                {"version": known.version, "gpus": cards, "links": links, "sources": known.sources}
+            )
+        )
+        return 0
+
+    def number(value: float | None, unit: float, places: int = 0) -> str:
+        return "n/a" if value is None else f"{value / unit:,.{places}f}"
+
+    rows = [
+        [
+            gpu.name,
+            number(gpu.peak_flops, 1000000000000.0),
+            number(gpu.matmul_flops, 1000000000000.0),
+            number(gpu.memory_bytes, 2**30, 1),
+            number(gpu.bandwidth, 1000000000.0),
+            gpu.link or "n/a",
+            "n/a" if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:.2f}",
+            gpu.price_date or "",
+            gpu.note or "",
+        ]
+        for gpu in known.gpus.values()
+    ]
+    header = ["card", "bf16 TFLOP/s", "best matmul", "GiB", "GB/s", "link", "$/h", "price of", ""]
+    print(fmt.table(header, rows))
+    print()
+    print(
+        fmt.table(
+            ["interconnect", "GB/s at 32 MiB", ""],
+            [
+                [link.name, f"{link.rate(32 * 2**20) / 1e9:.1f}", link.title]
+                for link in known.links.values()
+            ],
+        )
+    )
+    print(f"\nhardware.json version {known.version}; every number's source stands there")
+    return 0

@@ -14,12 +14,14 @@ from gpt2lab import (
     estimate_json,
     estimate_text,
     explain,
+    gpu_report,
     hardware,
     lr_rules,
     machine,
     measuring,
     profiles,
     remaining,
+    remedies,
     scoring,
     self_test,
 )
@@ -44,7 +46,7 @@ def answer(ask: Ask) -> int:
     check(ask)
     known = hardware.load()
     if ask.list_gpus:
-        return alternatives.print_hardware(known, as_json=ask.json)
+        return gpu_report.print_hardware(known, as_json=ask.json)
     if ask.accuracy:
         return scoring.print_history(ask.folder(), as_json=ask.json)
     if ask.self_test:
@@ -83,10 +85,10 @@ def _print_job(ask: Ask, known: Hardware) -> int:
     judged = verdict(found, window) if window else None
     no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
     options = (
-        alternatives.options(setting, found, profile, window) if judged != "fits" and window else []
+        remedies.options(setting, found, profile, window) if judged != "fits" and window else []
     )
     if no_memory:
-        options = alternatives.where_it_fits(found, known)
+        options = remedies.where_it_fits(found, known)
     extra = ["", alternatives.scaling_table(rows)] if len(rows) > 1 else []
     extra += ["", "to make it fit", *(f"  {line}" for line in options)] if options else []
     extra += ["", *explain.lines(found, known)] if ask.explain else []
