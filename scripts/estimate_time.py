@@ -13,9 +13,9 @@ from gpt2lab.door import run
 
 def main(argv: list[str]) -> int:
     """Answer the question on the command line."""
-    from gpt2lab.ask import Ask
     from gpt2lab.flags import run_tyro
-    from gpt2lab.planner import answer
+    from gpt2lab.planning.ask import Ask
+    from gpt2lab.planning.planner import answer
 
     return answer(run_tyro(Ask, argv))
 

@@ -21,7 +21,7 @@ class GpuInfo:
 def main(argv: list[str]) -> int:
     """Print the devices."""
     flags = run_tyro(GpuInfo, argv)
-    from gpt2lab.gpu_report import print_devices
+    from gpt2lab.planning.gpu_report import print_devices
 
     return print_devices(as_json=flags.json)
 

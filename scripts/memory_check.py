@@ -12,9 +12,9 @@ from gpt2lab.door import run
 
 def main(argv: list[str]) -> int:
     """Print the comparison; 3 if it does not fit."""
-    from gpt2lab.ask import Ask
     from gpt2lab.flags import run_tyro
-    from gpt2lab.gpu_report import print_memory
+    from gpt2lab.planning.ask import Ask
+    from gpt2lab.planning.gpu_report import print_memory
 
     return print_memory(run_tyro(Ask, argv))
 

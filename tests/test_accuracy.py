@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # for `pyt
 import pytest
 import torch
 
-from gpt2lab import hardware, machine, timing
-from gpt2lab.calibration import mean_step
+from gpt2lab import hardware
 from gpt2lab.config import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
+from gpt2lab.planning import machine, timing
+from gpt2lab.planning.calibration import mean_step
+from gpt2lab.planning.timing import Measured, fit, work
 from gpt2lab.runtime import Runtime
-from gpt2lab.timing import Measured, fit, work
 from gpt2lab.train_step import train_step
 from test_memory import CPU, Alone, batch_of, shape
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab import calibration, flags
+from gpt2lab import flags
 from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.interval import Interval
+from gpt2lab.planning import calibration
+from gpt2lab.planning.run_clock import RunClock
 from gpt2lab.pretrain import pretrain
-from gpt2lab.run_clock import RunClock
 from launch import events, steps, train
 
 

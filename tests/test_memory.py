@@ -15,9 +15,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from gpt2lab.config import ModelConfig, OptimConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.memory import PARTS, largest_micro_batch, predict
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
+from gpt2lab.planning.memory import PARTS, largest_micro_batch, predict
 from gpt2lab.train_step import train_step
 
 CPU = torch.device("cpu")

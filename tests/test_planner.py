@@ -15,20 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import TRAIN_SHARDS, write_shards
-from gpt2lab import calibration, hardware, planner, profiles, remaining, scoring, timing
-from gpt2lab.ask import Ask, job_of
-from gpt2lab.calibration import Kind
-from gpt2lab.deadline import Window, steps_that_fit, verdict
+from gpt2lab import hardware
 from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
-from gpt2lab.estimate import Estimate, estimate
-from gpt2lab.estimate_json import KEYS
-from gpt2lab.events import EventCosts
 from gpt2lab.interval import Interval, total
-from gpt2lab.job import Job
-from gpt2lab.loss_prediction import effective_tokens, predicted_loss
-from gpt2lab.machine import Machine, named
+from gpt2lab.planning import calibration, planner, profiles, remaining, scoring, timing
+from gpt2lab.planning.ask import Ask, job_of
+from gpt2lab.planning.calibration import Kind
+from gpt2lab.planning.deadline import Window, steps_that_fit, verdict
+from gpt2lab.planning.estimate import Estimate, estimate
+from gpt2lab.planning.events import EventCosts
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.loss_prediction import effective_tokens, predicted_loss
+from gpt2lab.planning.machine import Machine, named
+from gpt2lab.planning.report_json import KEYS
+from gpt2lab.planning.timing import Measured, Rates, fit, work
 from gpt2lab.presets import preset
-from gpt2lab.timing import Measured, Rates, fit, work
 
 KNOWN = hardware.load(Path("/nonexistent"))
 DOOR = Path(__file__).resolve().parents[1] / "scripts" / "estimate_time.py"
@@ -555,8 +556,8 @@ def test_event_costs_know_what_was_measured() -> None:
 
 
 def test_an_unknown_gpu_is_measured_never_guessed() -> None:
-    from gpt2lab.here import Seen, here
-    from gpt2lab.machine import GpuState
+    from gpt2lab.planning.here import Seen, here
+    from gpt2lab.planning.machine import GpuState
 
     card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None, None)
     with pytest.raises(NoSourceError, match="--measure"):

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from gpt2lab import catalog, checkpoint, history, paths, preflight, rng, scoring, summary
+from gpt2lab import catalog, checkpoint, history, paths, rng, summary
 from gpt2lab.config import policy_of, to_flat
-from gpt2lab.contention import Watch
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
@@ -20,13 +19,15 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.hellaswag import HellaSwag
-from gpt2lab.machine import cpu_name
 from gpt2lab.manifest import folder_name, read_manifest, verify
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
 from gpt2lab.plan import describe
-from gpt2lab.run_clock import RunClock
+from gpt2lab.planning import auto, scoring
+from gpt2lab.planning.contention import Watch
+from gpt2lab.planning.machine import cpu_name
+from gpt2lab.planning.run_clock import RunClock
 from gpt2lab.run_folder import RunFolder, provenance
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.saver import Saver
@@ -51,7 +52,7 @@ def pretrain(command: Command) -> None:
         start = runtime.decided_by_first(
             lambda: with_hellaswag(decide(command, world_size=runtime.world_size, set_aside=True))
         )
-        fitted = runtime.decided_by_first(lambda: preflight.fitted(command, start))
+        fitted = runtime.decided_by_first(lambda: auto.fitted(command, start))
         if fitted is not None:
             start = runtime.decided_by_first(
                 lambda: with_hellaswag(

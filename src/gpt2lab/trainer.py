@@ -19,9 +19,9 @@ from gpt2lab.hardware import peak_flops
 from gpt2lab.hellaswag import HellaSwag, summarize
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
+from gpt2lab.planning.run_clock import OUT_OF_TIME, RunClock
 from gpt2lab.progress import is_due
 from gpt2lab.results import Results, keep_results
-from gpt2lab.run_clock import OUT_OF_TIME, RunClock
 from gpt2lab.runtime import Runtime
 from gpt2lab.sample import sample_text
 from gpt2lab.saver import Saver

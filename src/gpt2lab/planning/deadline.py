@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt2lab.estimate import Estimate
-from gpt2lab.job import Job
+from gpt2lab.planning.estimate import Estimate
+from gpt2lab.planning.job import Job
 
 Verdict = Literal["fits", "borderline", "does_not_fit"]
 

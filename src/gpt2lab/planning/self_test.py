@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import contention, estimate_json, fmt, hardware, history, machine, measuring, profiles
-from gpt2lab.ask import Ask
-from gpt2lab.contention import Watch
+from gpt2lab import fmt, hardware, history
 from gpt2lab.errors import ConfigError
-from gpt2lab.setting import Setting
+from gpt2lab.planning import contention, machine, measuring, profiles, report_json
+from gpt2lab.planning.ask import Ask
+from gpt2lab.planning.contention import Watch
+from gpt2lab.planning.setting import Setting
 
 STEPS = 120
 GOOD = (90.0, 110.0)  # percent that the forecast may be of what came
@@ -65,7 +66,7 @@ def run(folder: Path, *, as_json: bool) -> int:
     if not idle:
         verdict += f"; the machine was not idle: others used {others:.0%} of its cores"
     if as_json:
-        document = estimate_json.blank() | {
+        document = report_json.blank() | {
             "self_test": {
                 "predicted_seconds": predicted,
                 "actual_seconds": actual,

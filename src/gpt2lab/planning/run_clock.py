@@ -10,8 +10,8 @@ from typing import Any
 from gpt2lab import fmt, history
 from gpt2lab.config import Config
 from gpt2lab.interval import Interval
+from gpt2lab.planning.remaining import spent_seconds
 from gpt2lab.progress import Progress, frequencies, is_due
-from gpt2lab.remaining import spent_seconds
 
 OUT_OF_TIME = "max_hours"  # the reason of a stop by --max_hours
 _LEAVING = 5.0  # seconds to close files and leave the process group

@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import calibration, contention, history, machine, memory, paths
-from gpt2lab.ask import Ask
+from gpt2lab import history, paths
 from gpt2lab.config import Config, to_flat
-from gpt2lab.contention import Watch
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import ConfigError, NoSourceError
-from gpt2lab.job import Job
-from gpt2lab.profiles import Profile
-from gpt2lab.remaining import read_json
-from gpt2lab.setting import Setting
+from gpt2lab.planning import calibration, contention, machine, memory
+from gpt2lab.planning.ask import Ask
+from gpt2lab.planning.contention import Watch
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.profiles import Profile
+from gpt2lab.planning.remaining import read_json
+from gpt2lab.planning.setting import Setting
 
 REFUSED = 0.5  # share of the machine in other hands from which no number is given
 FEWEST_STEPS = 4

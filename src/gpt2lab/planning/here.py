@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import calibration, machine, timing
-from gpt2lab.calibration import Kind
 from gpt2lab.errors import NoSourceError
 from gpt2lab.hardware import Hardware
-from gpt2lab.machine import Machine
-from gpt2lab.memory import Dtype
-from gpt2lab.timing import Rates
+from gpt2lab.planning import calibration, machine, timing
+from gpt2lab.planning.calibration import Kind
+from gpt2lab.planning.machine import Machine
+from gpt2lab.planning.memory import Dtype
+from gpt2lab.planning.timing import Rates
 
 SPREAD = {"roofline-prior": 0.25, "cpu-matmul": 1.0, "unknown": 1.0}
 

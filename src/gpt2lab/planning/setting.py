@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpt2lab import calibration, machine, timing
-from gpt2lab.ask import Ask, job_of
-from gpt2lab.estimate import Estimate, estimate
 from gpt2lab.hardware import Hardware
-from gpt2lab.here import Seen, here, look
-from gpt2lab.job import Job
-from gpt2lab.machine import Machine
-from gpt2lab.profiles import Profile
+from gpt2lab.planning import calibration, machine, timing
+from gpt2lab.planning.ask import Ask, job_of
+from gpt2lab.planning.estimate import Estimate, estimate
+from gpt2lab.planning.here import Seen, here, look
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.machine import Machine
+from gpt2lab.planning.profiles import Profile
 
 
 class Setting:

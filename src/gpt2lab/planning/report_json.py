@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpt2lab.deadline import Window, verdict
-from gpt2lab.estimate import Estimate
 from gpt2lab.interval import Interval
-from gpt2lab.memory import PARTS
 from gpt2lab.plan import count_parameters, flops_per_token
+from gpt2lab.planning.deadline import Window, verdict
+from gpt2lab.planning.estimate import Estimate
+from gpt2lab.planning.memory import PARTS
 
 SCHEMA = "gpt2-estimate/1"
 KEYS = (

@@ -9,31 +9,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import (
+from gpt2lab import hardware
+from gpt2lab.errors import ConfigError
+from gpt2lab.hardware import Hardware
+from gpt2lab.manifest import replace_durably
+from gpt2lab.planning import (
     alternatives,
-    estimate_json,
-    estimate_text,
     explain,
     gpu_report,
-    hardware,
     lr_rules,
     machine,
     measuring,
     profiles,
     remaining,
     remedies,
+    report_json,
+    report_text,
     scoring,
     self_test,
 )
-from gpt2lab.ask import Ask, check, nonsense, start_of, window_of
-from gpt2lab.deadline import Window, cadence_for, verdict
-from gpt2lab.errors import ConfigError
-from gpt2lab.estimate import Estimate
-from gpt2lab.hardware import Hardware
-from gpt2lab.job import Job
-from gpt2lab.manifest import replace_durably
-from gpt2lab.profiles import Profile
-from gpt2lab.setting import Setting
+from gpt2lab.planning.ask import Ask, check, nonsense, start_of, window_of
+from gpt2lab.planning.deadline import Window, cadence_for, verdict
+from gpt2lab.planning.estimate import Estimate
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.profiles import Profile
+from gpt2lab.planning.setting import Setting
 
 DOES_NOT_FIT = 3
 
@@ -100,7 +100,7 @@ def _print_job(ask: Ask, known: Hardware) -> int:
         for share in remaining.MILESTONES
         if (at := round(share * found.job.max_steps)) > 0
     ]
-    document = estimate_json.as_json(
+    document = report_json.as_json(
         found,
         profile_name=profile.name,
         window=window,
@@ -110,7 +110,7 @@ def _print_job(ask: Ask, known: Hardware) -> int:
         warnings=warnings,
     )
     document |= {"batch_search": batch_search, "learning_rate": lr_rules.as_json(found.job)}
-    text = estimate_text.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
+    text = report_text.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
     _deliver(ask, document, text)
     return DOES_NOT_FIT if judged in ("borderline", "does_not_fit") or no_memory else 0
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt2lab import communication, cost, memory
-from gpt2lab.cost import Cost
-from gpt2lab.events import EventCosts, event_costs
 from gpt2lab.hardware import Hardware
 from gpt2lab.interval import Interval, total
-from gpt2lab.job import Job
-from gpt2lab.loss_prediction import predicted_loss
-from gpt2lab.machine import Machine
-from gpt2lab.memory import Memory
-from gpt2lab.timing import work
+from gpt2lab.planning import communication, cost, memory
+from gpt2lab.planning.cost import Cost
+from gpt2lab.planning.events import EventCosts, event_costs
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.loss_prediction import predicted_loss
+from gpt2lab.planning.machine import Machine
+from gpt2lab.planning.memory import Memory
+from gpt2lab.planning.timing import work
 
 MEMORY_TARGET = 0.92  # of what a process may use; the rest is for what nobody foresaw
 EVENTS = ("eval", "sample", "hellaswag", "checkpoint")

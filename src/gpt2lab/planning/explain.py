@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gpt2lab import communication
-from gpt2lab.estimate import Estimate
 from gpt2lab.hardware import Hardware
 from gpt2lab.interval import Z80
 from gpt2lab.plan import count_matmul_parameters
-from gpt2lab.timing import KINDS, work
+from gpt2lab.planning import communication
+from gpt2lab.planning.estimate import Estimate
+from gpt2lab.planning.timing import KINDS, work
 
 
 def lines(found: Estimate, known: Hardware) -> list[str]:

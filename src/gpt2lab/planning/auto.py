@@ -5,16 +5,17 @@ Each ends as a plain number on the command line, so that the checkpoint stores i
 
 from __future__ import annotations
 
-from gpt2lab import calibration, hardware, machine, measuring, profiles
+from gpt2lab import hardware
 from gpt2lab.config import LENGTHS
-from gpt2lab.deadline import Window, steps_that_fit
 from gpt2lab.errors import ConfigError
-from gpt2lab.estimate import MEMORY_TARGET, estimate
 from gpt2lab.flags import Command
-from gpt2lab.here import Seen, here, look
-from gpt2lab.job import Job
 from gpt2lab.plan import CPU_COMPILE_FROM_STEPS
-from gpt2lab.scoring import job_of_start
+from gpt2lab.planning import calibration, machine, measuring, profiles
+from gpt2lab.planning.deadline import Window, steps_that_fit
+from gpt2lab.planning.estimate import MEMORY_TARGET, estimate
+from gpt2lab.planning.here import Seen, here, look
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.scoring import job_of_start
 from gpt2lab.start import Start
 
 MAX_BATCH = 128

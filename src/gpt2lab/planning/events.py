@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from gpt2lab.hardware import Hardware
 from gpt2lab.interval import Interval
-from gpt2lab.job import Job
-from gpt2lab.machine import Machine
 from gpt2lab.plan import checkpoint_bytes, count_matmul_parameters
-from gpt2lab.timing import work
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.machine import Machine
+from gpt2lab.planning.timing import work
 
 HELLASWAG_ITEMS = 10_042
 HELLASWAG_TOKENS = 2 * 4 * 90  # of one item: two styles, four endings, about 90 tokens each

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from gpt2lab import fmt
-from gpt2lab.deadline import Window, verdict
-from gpt2lab.estimate import EVENTS, Estimate
 from gpt2lab.interval import Z80, Interval
 from gpt2lab.plan import checkpoint_bytes
+from gpt2lab.planning.deadline import Window, verdict
+from gpt2lab.planning.estimate import EVENTS, Estimate
 
 GIB = 2**30
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import calibration, estimate_json, fmt, hardware, history, profiles
+from gpt2lab import fmt, hardware, history
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.estimate import estimate
-from gpt2lab.here import Seen, here, look
-from gpt2lab.job import Job
 from gpt2lab.manifest import replace_durably
-from gpt2lab.memory import Dtype
-from gpt2lab.remaining import read_json, spent_seconds
+from gpt2lab.planning import calibration, profiles, report_json
+from gpt2lab.planning.estimate import estimate
+from gpt2lab.planning.here import Seen, here, look
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.memory import Dtype
+from gpt2lab.planning.remaining import read_json, spent_seconds
 from gpt2lab.start import Start
 
 FILE = "estimate.json"
@@ -44,7 +45,7 @@ def forecast(
     )
     found = estimate(job, machine, known, ratios=ratios)
     profile = profiles.find(None, known)
-    return estimate_json.as_json(found, profile_name=profile.name, window=None)
+    return report_json.as_json(found, profile_name=profile.name, window=None)
 
 
 def job_of_start(start: Start, *, dtype: Dtype, compiled: bool) -> Job:
@@ -191,7 +192,7 @@ def print_history(checkpoint_dir: Path, *, as_json: bool) -> int:
         for source, of in by_source.items()
     ]
     if as_json:
-        document = estimate_json.blank() | {"accuracy": {"summary": summary, "runs": rows}}
+        document = report_json.blank() | {"accuracy": {"summary": summary, "runs": rows}}
         print(json.dumps(document))
         return 0
     if not rows:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from gpt2lab.errors import ConfigError
 from gpt2lab.hardware import Gpu, Hardware, Link
-from gpt2lab.timing import Rates
+from gpt2lab.planning.timing import Rates
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from gpt2lab import fmt, profiles, timing
-from gpt2lab.alternatives import MODELS, with_micro_batch, with_world
-from gpt2lab.deadline import Window, steps_that_fit, verdict
+from gpt2lab import fmt
 from gpt2lab.errors import ConfigError
-from gpt2lab.estimate import Estimate, device_memory
-from gpt2lab.estimate_text import hours
 from gpt2lab.hardware import Hardware
-from gpt2lab.job import cut_batch
-from gpt2lab.machine import Machine, named
+from gpt2lab.planning import profiles, timing
+from gpt2lab.planning.alternatives import MODELS, with_micro_batch, with_world
+from gpt2lab.planning.deadline import Window, steps_that_fit, verdict
+from gpt2lab.planning.estimate import Estimate, device_memory
+from gpt2lab.planning.job import cut_batch
+from gpt2lab.planning.machine import Machine, named
+from gpt2lab.planning.profiles import Profile
+from gpt2lab.planning.report_text import hours
+from gpt2lab.planning.setting import Setting
 from gpt2lab.presets import preset
-from gpt2lab.profiles import Profile
-from gpt2lab.setting import Setting
 
 
 def options(setting: Setting, found: Estimate, profile: Profile, window: Window) -> list[str]:

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import shutil
 
-from gpt2lab import estimate_json, fmt, hardware, machine, profiles
-from gpt2lab.ask import Ask, check
-from gpt2lab.estimate_text import GIB
+from gpt2lab import fmt, hardware
 from gpt2lab.hardware import Hardware
-from gpt2lab.machine import GpuState
-from gpt2lab.memory import PARTS
-from gpt2lab.setting import Setting
+from gpt2lab.planning import machine, profiles, report_json
+from gpt2lab.planning.ask import Ask, check
+from gpt2lab.planning.machine import GpuState
+from gpt2lab.planning.memory import PARTS
+from gpt2lab.planning.report_text import GIB
+from gpt2lab.planning.setting import Setting
 
 
 def print_devices(*, as_json: bool) -> int:
@@ -125,7 +126,7 @@ def print_memory(ask: Ask) -> int:
     found = setting.predict_on(on, {}, job, profiles.find(ask.profile, known))
     need, parts = found.memory, found.memory.tensors
     if ask.json:
-        document = estimate_json.as_json(
+        document = report_json.as_json(
             found, profile_name=ask.profile or profiles.DEFAULT, window=None
         )
         print(json.dumps(document, allow_nan=False))

@@ -7,17 +7,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gpt2lab import estimate_json, fmt, profiles
-from gpt2lab.ask import Comparison
+from gpt2lab import fmt
 from gpt2lab.config import ModelName
-from gpt2lab.deadline import Window, steps_that_fit, verdict
 from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
-from gpt2lab.estimate import Estimate
-from gpt2lab.estimate_text import dollars, seconds
-from gpt2lab.job import Job, cut_batch
-from gpt2lab.machine import named
-from gpt2lab.profiles import Profile
-from gpt2lab.setting import Setting
+from gpt2lab.planning import profiles, report_json
+from gpt2lab.planning.ask import Comparison
+from gpt2lab.planning.deadline import Window, steps_that_fit, verdict
+from gpt2lab.planning.estimate import Estimate
+from gpt2lab.planning.job import Job, cut_batch
+from gpt2lab.planning.machine import named
+from gpt2lab.planning.profiles import Profile
+from gpt2lab.planning.report_text import dollars, seconds
+from gpt2lab.planning.setting import Setting
 
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
@@ -107,7 +108,7 @@ def print_comparison(
         raise NoSourceError(f"--compare {what}: nothing to compare could be estimated")
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
     if setting.ask.json:
-        document = estimate_json.blank() | {"comparison": {"by": what, "rows": rows}}
+        document = report_json.blank() | {"comparison": {"by": what, "rows": rows}}
         document |= {"max_training_hours": window.seconds / 3600 if window else None}
         document["profile_name"] = profile.name
         document["model"] = rows[0]["model_counts"] if what == "gpus" else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from gpt2lab.config import Config
-from gpt2lab.job import Job
+from gpt2lab.planning.job import Job
 from gpt2lab.presets import preset
 
 Rule = Literal["sqrt", "linear", "none"]

@@ -6,7 +6,7 @@ import datetime
 from dataclasses import dataclass
 
 from gpt2lab.interval import Interval
-from gpt2lab.machine import Machine
+from gpt2lab.planning.machine import Machine
 
 OLD_AFTER_DAYS = 180
 

@@ -13,11 +13,11 @@ from gpt2lab.config import Config, ModelName, find_problems, override
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import option
-from gpt2lab.job import Job, cut_batch
-from gpt2lab.memory import Dtype
 from gpt2lab.plan import CPU_COMPILE_FROM_STEPS, count_parameters
+from gpt2lab.planning.job import Job, cut_batch
+from gpt2lab.planning.memory import Dtype
+from gpt2lab.planning.profiles import Profile
 from gpt2lab.presets import preset
-from gpt2lab.profiles import Profile
 from gpt2lab.schedule import default_warmup
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
