@@ -141,6 +141,9 @@ class CheckpointConfig:
         None, "folder of this run; default MODEL_YYYYmmdd-HHMMSS, on resume the newest run"
     )
     checkpoint_freq: int = free(250, "steps between rolling checkpoints; 0 = only after the last")
+    checkpoint_minutes: float = free(
+        30.0, "besides, save when the last save is this many minutes old; 0 = never"
+    )
     keep_checkpoints: int = free(10, "rolling checkpoints kept (labelled ones are kept besides)")
     keep_emergency_checkpoints: int = free(10, "checkpoints kept of interrupted runs")
 
@@ -286,7 +289,7 @@ def find_problems(config: Config) -> list[str]:
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
     for name in ("max_lr", "num_epochs"):
         check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
-    for name in ("min_lr", "weight_decay", "grad_clip"):
+    for name in ("min_lr", "weight_decay", "grad_clip", "checkpoint_minutes"):
         check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
     if flat["min_lr"] is not None:
         check(

@@ -73,6 +73,9 @@ class Verbs:
     stop_after_steps: int | None = option(
         None, "stop and save once N steps of the run are done; schedule untouched"
     )
+    stop_at: str | None = option(
+        None, "stop and save before this moment: HH:MM or 2026-11-21T18:30; schedule untouched"
+    )
 
 
 @dataclass(frozen=True)

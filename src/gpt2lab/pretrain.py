@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from gpt2lab import catalog, checkpoint, history, paths, rng, summary
 from gpt2lab.config import policy_of, to_flat
+from gpt2lab.control import Control
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
@@ -20,16 +22,18 @@ from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.manifest import folder_name, read_manifest, verify
+from gpt2lab.measurements import Measurements
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
 from gpt2lab.plan import describe
+from gpt2lab.progress import Progress, frequencies
 from gpt2lab.run_folder import RunFolder, provenance
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.saver import Saver
 from gpt2lab.start import Start, decide
 from gpt2lab.state import TrainState
-from gpt2lab.stop import StopFlag
+from gpt2lab.stop import Signals, end_with_parent, show_stacks_on_request
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.trainer import Trainer
 from gpt2lab.validation import Validation
@@ -40,7 +44,10 @@ def pretrain(command: Command) -> None:
 
     Raises: GPT2LabError with the exit code of the refusal; the same on every process.
     """
-    stop = StopFlag()
+    signals = Signals()
+    show_stacks_on_request()
+    if "RANK" in os.environ:
+        end_with_parent()
     runtime = Runtime()
     folder: RunFolder | None = None
     try:
@@ -55,9 +62,9 @@ def pretrain(command: Command) -> None:
             start = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
             _refuse_mixed_hardware(start, runtime)
             folder = _open_folder(start, runtime)
-            _run(start, runtime, stop, folder)
+            _run(start, runtime, signals, folder)
     finally:
-        stop.close()
+        signals.close()
         if folder:
             folder.close()
     runtime.close()
@@ -101,7 +108,7 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
     return opened[0] if opened else None
 
 
-def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None) -> None:
+def _run(start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | None) -> None:
     resumed_step = start.checkpoint.step if start.checkpoint else 0
     telemetry = Telemetry(
         start.run_dir if folder else None,
@@ -111,7 +118,7 @@ def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | Non
     )
     trainer: Trainer | None = None
     try:
-        trainer = _build(start, runtime, stop, folder, telemetry)
+        trainer = _build(start, runtime, signals, folder, telemetry)
         reason = trainer.fit()
         if folder:
             state = "stopped" if reason else "completed"
@@ -126,18 +133,28 @@ def _run(start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | Non
                 telemetry.event("stop", step, reason=reason, checkpoint=None)
         telemetry.close()
         raise
-    if folder:
+    if folder and signals.level < 2:  # who asks twice has no time for a report
         telemetry.say(summary.describe_run(start.run_dir))
     telemetry.close()
 
 
 def _build(
-    start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None, telemetry: Telemetry
+    start: Start,
+    runtime: Runtime,
+    signals: Signals,
+    folder: RunFolder | None,
+    telemetry: Telemetry,
 ) -> Trainer:
     """Put the parts of a run together, in order."""
     config, device = start.config, runtime.device
     facts = _facts(start, runtime)
     if folder:
+        folder.facts = {
+            "attempt": start.attempt,
+            "max_steps": start.plan.max_steps,
+            "world_size": runtime.world_size,
+            "resume": summary.command_to_resume(start.run_dir, world_size=runtime.world_size),
+        }
         folder.write_config(config, facts)
         folder.write_status("running", step=start.checkpoint.step if start.checkpoint else 0)
         _say_what_begins(start, facts, telemetry)
@@ -189,14 +206,16 @@ def _build(
         batch_size=config.batch.mini_batch_size,
         context_length=config.model.context_length,
     )
-    return Trainer(
-        start=start,
+    control = Control(
+        signals,
+        runtime,
+        run_dir=folder.path if folder else None,
+        deadlines=start.deadlines,
+        save_every_seconds=60 * config.checkpoint.checkpoint_minutes,
+    )
+    measurements = Measurements(
+        config=config,
         model=model,
-        wrapped=wrapped,
-        optimizers=optimizers,
-        loader=Loader(
-            orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
-        ),
         validation=Validation(
             orders["val"],
             readers["val"],
@@ -213,8 +232,25 @@ def _build(
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,
-        saver=Saver(config.checkpoint, folder, model, optimizers, runtime, telemetry, facts),
-        stop=stop,
+        progress=Progress(last_step=start.plan.max_steps, frequencies=frequencies(config)),
+        control=control,
+    )
+    return Trainer(
+        start=start,
+        model=model,
+        wrapped=wrapped,
+        optimizers=optimizers,
+        loader=Loader(
+            orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
+        ),
+        measurements=measurements,
+        strategy=strategy,
+        runtime=runtime,
+        telemetry=telemetry,
+        saver=Saver(
+            config.checkpoint, folder, model, optimizers, runtime, telemetry, facts, signals
+        ),
+        control=control,
         state=state,
     )
 

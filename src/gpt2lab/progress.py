@@ -41,7 +41,7 @@ class Progress:
 
     def __init__(self, *, last_step: int, frequencies: dict[str, int]) -> None:
         """`frequencies`: steps between events of each kind, e.g. {"eval": 250}; 0 = only after the last step."""
-        self._last_step, self._frequencies = last_step, frequencies
+        self.last_step, self._frequencies = last_step, frequencies
         self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._seen = 0
         self._events: dict[str, list[float]] = {kind: [] for kind in frequencies}
@@ -68,14 +68,20 @@ class Progress:
         )
         return statistics.fmean(min(max(seconds, low), high) for seconds in ordered)
 
+    def stop_seconds(self) -> float:
+        """Return how long a stop may still take: one slow step and the last save, half as much again."""
+        step = sorted(self._steps)[round(0.95 * (len(self._steps) - 1))] if self._steps else 0.0
+        saves = self._events.get("checkpoint", [])
+        return 1.5 * (step + (saves[-1] if saves else 0.0))
+
     def remaining(self, step: int) -> float | None:
         """Return the seconds left after `step`, or None before there is a pace to go by."""
         pace = self.step_seconds()
         if pace is None:
             return None
         events = sum(
-            statistics.fmean(self._events[kind]) * count_due(step, freq, self._last_step)
+            statistics.fmean(self._events[kind]) * count_due(step, freq, self.last_step)
             for kind, freq in self._frequencies.items()
             if self._events[kind]
         )
-        return pace * (self._last_step - step) + events
+        return pace * (self.last_step - step) + events

@@ -16,6 +16,7 @@ from gpt2lab.model import GPT
 from gpt2lab.run_folder import RunFolder
 from gpt2lab.runtime import Runtime
 from gpt2lab.state import TrainState
+from gpt2lab.stop import Signals
 from gpt2lab.telemetry import Telemetry
 
 
@@ -30,9 +31,12 @@ class Saver:
     runtime: Runtime
     telemetry: Telemetry
     facts: dict[str, Any]  # for the manifests of this start
+    signals: Signals
 
-    def save(self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool) -> float:
-        """Commit a checkpoint of exactly `state.step` and return the seconds it took.
+    def save(
+        self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
+    ) -> tuple[bool, float]:
+        """Commit a checkpoint of exactly `state.step`; tell whether that worked, and the seconds it took.
 
         A failed write is a warning, and training goes on with the checkpoint before; where the process is about to
         end (`must_succeed`) it is an error.
@@ -50,7 +54,7 @@ class Saver:
             self.telemetry.warn(
                 f"{failure}; training goes on, the next is due as planned", state.step
             )
-        return time.monotonic() - began
+        return failure is None, time.monotonic() - began
 
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
@@ -73,15 +77,16 @@ class Saver:
         """Write, label and report on the first process; return what went wrong, or None."""
         assert self.folder is not None
         try:
-            path = checkpoint.save(
-                self.folder.path,
-                kind=kind,
-                model=self.model,
-                optimizers=self.optimizers,
-                state=state,
-                rng_states=rng_states,
-                facts=self.facts,
-            )
+            with self.signals.committing():
+                path = checkpoint.save(
+                    self.folder.path,
+                    kind=kind,
+                    model=self.model,
+                    optimizers=self.optimizers,
+                    state=state,
+                    rng_states=rng_states,
+                    facts=self.facts,
+                )
         except OSError as error:
             path = self.folder.path / folder_name(state.step)
             if not path.exists():  # else the error came after the commit, which stands
@@ -108,7 +113,8 @@ class Saver:
             "keep_emergency": self.config.keep_emergency_checkpoints,
         }
         try:
-            catalog.retain(self.folder.path, **kept)
+            if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
+                catalog.retain(self.folder.path, **kept)
             self.folder.write_status("running", step=state.step)
         except OSError as error:
             self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)

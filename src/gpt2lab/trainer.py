@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 from gpt2lab import catalog, fmt, rng
+from gpt2lab.control import Control
 from gpt2lab.data.loader import GlobalBatch, Loader
-from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.errors import DataError, NonFiniteError
+from gpt2lab.errors import GPT2LabError, NonFiniteError
 from gpt2lab.faults import faultpoint
 from gpt2lab.hardware import peak_flops
-from gpt2lab.hellaswag import HellaSwag
+from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
-from gpt2lab.progress import Progress, frequencies, is_due
+from gpt2lab.progress import is_due
 from gpt2lab.runtime import Runtime
-from gpt2lab.sample import sample_text
 from gpt2lab.saver import Saver
 from gpt2lab.schedule import lr_at
 from gpt2lab.start import Start
 from gpt2lab.state import TrainState
-from gpt2lab.stop import StopFlag
+from gpt2lab.stop import launcher_grace_seconds
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.train_step import StepStats, train_step
-from gpt2lab.validation import Validation
 
 
 @dataclass
@@ -41,13 +42,12 @@ class Trainer:
     wrapped: nn.Module  # the same weights, distributed: trained
     optimizers: list[torch.optim.Optimizer]
     loader: Loader
-    validation: Validation
-    hellaswag: HellaSwag | None  # without items the evaluation is off
+    measurements: Measurements
     strategy: Strategy
     runtime: Runtime
     telemetry: Telemetry
     saver: Saver
-    stop: StopFlag
+    control: Control
     state: TrainState
 
     def __post_init__(self) -> None:
@@ -56,8 +56,14 @@ class Trainer:
         self.last_step = self.start.plan.max_steps
         self.began = time.monotonic()
         self.announced_epoch: int | None = None
+        self.saved_step = (
+            self.state.step
+        )  # a resumed one is on disk; before the first there is nothing to lose
         self.last_loss: float | None = None
-        self.progress = Progress(last_step=self.last_step, frequencies=frequencies(config))
+        self.progress = self.measurements.progress
+        if self.start.last_save_seconds is not None:
+            self.progress.record_event("checkpoint", self.start.last_save_seconds)
+        self.grace = launcher_grace_seconds(os.environ)
         device = self.runtime.device
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak_flops = peak * self.runtime.world_size if peak else None
@@ -67,27 +73,30 @@ class Trainer:
 
         Raises: NonFiniteError, SaveError, DataError.
         """
+        self.warn_of_grace()
         self.measure_before_first_step()
-        signal = self.signalled()
-        if signal is not None:
-            return self.end_early(signal)
         with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
-            for batch in batches:
+            while True:
+                batch, refusal = fetch(batches)
+                request = self.control.agree(refusal)  # the one moment at which a run may end early
+                if request.refusal is not None:
+                    self.save_step("emergency")
+                    raise request.refusal
+                if request.stop is not None:
+                    self.save_step("emergency")
+                    return self.end_early(request.stop)
+                if request.save:
+                    self.save_step("rolling")
+                assert batch is not None
                 self.announce_epoch(batch)
                 self.step(batch)
-                signal = self.signalled()
-                if signal is None or self.is_last:
-                    self.measure()
-                    signal = self.signalled()  # one may have come meanwhile, and cut it short
-                self.save_if_due(signal)
+                self.measure()
+                self.save_if_due()
                 if self.is_last:
                     self.end()
                     return None
-                if signal is not None:
-                    return self.end_early(signal)
                 if self.state.step == self.start.stop_after_steps:
                     return self.end_early("stop_after_steps")
-        raise AssertionError("the loader never ends")
 
     @property
     def is_last(self) -> bool:
@@ -128,6 +137,7 @@ class Trainer:
         )
         self.last_loss = stats.loss
         self.progress.record_step(seconds)
+        self.control.margin_seconds = self.progress.stop_seconds()
         self.record(batch, stats, lr=lr, seconds=seconds)
 
     def record(self, batch: GlobalBatch, stats: StepStats, *, lr: float, seconds: float) -> None:
@@ -184,88 +194,24 @@ class Trainer:
     def measure_before_first_step(self) -> None:
         """Evaluate a fresh run at step 0, and a resumed one whose stop came before its evaluation."""
         if self.state.step == 0:
-            self.evaluate()
+            self.state = self.measurements.evaluate(self.state)
         elif self.is_due(self.config.eval.eval_freq) and self.state.val_loss is None:
-            self.evaluate()
+            self.state = self.measurements.evaluate(self.state)
             if self.state.best_step == self.state.step:
                 self.saver.label(self.state.step, ["best"])  # the step itself is on disk
 
     def measure(self) -> None:
         """Evaluate and sample, each if due."""
         if self.is_due(self.config.eval.eval_freq):
-            self.evaluate()
-        if self.hellaswag is not None and self.is_due(self.config.eval.hellaswag_freq):
-            self.evaluate_hellaswag(self.hellaswag)
+            self.state = self.measurements.evaluate(self.state)
+        if self.is_due(self.config.eval.hellaswag_freq):
+            self.measurements.evaluate_hellaswag(self.state)
         if self.is_due(self.config.eval.sample_freq):
-            self.sample()
-
-    def evaluate(self) -> None:
-        """Measure the validation loss of the weights as they are after this step."""
-        began = time.monotonic()
-        result = self.validation.measure(self.model, interrupted=self.is_interrupted)
-        if result is None:
-            return
-        seconds = time.monotonic() - began
-        if not math.isfinite(result.val_loss):
-            raise NonFiniteError(
-                f"step {self.state.step}: validation loss {result.val_loss}; nothing of this step was saved. "
-                f"Resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
-            )
-        self.state = self.state.with_val_loss(result.val_loss)
-        self.progress.record_event("eval", seconds)
-        self.telemetry.event(
-            "eval",
-            self.state.step,
-            val_loss=result.val_loss,
-            val_loss_se=result.val_loss_se,
-            val_tokens=result.val_tokens,
-            seconds=seconds,
-        )
-        error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
-        best = " | best so far" if self.state.best_step == self.state.step else ""
-        self.telemetry.say(
-            f"{self.place} | val loss {result.val_loss:.4f} +- {error} "
-            f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
-        )
-
-    def evaluate_hellaswag(self, hellaswag: HellaSwag) -> None:
-        """Measure HellaSwag accuracy of the weights as they are after this step."""
-        began = time.monotonic()
-        result = hellaswag.measure(self.model, interrupted=self.is_interrupted)
-        if result is None:
-            return
-        seconds = time.monotonic() - began
-        self.progress.record_event("hellaswag", seconds)
-        self.telemetry.event("hellaswag", self.state.step, **result, seconds=seconds)
-        self.telemetry.say(
-            f"{self.place} | HellaSwag acc {result['acc']:.4f}, "
-            f"acc_norm {result['acc_norm']:.4f} on {result['n']} items | {fmt.duration(seconds)}"
-        )
-
-    def sample(self) -> None:
-        """Continue the run's prompt on the first process; the others go on to wait at the next step."""
-        if self.runtime.rank != 0 or self.config.model.vocab_size < NUM_TOKENS:
-            return
-        began = time.monotonic()
-        try:
-            with self.strategy.autocast():
-                text = sample_text(
-                    self.model,
-                    self.config.eval.sample_prompt,
-                    max_new_tokens=self.config.eval.sample_tokens,
-                    seed=rng.fold_seed(self.config.data.seed, self.state.step),
-                )
-        except DataError as error:  # no vocabulary: training does not need it
-            self.telemetry.warn(f"no text sample: {error}", self.state.step)
-            return
-        seconds = time.monotonic() - began
-        self.progress.record_event("sample", seconds)
-        self.telemetry.event("sample", self.state.step, text=text, seconds=seconds)
-        self.telemetry.say(f"{self.place} | sample: {text!r}")
+            self.measurements.sample(self.state)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def save_if_due(self, signal: str | None) -> None:
+    def save_if_due(self) -> None:
         """Save this step once, whatever the number of reasons, and set its labels."""
         step, epochs = self.state.step, self.epochs_completed()
         is_best, is_planned_stop = self.state.best_step == step, step == self.start.stop_after_steps
@@ -274,17 +220,22 @@ class Trainer:
             "rolling": self.is_due(self.config.checkpoint.checkpoint_freq) or is_planned_stop,
             "epoch": epochs is not None,
             "best": is_best,
-            "emergency": signal is not None,
         }
         kinds = [kind for kind, applies in reasons.items() if applies]
         if not kinds:
             return
         labels = [f"epoch_{epochs:04d}"] if epochs is not None else []
         labels += ["best"] if is_best else []
-        labels += [f"emergency_{step:08d}"] if kinds[0] == "emergency" else []
-        self.save(
-            kinds[0], labels, must_succeed=self.is_last or is_planned_stop or signal is not None
-        )
+        self.save(kinds[0], labels, must_succeed=self.is_last or is_planned_stop)
+
+    def save_step(self, kind: Literal["rolling", "emergency"]) -> None:
+        """Save the step just done, unless that has happened."""
+        if self.saved_step == self.state.step:
+            self.control.note_save()
+            return
+        is_end = kind == "emergency"
+        labels = [f"emergency_{self.state.step:08d}"] if is_end else []
+        self.save(kind, labels, must_succeed=is_end)
 
     def epochs_completed(self) -> int | None:
         """Return how many epochs are done if the step just taken ended one, else None."""
@@ -298,21 +249,28 @@ class Trainer:
 
         Raises: SaveError if it failed and must not.
         """
-        self.loader.wait_until_verified()  # no checkpoint rests on data that turns out to be damaged
-        seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
-        self.progress.record_event("checkpoint", seconds)
+        # No checkpoint rests on data that turns out to be damaged; one process's refusal is everyone's.
+        self.runtime.everywhere(self.loader.wait_until_verified)
+        saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
+        self.control.note_save()  # a failed one too: it is not tried again at every step
+        if saved:
+            self.saved_step = self.state.step
+            self.progress.record_event("checkpoint", seconds)
+            self.warn_of_grace()
+
+    def warn_of_grace(self) -> None:
+        """Say once if a stop would take longer than the launcher waits before it kills."""
+        needed = self.progress.stop_seconds()
+        if self.grace is None or needed <= self.grace:
+            return
+        self.telemetry.warn(
+            f"a clean stop takes about {needed:.0f} s, torchrun kills after {self.grace:.0f} s: the newest checkpoint "
+            f"would then be all that is left; start it with --shutdown-timeout {2 * math.ceil(needed)}",
+            self.state.step,
+        )
+        self.grace = None
 
     # -- the end -------------------------------------------------------------------------------------------------
-
-    def is_interrupted(self) -> bool:
-        """Tell all processes whether some was asked to stop; evaluations ask at equal places."""
-        return self.runtime.any(self.stop.signal_name is not None)
-
-    def signalled(self) -> str | None:
-        """Return the name of a signal that asked some process to stop, or None; agreed by all."""
-        if not self.is_interrupted():
-            return None
-        return next(name for name in self.runtime.gather(self.stop.signal_name) if name)
 
     def end_early(self, reason: str) -> str:
         """Record a stop; the step's checkpoint is on disk, except before the first step: nothing is lost there."""
@@ -338,3 +296,11 @@ class Trainer:
         """Return the path of the run's newest checkpoint."""
         infos, _ = catalog.list_checkpoints(self.start.run_dir)
         return str(infos[-1].path) if infos else None
+
+
+def fetch(batches: Iterator[GlobalBatch]) -> tuple[GlobalBatch | None, GPT2LabError | None]:
+    """Return the next batch, or the refusal that this process met: all must hear of it before any gradient."""
+    try:
+        return next(batches), None
+    except GPT2LabError as refusal:
+        return None, refusal
