@@ -46,7 +46,7 @@ TORCH_ROWS = [
     ["loss", "rng"],
     ["model", "optim", "runtime", "telemetry"],
     ["checkpoint", "parallel", "run_folder", "sample", "data.loader"],
-    ["control", "hellaswag", "saver", "train_step", "validation"],
+    ["control", "facts", "hellaswag", "receipt", "saver", "train_step", "validation"],
     ["measurements"],
     ["trainer"],
     ["pretrain"],

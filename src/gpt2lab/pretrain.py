@@ -5,30 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import platform
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gpt2lab import catalog, checkpoint, history, paths, rng, summary
-from gpt2lab.config import policy_of, to_flat
+from gpt2lab import catalog, history, paths, rng, summary
+from gpt2lab.config import to_flat
 from gpt2lab.control import Control
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
-from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.facts import facts_of
 from gpt2lab.flags import Command
 from gpt2lab.hellaswag import HellaSwag
-from gpt2lab.manifest import folder_name, read_manifest, verify
+from gpt2lab.manifest import folder_name
 from gpt2lab.measurements import Measurements
-from gpt2lab.model import build_model
+from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
 from gpt2lab.plan import describe
 from gpt2lab.progress import Progress, frequencies
-from gpt2lab.run_folder import RunFolder, provenance
+from gpt2lab.receipt import Receipt, check_resume, load_state
+from gpt2lab.run_folder import RunFolder
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.saver import Saver
 from gpt2lab.start import Start, decide
@@ -109,23 +110,25 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 
 def _run(start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | None) -> None:
-    resumed_step = start.checkpoint.step if start.checkpoint else 0
+    parts = _build_and_load(start, runtime)  # a resume that is refused here has written nothing
     telemetry = Telemetry(
         start.run_dir if folder else None,
         attempt=start.attempt,
-        tensorboard_from=resumed_step if start.config.log.use_tensorboard else None,
+        tensorboard_from=parts.state.step if start.config.log.use_tensorboard else None,
         hparams=to_flat(start.config),
     )
     trainer: Trainer | None = None
     try:
-        trainer = _build(start, runtime, signals, folder, telemetry)
+        if folder:
+            _write_what_begins(start, parts, folder, telemetry)
+        trainer = _assemble(start, parts, runtime, signals, folder, telemetry)
         reason = trainer.fit()
         if folder:
             state = "stopped" if reason else "completed"
             folder.write_status(state, step=trainer.state.step, reason=reason, exit_code=0)
     except BaseException as error:
         if folder:
-            step = trainer.state.step if trainer else resumed_step
+            step = trainer.state.step if trainer else parts.state.step
             code = error.exit_code if isinstance(error, GPT2LabError) else 1
             reason = f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError, GPT2LabError):  # the first error is the one to report
@@ -138,50 +141,26 @@ def _run(start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | N
     telemetry.close()
 
 
-def _build(
-    start: Start,
-    runtime: Runtime,
-    signals: Signals,
-    folder: RunFolder | None,
-    telemetry: Telemetry,
-) -> Trainer:
-    """Put the parts of a run together, in order."""
-    config, device = start.config, runtime.device
-    facts = _facts(start, runtime)
-    if folder:
-        folder.facts = {
-            "attempt": start.attempt,
-            "max_steps": start.plan.max_steps,
-            "world_size": runtime.world_size,
-            "resume": summary.command_to_resume(start.run_dir, world_size=runtime.world_size),
-        }
-        folder.write_config(config, facts)
-        folder.write_status("running", step=start.checkpoint.step if start.checkpoint else 0)
-        _say_what_begins(start, facts, telemetry)
+@dataclass(frozen=True)
+class _Parts:
+    """What a run is made of before anything of it is written."""
 
+    facts: dict[str, Any]
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    loader: Loader
+    validation_order: Order
+    validation_reader: WindowReader
+    state: TrainState
+    receipt: Receipt | None  # of a resume
+
+
+def _build_and_load(start: Start, runtime: Runtime) -> _Parts:
+    config, device = start.config, runtime.device
+    facts = facts_of(start, runtime)
     rng.seed_everything(config.data.seed)
     model = build_model(config.model, seed=config.data.seed, device=device)
     optimizers = build_optimizers(model, config.optim, device=device)
-    strategy = Strategy(runtime, compile=config.system.compile == "on", dtype=config.system.dtype)
-    state = TrainState()
-    if start.checkpoint is not None:
-        state = runtime.everywhere(lambda: _load(start, model, optimizers, runtime))
-        level = _level(start, facts)
-        telemetry.event(
-            "resume",
-            state.step,
-            from_step=state.step,
-            world_size=runtime.world_size,
-            changes=start.changes,
-            level=level,
-        )
-        telemetry.say(f"resumed from step {state.step} ({level})")
-        if folder and (superseded := catalog.supersede(start.run_dir, state.step)):
-            telemetry.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
-        best = state.best_step
-        if folder and best is not None and (start.run_dir / folder_name(best)).is_dir():
-            catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
-
     orders = {
         split: Order(
             [shard.tokens for shard in start.data.splits[split]],
@@ -200,6 +179,27 @@ def _build(
         )
         for split in ("train", "val")
     }
+    loader = Loader(
+        orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
+    )
+    state, receipt = TrainState(), None
+    if start.checkpoint is not None:
+        state = runtime.everywhere(lambda: load_state(start, model, optimizers, runtime))
+        receipt = runtime.decided_by_first(lambda: check_resume(start, state, loader, facts))
+    return _Parts(facts, model, optimizers, loader, orders["val"], readers["val"], state, receipt)
+
+
+def _assemble(
+    start: Start,
+    parts: _Parts,
+    runtime: Runtime,
+    signals: Signals,
+    folder: RunFolder | None,
+    telemetry: Telemetry,
+) -> Trainer:
+    """Put the parts of a run together, in order."""
+    config, model, optimizers = start.config, parts.model, parts.optimizers
+    strategy = Strategy(runtime, compile=config.system.compile == "on", dtype=config.system.dtype)
     wrapped = strategy.prepare(model)
     strategy.settle(
         wrapped,
@@ -217,8 +217,8 @@ def _build(
         config=config,
         model=model,
         validation=Validation(
-            orders["val"],
-            readers["val"],
+            parts.validation_order,
+            parts.validation_reader,
             val_tokens=config.eval.val_tokens,
             batch_size=config.batch.mini_batch_size,
             strategy=strategy,
@@ -240,87 +240,41 @@ def _build(
         model=model,
         wrapped=wrapped,
         optimizers=optimizers,
-        loader=Loader(
-            orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
-        ),
+        loader=parts.loader,
         measurements=measurements,
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,
         saver=Saver(
-            config.checkpoint, folder, model, optimizers, runtime, telemetry, facts, signals
+            config.checkpoint, folder, model, optimizers, runtime, telemetry, parts.facts, signals
         ),
         control=control,
-        state=state,
+        state=parts.state,
     )
 
 
-def _load(
-    start: Start, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], runtime: Runtime
-) -> TrainState:
-    assert start.checkpoint is not None
-    chosen = start.checkpoint
-    if read_manifest(chosen.path)["manifest_sha256"] != chosen.manifest["manifest_sha256"]:
-        raise CheckpointError(
-            f"{chosen.path}: differs between machines; the run's folder must be shared by all"
-        )
-    if runtime.rank != 0 and runtime.local_rank == 0:
-        verify(chosen.path)  # the first process has; another machine may read other bytes
-    state = checkpoint.load(chosen.path, model=model, optimizers=optimizers, runtime=runtime)
-    guarded = {name: change for name, change in start.changes.items() if _is_guarded(name, start)}
-    if guarded:
-        record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
-        state = dataclasses.replace(state, history=(*state.history, record))
-    if (
-        "data" in start.changes
-    ):  # sample numbers of other data mean other windows: begin at its first
-        state = dataclasses.replace(state, samples=0)
-    return state
-
-
-def _is_guarded(name: str, start: Start) -> bool:
-    return name == "data" or policy_of(name, start.config) == "guarded"
-
-
-def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
-    """Return what every manifest of this start records besides the state: settings, data, and what it ran on."""
-    on_gpu = runtime.device.type == "cuda"
-    environment = {
-        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else _cpu_name(),
-        "world_size": runtime.world_size,
-        "threads": torch.get_num_threads(),
-        "mini_batch_size": start.config.batch.mini_batch_size,
-        "dtype": start.config.system.dtype,
-        "compile": start.config.system.compile,
-        "deterministic": start.config.system.deterministic or not on_gpu,
-        "torch": torch.__version__,
-    }
-    return {
-        "run": start.run_dir.name,
+def _write_what_begins(
+    start: Start, parts: _Parts, folder: RunFolder, telemetry: Telemetry
+) -> None:
+    """Record and show this start: settings, plan, and on a resume where it goes on."""
+    folder.facts = {
         "attempt": start.attempt,
-        "config": to_flat(start.config),
-        "data_fingerprint": start.data.fingerprint,
-        "environment": environment,
-        "provenance": provenance() if runtime.rank == 0 else {},
+        "max_steps": start.plan.max_steps,
+        "world_size": start.plan.batch.world_size,
+        "resume": summary.command_to_resume(start.run_dir, world_size=start.plan.batch.world_size),
     }
-
-
-def _cpu_name() -> str:
-    """Return the processor's model; platform.processor() is empty or an architecture on most systems."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _level(start: Start, facts: dict[str, Any]) -> str:
-    """Say what this resume promises: the same bits, the same data, or a run that was changed on purpose."""
-    assert start.checkpoint is not None
-    if any(_is_guarded(name, start) for name in start.changes):
-        return "changed"
-    environment = facts["environment"]
-    same = environment == start.checkpoint.manifest["environment"]
-    return "bit-identical" if same and environment["deterministic"] else "same data"
+    folder.write_config(start.config, parts.facts)
+    folder.write_status("running", step=parts.state.step)
+    _say_what_begins(start, parts.facts, telemetry)
+    if parts.receipt is None:
+        return
+    step, best = parts.state.step, parts.state.best_step
+    telemetry.event("resume", step, **parts.receipt.as_event())
+    telemetry.say(parts.receipt.describe())
+    if superseded := catalog.supersede(start.run_dir, step):
+        telemetry.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
+    if best is not None and (start.run_dir / folder_name(best)).is_dir():
+        catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
 
 
 def _say_what_begins(start: Start, facts: dict[str, Any], telemetry: Telemetry) -> None:

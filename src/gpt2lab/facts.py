@@ -1,0 +1,45 @@
+"""What a start runs with and on: recorded in every manifest, compared at every resume."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2lab.config import to_flat
+from gpt2lab.run_folder import provenance
+from gpt2lab.runtime import Runtime
+from gpt2lab.start import Start
+
+
+def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
+    """Return what every manifest of this start records besides the state: settings, data, and what it ran on."""
+    on_gpu = runtime.device.type == "cuda"
+    environment = {
+        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else _cpu_name(),
+        "world_size": runtime.world_size,
+        "threads": torch.get_num_threads(),
+        "mini_batch_size": start.config.batch.mini_batch_size,
+        "dtype": start.config.system.dtype,
+        "compile": start.config.system.compile,
+        "deterministic": start.config.system.deterministic or not on_gpu,
+        "torch": torch.__version__,
+    }
+    return {
+        "run": start.run_dir.name,
+        "attempt": start.attempt,
+        "config": to_flat(start.config),
+        "data_fingerprint": start.data.fingerprint,
+        "environment": environment,
+        "provenance": provenance() if runtime.rank == 0 else {},
+    }
+
+
+def _cpu_name() -> str:
+    """Return the processor's model; platform.processor() is empty or an architecture on most systems."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
