@@ -101,6 +101,10 @@ class OptimConfig:
     )
     weight_decay: float = guarded(0.1, "AdamW decay of matrices (biases and norms are not decayed)")
     grad_clip: float = guarded(1.0, "largest L2 norm of the gradient; 0 = no clipping")
+    on_spike: Literal["warn", "skip", "rewind"] = guarded(
+        "warn",
+        "loss 6 standard deviations above the last 128: say so, skip the update, or go back and skip the data",
+    )
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class SystemConfig:
-    """Which hardware, and how it is used."""
+    """Which hardware, how it is used, and how it is watched."""
 
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = guarded(
@@ -171,6 +175,9 @@ class SystemConfig:
     parallel: Literal["ddp"] = free("ddp", "how processes share the work")
     deterministic: bool = free(
         False, "CUDA only: kernels that give the same bits in every run (slower)"
+    )
+    drift_check_freq: int = free(
+        250, "steps between comparisons of all processes' weights (and at every save); 0 = at saves"
     )
 
 
@@ -280,7 +287,7 @@ def find_problems(config: Config) -> list[str]:
         "checkpoint_freq": 0,
         "sample_tokens": 1,
     }
-    at_least |= {"hellaswag_limit": 0}
+    at_least |= {"hellaswag_limit": 0, "drift_check_freq": 0}
     for name, least in at_least.items():
         check(
             flat[name] is None or flat[name] >= least,

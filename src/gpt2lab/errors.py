@@ -36,3 +36,20 @@ class NonFiniteError(GPT2LabError):
     """Loss or gradient is NaN or infinite; the weights were not updated with it."""
 
     exit_code = 76
+
+
+class DriftError(GPT2LabError):
+    """Processes that should hold the same weights do not."""
+
+    exit_code = 1
+
+
+class PeerError(GPT2LabError):
+    """Another process of the run is gone."""
+
+    exit_code = 1
+    is_local = True
+
+
+class TornUpdateError(Exception):
+    """An error within the optimizer: some weights moved and others did not, so nothing of them may be saved."""

@@ -246,7 +246,15 @@ def _assemble(
         runtime=runtime,
         telemetry=telemetry,
         saver=Saver(
-            config.checkpoint, folder, model, optimizers, runtime, telemetry, parts.facts, signals
+            config.checkpoint,
+            start.run_dir,
+            folder,
+            model,
+            optimizers,
+            runtime,
+            telemetry,
+            parts.facts,
+            signals,
         ),
         control=control,
         state=parts.state,

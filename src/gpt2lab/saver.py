@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpt2lab import catalog, checkpoint, fmt, rng
 from gpt2lab.config import CheckpointConfig
-from gpt2lab.errors import SaveError
+from gpt2lab.errors import GPT2LabError, NonFiniteError, SaveError
 from gpt2lab.manifest import folder_name
 from gpt2lab.model import GPT
 from gpt2lab.run_folder import RunFolder
@@ -25,6 +27,7 @@ class Saver:
     """All that a checkpoint holds besides the state, and where it goes."""
 
     config: CheckpointConfig
+    run_dir: Path
     folder: RunFolder | None  # on the first process only
     model: GPT
     optimizers: list[torch.optim.Optimizer]
@@ -56,6 +59,38 @@ class Saver:
             )
         return failure is None, time.monotonic() - began
 
+    def rescue(self, state: TrainState) -> bool:
+        """Save the last complete step when an error ends this process, without a word to the others; tell if it worked.
+
+        Whichever process gets the run's lock may write: the first one, or a survivor of its death.
+        """
+        opened: RunFolder | None = None
+        try:
+            folder = self.folder or (opened := RunFolder(self.run_dir))
+            if state.step == 0 or not weights_are_finite(self.model):
+                return False
+            checkpoint.save(
+                folder.path,
+                kind="emergency",
+                model=self.model,
+                optimizers=self.optimizers,
+                state=state,
+                rng_states=[rng.capture(self.runtime.device)],
+                facts=self.facts,
+            )
+            catalog.set_label(folder.path, f"emergency_{state.step:08d}", state.step)
+        except (OSError, RuntimeError, GPT2LabError):  # the first error is the one to report
+            return False
+        finally:
+            if opened:
+                opened.close()
+        path = self.run_dir / folder_name(state.step)
+        self.telemetry.event("checkpoint", state.step, path=str(path), kind="emergency")
+        self.telemetry.say(
+            f"step {state.step} | saved emergency checkpoint after an error: {path.name}"
+        )
+        return True
+
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
         if self.folder is None:
@@ -76,6 +111,11 @@ class Saver:
     ) -> str | None:
         """Write, label and report on the first process; return what went wrong, or None."""
         assert self.folder is not None
+        if not weights_are_finite(self.model):
+            raise NonFiniteError(
+                f"step {state.step}: the weights are not finite and were not saved; "
+                f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+            )
         try:
             with self.signals.committing():
                 path = checkpoint.save(
@@ -119,3 +159,8 @@ class Saver:
         except OSError as error:
             self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None
+
+
+def weights_are_finite(model: nn.Module) -> bool:
+    """Tell whether every weight is a number; what is not must never become the newest checkpoint."""
+    return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.errors import NonFiniteError
+from gpt2lab.errors import TornUpdateError
 from gpt2lab.optim import set_learning_rate
 from gpt2lab.parallel import Strategy
 from gpt2lab.rng import fold_seed
@@ -21,6 +22,12 @@ class StepStats:
 
     loss: float  # nats/token, mean over the global batch, of the weights before the update
     grad_norm: float  # L2, before clipping
+    updated: bool  # False: the update was refused, weights and moments are as before
+
+
+def is_finite(loss: float, grad_norm: float) -> bool:
+    """Accept an update unless the loss or the gradient is NaN or infinite."""
+    return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def train_step(
@@ -32,6 +39,7 @@ def train_step(
     strategy: Strategy,
     grad_clip: float,
     seed: int,
+    accept: Callable[[float, float], bool] = is_finite,
 ) -> StepStats:
     """Take one optimizer step and return the loss and gradient norm before it.
 
@@ -57,12 +65,16 @@ def train_step(
 
     max_norm = grad_clip if grad_clip > 0 else math.inf
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # () L2 before clipping
-    stats = StepStats(
-        loss=(strategy.sum(loss_sum) / batch.num_targets).item(), grad_norm=norm.item()
+    loss_value, norm_value = (
+        (strategy.sum(loss_sum) / batch.num_targets).item(),
+        norm.item(),
     )  # sync
-    if not (math.isfinite(stats.loss) and math.isfinite(stats.grad_norm)):
-        raise NonFiniteError(f"loss {stats.loss}, gradient norm {stats.grad_norm}")
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return stats
+    accepted = accept(loss_value, norm_value)
+    try:
+        for optimizer in optimizers:
+            if accepted:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    except Exception as error:
+        raise TornUpdateError(f"the optimizer failed half-way: {error}") from error
+    return StepStats(loss=loss_value, grad_norm=norm_value, updated=accepted)

@@ -13,24 +13,28 @@ from typing import Literal
 import torch
 from torch import nn
 
-from gpt2lab import catalog, fmt, rng
+from gpt2lab import catalog, rng
 from gpt2lab.control import Control
 from gpt2lab.data.loader import GlobalBatch, Loader
-from gpt2lab.errors import GPT2LabError, NonFiniteError
+from gpt2lab.drift import check_drift
+from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError
 from gpt2lab.faults import faultpoint
-from gpt2lab.hardware import peak_flops
+from gpt2lab.health import accepts, report_health
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
 from gpt2lab.progress import is_due
-from gpt2lab.runtime import Runtime
+from gpt2lab.rewind import rewind
+from gpt2lab.runtime import Runtime, is_lost_peer
 from gpt2lab.saver import Saver
 from gpt2lab.schedule import lr_at
+from gpt2lab.spikes import is_spike
 from gpt2lab.start import Start
-from gpt2lab.state import TrainState
+from gpt2lab.state import NOT_FINITE, TrainState
+from gpt2lab.step_log import StepLog
 from gpt2lab.stop import launcher_grace_seconds
 from gpt2lab.telemetry import Telemetry
-from gpt2lab.train_step import StepStats, train_step
+from gpt2lab.train_step import train_step
 
 
 @dataclass
@@ -54,8 +58,6 @@ class Trainer:
         config = self.start.config
         self.config = config
         self.last_step = self.start.plan.max_steps
-        self.began = time.monotonic()
-        self.announced_epoch: int | None = None
         self.saved_step = (
             self.state.step
         )  # a resumed one is on disk; before the first there is nothing to lose
@@ -64,39 +66,59 @@ class Trainer:
         if self.start.last_save_seconds is not None:
             self.progress.record_event("checkpoint", self.start.last_save_seconds)
         self.grace = launcher_grace_seconds(os.environ)
-        device = self.runtime.device
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.peak_flops = peak * self.runtime.world_size if peak else None
+        self.log = StepLog(
+            self.start, self.loader.order, self.runtime, self.progress, self.telemetry
+        )
 
     def fit(self) -> str | None:
         """Train to the last step, or to a stop, and return what stopped it, None for the end.
 
-        Raises: NonFiniteError, SaveError, DataError.
+        Raises: NonFiniteError, SaveError, DataError, DriftError; PeerError if another process died.
         """
         self.warn_of_grace()
-        self.measure_before_first_step()
-        with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
+        try:
+            self.measure_before_first_step()
             while True:
-                batch, refusal = fetch(batches)
-                request = self.control.agree(refusal)  # the one moment at which a run may end early
-                if request.refusal is not None:
-                    self.save_step("emergency")
-                    raise request.refusal
-                if request.stop is not None:
-                    self.save_step("emergency")
-                    return self.end_early(request.stop)
-                if request.save:
-                    self.save_step("rolling")
-                assert batch is not None
-                self.announce_epoch(batch)
-                self.step(batch)
-                self.measure()
-                self.save_if_due()
-                if self.is_last:
-                    self.end()
-                    return None
-                if self.state.step == self.start.stop_after_steps:
-                    return self.end_early("stop_after_steps")
+                with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
+                    reason = self.train_on(batches)
+                if reason != "rewind":
+                    return None if reason == "end" else reason
+        except (GPT2LabError, TornUpdateError):
+            raise
+        except Exception as error:  # the weights are those of the last complete step
+            saved = self.saved_step == self.state.step or self.saver.rescue(self.state)
+            if not is_lost_peer(error):
+                raise
+            raise PeerError(
+                f"another process of this run died after step {self.state.step}; "
+                f"{'that step is saved' if saved else 'it was not saved'}, go on with --resume latest"
+            ) from error
+
+    def train_on(self, batches: Iterator[GlobalBatch]) -> str:
+        """Train on batches in order until something ends that: the `end`, a `rewind`, or the name of a stop."""
+        while True:
+            batch, refusal = fetch(batches)
+            request = self.control.agree(refusal)  # the one moment at which a run may end early
+            if request.refusal is not None:
+                self.save_step("emergency")
+                raise request.refusal
+            if request.stop is not None:
+                self.save_step("emergency")
+                return self.end_early(request.stop)
+            if request.save:
+                self.save_step("rolling")
+            assert batch is not None
+            self.log.announce_epoch(batch)
+            if not self.step(batch):
+                return "rewind"
+            self.check_drift_if_due()
+            self.measure()
+            self.save_if_due()
+            if self.is_last:
+                self.end()
+                return "end"
+            if self.state.step == self.start.stop_after_steps:
+                return self.end_early("stop_after_steps")
 
     @property
     def is_last(self) -> bool:
@@ -110,80 +132,62 @@ class Trainer:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def step(self, batch: GlobalBatch) -> None:
-        """Take the next optimizer step and record it."""
+    def step(self, batch: GlobalBatch) -> bool:
+        """Take the next optimizer step and record it; False if the run went back instead."""
         began, number = time.monotonic(), self.state.step + 1
+        policy = self.config.optim.on_spike
         faultpoint("step", number)
         lr = lr_at(number, self.config.optim, max_steps=self.last_step)
-        try:
-            stats = train_step(
-                self.wrapped,
-                self.optimizers,
-                batch,
-                lr,
-                strategy=self.strategy,
-                grad_clip=self.config.optim.grad_clip,
-                seed=rng.fold_seed(self.config.data.seed, number),
-            )
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"step {number}: {error}; the weights were left as after step {self.state.step}. "
-                f"Resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
-            ) from None
+        stats = train_step(
+            self.wrapped,
+            self.optimizers,
+            batch,
+            lr,
+            strategy=self.strategy,
+            grad_clip=self.config.optim.grad_clip,
+            seed=rng.fold_seed(self.config.data.seed, number),
+            accept=lambda loss, norm: accepts(loss, norm, self.state, policy),
+        )
         self.runtime.synchronize()
         seconds = time.monotonic() - began + batch.wait_seconds
+        spiked = is_spike(stats.loss, self.state.recent_losses)
+        if spiked and policy == "rewind" and self.rewind(batch, stats.loss):
+            return False
         self.state = self.state.advance(
-            samples=batch.samples, tokens=batch.num_targets, seconds=seconds
+            samples=batch.samples,
+            tokens=batch.num_targets,
+            seconds=seconds,
+            loss=stats.loss,
+            refused=None if stats.updated else "spike" if spiked else NOT_FINITE,
         )
         self.last_loss = stats.loss
         self.progress.record_step(seconds)
         self.control.margin_seconds = self.progress.stop_seconds()
-        self.record(batch, stats, lr=lr, seconds=seconds)
+        self.log.record(self.state, batch, stats, lr=lr, seconds=seconds)
+        report_health(self.state, stats, batch, self.telemetry, spiked=spiked)
+        return True
 
-    def record(self, batch: GlobalBatch, stats: StepStats, *, lr: float, seconds: float) -> None:
-        """Write the step's event, and its console line if one is due."""
-        step, rate = self.state.step, batch.num_targets / seconds
-        mfu = rate * self.start.plan.flops_per_token / self.peak_flops if self.peak_flops else None
-        remaining = self.progress.remaining(step)
-        self.telemetry.event(
-            "step",
-            step,
-            loss=stats.loss,
-            lr=lr,
-            grad_norm=stats.grad_norm,
-            step_seconds=seconds,
-            tokens_per_second=rate,
-            tokens=self.state.tokens,
-            epoch=batch.epoch,
-            data_wait_seconds=batch.wait_seconds,
-            mfu=mfu,
-            peak_memory_bytes=self.runtime.peak_memory(),
-            first_sample=batch.first_sample,
-            batch_hash=batch.hash,
-            elapsed_seconds=time.monotonic() - self.began,
-            remaining_seconds=remaining,
+    def rewind(self, batch: GlobalBatch, loss: float) -> bool:
+        """Go back before the spike if there is a checkpoint to go to."""
+        state = rewind(
+            self.start,
+            self.state,
+            batch,
+            loss,
+            model=self.model,
+            optimizers=self.optimizers,
+            runtime=self.runtime,
+            telemetry=self.telemetry,
         )
-        if step == 1 or is_due(step, self.config.log.log_freq, self.last_step):
-            self.telemetry.say(
-                f"{self.place} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {lr:.1e} | "
-                f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s | "
-                f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'} | eta {fmt.duration(remaining)}"
-            )
+        if state is not None:
+            self.state, self.saved_step = state, state.step
+        return state is not None
 
-    def announce_epoch(self, batch: GlobalBatch) -> None:
-        """Say which epoch begins, or is entered by a resume, and the order of its shards."""
-        if batch.epoch == self.announced_epoch:
-            return
-        self.announced_epoch = batch.epoch
-        order = self.loader.order
-        shards = [
-            self.start.data.splits["train"][i].path.stem for i in order.shard_order(batch.epoch)
-        ]
-        more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
-        self.telemetry.say(
-            f"epoch {batch.epoch} of {self.start.plan.epochs:.2f} | {order.windows_per_epoch:,} windows | "
-            f"shuffle {self.config.data.shuffle} | shards: {', '.join(shards[:6])}{more}"
-        )
+    def check_drift_if_due(self) -> None:
+        """Compare the processes' weights every so many steps."""
+        freq = self.config.system.drift_check_freq
+        if freq and self.state.step % freq == 0:
+            check_drift(self.model, self.runtime, self.state.step)
 
     # -- what is due after a step --------------------------------------------------------------------------------
 
@@ -251,6 +255,7 @@ class Trainer:
         """
         # No checkpoint rests on data that turns out to be damaged; one process's refusal is everyone's.
         self.runtime.everywhere(self.loader.wait_until_verified)
+        check_drift(self.model, self.runtime, self.state.step)  # the first process speaks for all
         saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
         if saved:
