@@ -21,6 +21,7 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
         "faults",
         "fmt",
         "hardware",
+        "heartbeat",
         "paths",
         "spikes",
         "stop",
@@ -46,7 +47,8 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
 TORCH_ROWS = [
     ["loss", "rng"],
     ["model", "optim", "runtime", "telemetry"],
-    ["checkpoint", "parallel", "run_folder", "sample", "data.loader"],
+    ["exact_reduce"],
+    ["checkpoint", "parallel", "run_folder", "sample", "stragglers", "data.loader"],
     [
         "control",
         "drift",

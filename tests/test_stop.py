@@ -15,6 +15,7 @@ import pytest
 from gpt2lab.control import Control, Request
 from gpt2lab.deadline import Deadline, find_deadlines, find_due, parse_moment
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.heartbeat import Heartbeat
 from gpt2lab.runtime import Runtime
 from gpt2lab.stop import Signals, launcher_grace_seconds
 
@@ -119,7 +120,12 @@ def signals():
 
 def control(signals: Signals, run_dir: Path, *deadlines: Deadline, every: float = 0.0) -> Control:
     made = Control(
-        signals, Runtime(), run_dir=run_dir, deadlines=deadlines, save_every_seconds=every
+        signals,
+        Runtime(),
+        run_dir=run_dir,
+        deadlines=deadlines,
+        save_every_seconds=every,
+        heartbeat=Heartbeat(run_dir, rank=0, hang_seconds=0),
     )
     made._last_look -= 10
     return made

@@ -173,8 +173,15 @@ class SystemConfig:
         "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
     )
     parallel: Literal["ddp"] = free("ddp", "how processes share the work")
+    reduce: Literal["fast", "exact"] = guarded(
+        "fast", "exact: the same bits on any number of processes (slow, a gradient per micro-batch)"
+    )
     deterministic: bool = free(
         False, "CUDA only: kernels that give the same bits in every run (slower)"
+    )
+    hang_seconds: float = free(
+        600.0,
+        "end with exit code 78 when a phase of a step lasts longer (thrice for its first time); 0 = never",
     )
     drift_check_freq: int = free(
         250, "steps between comparisons of all processes' weights (and at every save); 0 = at saves"
@@ -296,7 +303,7 @@ def find_problems(config: Config) -> list[str]:
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
     for name in ("max_lr", "num_epochs"):
         check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
-    for name in ("min_lr", "weight_decay", "grad_clip", "checkpoint_minutes"):
+    for name in ("min_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "hang_seconds"):
         check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
     if flat["min_lr"] is not None:
         check(

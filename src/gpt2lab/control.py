@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gpt2lab.deadline import REASONS, Deadline, find_due
 from gpt2lab.errors import GPT2LabError
+from gpt2lab.heartbeat import Heartbeat
 from gpt2lab.runtime import Runtime
 from gpt2lab.stop import Signals
 
@@ -41,6 +42,7 @@ class Control:
         run_dir: Path | None,
         deadlines: tuple[Deadline, ...],
         save_every_seconds: float,
+        heartbeat: Heartbeat,
     ) -> None:
         """`run_dir` and `deadlines` count on the first process; `save_every_seconds` 0 means no such saves."""
         self.signals = signals
@@ -48,7 +50,7 @@ class Control:
             0.0  # what a step and a save may still take: a deadline is met before it
         )
         self._runtime, self._run_dir, self._deadlines = runtime, run_dir, deadlines
-        self._save_every = save_every_seconds
+        self._save_every, self._heartbeat = save_every_seconds, heartbeat
         self._last_save = self._last_look = time.monotonic()
         self._save_is_due = self._stop_file = False
 
@@ -58,6 +60,7 @@ class Control:
 
     def agree(self, refusal: GPT2LabError | None = None) -> Request:
         """Return what all agreed on; `refusal` is an error that this process met and that must end the run."""
+        self._heartbeat.beat()
         slots = [self._stop(), self._save(), self._time(), int(refusal is not None)]
         stop, save, due, failed = self._runtime.largest(slots)
         self._save_is_due |= bool(save)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.facts import facts_of
 from gpt2lab.flags import Command
+from gpt2lab.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.manifest import folder_name
 from gpt2lab.measurements import Measurements
@@ -117,11 +119,17 @@ def _run(start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | N
         tensorboard_from=parts.state.step if start.config.log.use_tensorboard else None,
         hparams=to_flat(start.config),
     )
+    heartbeat = Heartbeat(
+        start.run_dir,
+        rank=runtime.rank,
+        hang_seconds=start.config.system.hang_seconds,
+        tell=lambda report: _tell_hang(report, folder, telemetry),
+    )
     trainer: Trainer | None = None
     try:
         if folder:
             _write_what_begins(start, parts, folder, telemetry)
-        trainer = _assemble(start, parts, runtime, signals, folder, telemetry)
+        trainer = _assemble(start, parts, runtime, signals, folder, telemetry, heartbeat)
         reason = trainer.fit()
         if folder:
             state = "stopped" if reason else "completed"
@@ -136,9 +144,19 @@ def _run(start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | N
                 telemetry.event("stop", step, reason=reason, checkpoint=None)
         telemetry.close()
         raise
+    finally:
+        heartbeat.close()
     if folder and signals.level < 2:  # who asks twice has no time for a report
         telemetry.say(summary.describe_run(start.run_dir))
     telemetry.close()
+
+
+def _tell_hang(report: str, folder: RunFolder | None, telemetry: Telemetry) -> None:
+    if folder:
+        with contextlib.suppress(OSError, GPT2LabError):
+            step = json.loads((folder.path / "status.json").read_text())["step"]
+            folder.write_status("failed", step=step, reason=report, exit_code=EXIT_CODE)
+            telemetry.event("stop", step, reason=report, checkpoint=None)
 
 
 @dataclass(frozen=True)
@@ -196,10 +214,14 @@ def _assemble(
     signals: Signals,
     folder: RunFolder | None,
     telemetry: Telemetry,
+    heartbeat: Heartbeat,
 ) -> Trainer:
     """Put the parts of a run together, in order."""
     config, model, optimizers = start.config, parts.model, parts.optimizers
-    strategy = Strategy(runtime, compile=config.system.compile == "on", dtype=config.system.dtype)
+    system = config.system
+    strategy = Strategy(
+        runtime, compile=system.compile == "on", dtype=system.dtype, reduce=system.reduce
+    )
     wrapped = strategy.prepare(model)
     strategy.settle(
         wrapped,
@@ -212,6 +234,7 @@ def _assemble(
         run_dir=folder.path if folder else None,
         deadlines=start.deadlines,
         save_every_seconds=60 * config.checkpoint.checkpoint_minutes,
+        heartbeat=heartbeat,
     )
     measurements = Measurements(
         config=config,
@@ -257,6 +280,7 @@ def _assemble(
             signals,
         ),
         control=control,
+        heartbeat=heartbeat,
         state=parts.state,
     )
 

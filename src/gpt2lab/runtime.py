@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from gpt2lab.config import SystemConfig
 from gpt2lab.errors import ConfigError, GPT2LabError
@@ -38,8 +40,17 @@ class Runtime:
         if self.is_distributed:
             # Decisions travel on gloo between CPUs, gradients on NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
-            self._decisions = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=30))
+            # Long: heartbeat.py ends a hang before, and names it.
+            patience = datetime.timedelta(minutes=60)
+            # torchrun's restarts share one store: without a name of its own a start finds its dead predecessor's
+            # addresses there, and never connects.
+            store, rank, world_size = next(iter(rendezvous("env://")))
+            count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(count, store)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=patience
+            )
+            self._decisions = dist.new_group(backend="gloo", timeout=patience)
 
     def use(self, system: SystemConfig) -> None:
         """Choose this process's device.

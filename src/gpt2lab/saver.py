@@ -65,6 +65,7 @@ class Saver:
         Whichever process gets the run's lock may write: the first one, or a survivor of its death.
         """
         opened: RunFolder | None = None
+        began, label = time.monotonic(), f"emergency_{state.step:08d}"
         try:
             folder = self.folder or (opened := RunFolder(self.run_dir))
             if state.step == 0 or not weights_are_finite(self.model):
@@ -78,17 +79,13 @@ class Saver:
                 rng_states=[rng.capture(self.runtime.device)],
                 facts=self.facts,
             )
-            catalog.set_label(folder.path, f"emergency_{state.step:08d}", state.step)
+            catalog.set_label(folder.path, label, state.step)
         except (OSError, RuntimeError, GPT2LabError):  # the first error is the one to report
             return False
         finally:
             if opened:
                 opened.close()
-        path = self.run_dir / folder_name(state.step)
-        self.telemetry.event("checkpoint", state.step, path=str(path), kind="emergency")
-        self.telemetry.say(
-            f"step {state.step} | saved emergency checkpoint after an error: {path.name}"
-        )
+        self._report(state, "emergency", [label], time.monotonic() - began)
         return True
 
     def label(self, step: int, labels: list[str]) -> None:
@@ -132,8 +129,22 @@ class Saver:
             if not path.exists():  # else the error came after the commit, which stands
                 return f"checkpoint of step {state.step} not saved: {error}"
         self.label(state.step, labels)
+        self._report(state, kind, labels, time.monotonic() - began)
+        kept = {
+            "keep": self.config.keep_checkpoints,
+            "keep_emergency": self.config.keep_emergency_checkpoints,
+        }
+        try:
+            if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
+                catalog.retain(self.folder.path, **kept)
+            self.folder.write_status("running", step=state.step)
+        except OSError as error:
+            self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
+        return None
+
+    def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
+        path = self.run_dir / folder_name(state.step)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
-        seconds = time.monotonic() - began
         self.telemetry.event(
             "checkpoint",
             state.step,
@@ -148,17 +159,6 @@ class Saver:
             f"step {state.step} | saved {kind} checkpoint{named}: {path.name}, "
             f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
         )
-        kept = {
-            "keep": self.config.keep_checkpoints,
-            "keep_emergency": self.config.keep_emergency_checkpoints,
-        }
-        try:
-            if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
-                catalog.retain(self.folder.path, **kept)
-            self.folder.write_status("running", step=state.step)
-        except OSError as error:
-            self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
-        return None
 
 
 def weights_are_finite(model: nn.Module) -> bool:

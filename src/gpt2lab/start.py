@@ -101,7 +101,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         _refuse_changes(command, config, changes, run=run_dir.name)
     hellaswag, no_hellaswag = _read_hellaswag(command, config)
     events = history.read_events(run_dir)
-    saves = [event["seconds"] for event in events if event["event"] == "checkpoint"]
+    saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
     start = Start(
         config=config,
         run_dir=run_dir,

@@ -47,28 +47,29 @@ def train_step(
     depends neither on how many processes share the batch nor on how it is cut into micro-batches, up to the order of
     floating-point sums. `seed` is the step's own: dropout belongs to the micro-batch, not to the process.
 
-    Raises: NonFiniteError before the weights are touched.
+    `accept(loss, grad_norm)` decides before the weights are touched; both are global, so all processes decide alike.
+
+    Raises: TornUpdateError if the optimizer failed half-way.
     """
     set_learning_rate(optimizers, lr)
-    scale = (
-        strategy.world_size / batch.num_targets
-    )  # DDP averages gradients over processes; we want their sum
-    loss_sum = torch.zeros((), device=strategy.device)  # () nats
+    strategy.begin_work()
+    scale = strategy.averaged_over / batch.num_targets
+    losses = []  # each () nats, summed over (B, T)
 
     for micro in batch.micro_batches:  # this process's share, in global order
         torch.manual_seed(fold_seed(seed, micro.index))
         with strategy.grad_sync(model, enabled=micro.is_last):
             with strategy.autocast():
-                loss = model(micro.tokens, micro.targets)  # () nats, summed over (B, T)
+                loss = model(micro.tokens, micro.targets)
+            if micro.is_last:
+                strategy.end_work()
             (loss * scale).backward()
-        loss_sum += loss.detach()
+        losses.append(loss.detach())
 
     max_norm = grad_clip if grad_clip > 0 else math.inf
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # () L2 before clipping
-    loss_value, norm_value = (
-        (strategy.sum(loss_sum) / batch.num_targets).item(),
-        norm.item(),
-    )  # sync
+    loss_value = (strategy.sum_losses(losses) / batch.num_targets).item()  # sync
+    norm_value = norm.item()
     accepted = accept(loss_value, norm_value)
     try:
         for optimizer in optimizers:

@@ -20,6 +20,7 @@ from gpt2lab.drift import check_drift
 from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError
 from gpt2lab.faults import faultpoint
 from gpt2lab.health import accepts, report_health
+from gpt2lab.heartbeat import Heartbeat
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
@@ -33,6 +34,7 @@ from gpt2lab.start import Start
 from gpt2lab.state import NOT_FINITE, TrainState
 from gpt2lab.step_log import StepLog
 from gpt2lab.stop import launcher_grace_seconds
+from gpt2lab.stragglers import Stragglers
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.train_step import train_step
 
@@ -52,6 +54,7 @@ class Trainer:
     telemetry: Telemetry
     saver: Saver
     control: Control
+    heartbeat: Heartbeat
     state: TrainState
 
     def __post_init__(self) -> None:
@@ -69,6 +72,7 @@ class Trainer:
         self.log = StepLog(
             self.start, self.loader.order, self.runtime, self.progress, self.telemetry
         )
+        self.stragglers = Stragglers(self.runtime, self.telemetry)
 
     def fit(self) -> str | None:
         """Train to the last step, or to a stop, and return what stopped it, None for the end.
@@ -97,7 +101,9 @@ class Trainer:
     def train_on(self, batches: Iterator[GlobalBatch]) -> str:
         """Train on batches in order until something ends that: the `end`, a `rewind`, or the name of a stop."""
         while True:
+            self.heartbeat.enter("reading data", self.state.step + 1)
             batch, refusal = fetch(batches)
+            self.heartbeat.enter("agreeing", self.state.step + 1)
             request = self.control.agree(refusal)  # the one moment at which a run may end early
             if request.refusal is not None:
                 self.save_step("emergency")
@@ -109,9 +115,11 @@ class Trainer:
                 self.save_step("rolling")
             assert batch is not None
             self.log.announce_epoch(batch)
+            self.heartbeat.enter("training", self.state.step + 1)
             if not self.step(batch):
                 return "rewind"
             self.check_drift_if_due()
+            self.heartbeat.enter("measuring", self.state.step)
             self.measure()
             self.save_if_due()
             if self.is_last:
@@ -149,6 +157,9 @@ class Trainer:
             accept=lambda loss, norm: accepts(loss, norm, self.state, policy),
         )
         self.runtime.synchronize()
+        self.stragglers.note(
+            number, work_seconds=self.strategy.work_seconds(), wait_seconds=batch.wait_seconds
+        )
         seconds = time.monotonic() - began + batch.wait_seconds
         spiked = is_spike(stats.loss, self.state.recent_losses)
         if spiked and policy == "rewind" and self.rewind(batch, stats.loss):
@@ -187,6 +198,7 @@ class Trainer:
         """Compare the processes' weights every so many steps."""
         freq = self.config.system.drift_check_freq
         if freq and self.state.step % freq == 0:
+            self.heartbeat.enter("comparing weights", self.state.step)
             check_drift(self.model, self.runtime, self.state.step)
 
     # -- what is due after a step --------------------------------------------------------------------------------
@@ -255,7 +267,9 @@ class Trainer:
         """
         # No checkpoint rests on data that turns out to be damaged; one process's refusal is everyone's.
         self.runtime.everywhere(self.loader.wait_until_verified)
+        self.heartbeat.enter("comparing weights", self.state.step)
         check_drift(self.model, self.runtime, self.state.step)  # the first process speaks for all
+        self.heartbeat.enter("saving", self.state.step)
         saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
         if saved:
