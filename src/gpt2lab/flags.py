@@ -65,6 +65,10 @@ class Verbs:
     list_checkpoints: bool = option(
         False, "list the checkpoints of all runs (or of --run_name) and exit"
     )
+    verify: bool = option(
+        False,
+        "with --list_checkpoints: read every byte and compare its hash; exit code 1 if one is damaged",
+    )
     dry_run: bool = option(False, "print what the run would do and need, and exit")
     json: bool = option(False, "with --list_checkpoints or --dry_run: one JSON object on stdout")
     allow_change: str | None = option(
@@ -139,6 +143,8 @@ def _refuse_idle_verbs(verbs: Verbs) -> None:
     """Refuse a verb that would be ignored: whoever typed it expected something."""
     if verbs.json and not (verbs.list_checkpoints or verbs.dry_run):
         raise ConfigError("--json goes with --list_checkpoints or --dry_run")
+    if verbs.verify and not verbs.list_checkpoints:
+        raise ConfigError("--verify goes with --list_checkpoints")
     if verbs.allow_change is None:
         return
     if verbs.resume is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from torch import nn
 
 from gpt2lab import catalog, checkpoint, fmt, rng
 from gpt2lab.config import CheckpointConfig
-from gpt2lab.errors import GPT2LabError, NonFiniteError, SaveError
+from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError, SaveError
 from gpt2lab.manifest import folder_name
 from gpt2lab.model import GPT
 from gpt2lab.run_folder import RunFolder
@@ -20,6 +22,10 @@ from gpt2lab.runtime import Runtime
 from gpt2lab.state import TrainState
 from gpt2lab.stop import Signals
 from gpt2lab.telemetry import Telemetry
+
+_ROOM = (
+    1.2  # free disk before a save, in checkpoints: headers, state, and what others write meanwhile
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ class Saver:
                 f"step {state.step}: the weights are not finite and were not saved; "
                 f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
             )
+        if (problem := self._make_room()) is not None:
+            return f"checkpoint of step {state.step} not saved: {problem}"
         try:
             with self.signals.committing():
                 path = checkpoint.save(
@@ -138,9 +146,25 @@ class Saver:
             if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
                 catalog.retain(self.folder.path, **kept)
             self.folder.write_status("running", step=state.step)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None
+
+    def _make_room(self) -> str | None:
+        """See to it that the disk has room for a checkpoint, by retiring old ones early; say if it has not."""
+        assert self.folder is not None
+        needed = _ROOM * checkpoint.num_bytes(self.model, self.optimizers)
+        if shutil.disk_usage(self.folder.path).free >= needed:
+            return None
+        with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space
+            catalog.sweep(self.folder.path)
+            catalog.retain(
+                self.folder.path, keep=max(1, self.config.keep_checkpoints - 1), keep_emergency=1
+            )
+        free = shutil.disk_usage(self.folder.path).free
+        if free >= needed:
+            return None
+        return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
 
     def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
         path = self.run_dir / folder_name(state.step)
