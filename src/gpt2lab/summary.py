@@ -66,7 +66,9 @@ def _command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
 def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     """Return the command line that continues a run on this machine."""
     start = (
-        f"{paths.program('torchrun')} --nproc_per_node={world_size}" if world_size > 1 else paths.program("python")
+        f"{paths.program('torchrun')} --nproc_per_node={world_size}"
+        if world_size > 1
+        else paths.program("python")
     )
     script = shlex.quote(paths.for_people(paths.REPOSITORY / "src" / "train.py"))
     command = f"{start} {script} --run_name {shlex.quote(run_dir.name)} --resume latest"
