@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gpt2lab"
 QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in under half a second
     [
         "gpt2lab",
+        "bench",
         "data",
         "errors",
         "faults",
@@ -37,18 +38,19 @@ QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in u
         "data.sources",
         "data.tokenizer",
     ],
-    ["history", "progress", "data.encode"],
-    ["catalog", "plan", "presets", "schedule", "data.hellaswag_items", "data.shards"],
-    ["estimate", "flags", "listing", "data.shard_writer", "data.verifier"],
+    ["history", "progress", "results", "data.encode"],
+    ["data.hellaswag_items", "data.hellaswag_source"],
+    ["catalog", "plan", "presets", "schedule", "data.hellaswag_tokens", "data.shards"],
+    ["estimate", "flags", "listing", "target", "data.shard_writer", "data.verifier"],
     ["data.adopt", "data.audit", "data.merge", "data.prepare", "data.windows"],
-    ["overview", "plots", "start", "summary", "data.ledger"],
+    ["compare", "overview", "plots", "start", "summary", "data.ledger"],
     ["dry_run", "resume_command"],
 ]
 TORCH_ROWS = [
     ["loss", "rng"],
     ["model", "optim", "runtime", "telemetry"],
     ["exact_reduce"],
-    ["checkpoint", "parallel", "run_folder", "sample", "stragglers", "data.loader"],
+    ["checkpoint", "hf", "parallel", "run_folder", "sample", "stragglers", "data.loader"],
     [
         "control",
         "drift",
@@ -60,7 +62,7 @@ TORCH_ROWS = [
         "train_step",
         "validation",
     ],
-    ["health", "measurements", "step_log"],
+    ["evaluate", "health", "measurements", "parts", "step_log", "bench.hellaswag"],
     ["trainer"],
     ["pretrain"],
 ]
@@ -71,6 +73,7 @@ ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}
 INSTANT = [
     *("errors", "fmt", "config", "presets", "schedule", "plan", "paths", "manifest", "faults"),
     *("catalog", "history", "listing", "flags", "start", "dry_run", "summary", "door"),
+    "results",
     *("data.tokenizer", "data.shards", "data.order"),
 ]
 MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {"numpy", "tyro", "tiktoken", "tiktoken_ext"}

@@ -105,7 +105,7 @@ def load(
     Raises: CheckpointError naming the file.
     """
     state, rng_states = _load_state(folder / STATE)
-    _load_model(folder / MODEL, model)
+    load_model(folder, model)
     _load_optimizers(folder / OPTIM, model, optimizers)
     return state, rng_states
 
@@ -129,7 +129,12 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _load_model(path: Path, model: nn.Module) -> None:
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Put a verified checkpoint's weights into a model.
+
+    Raises: CheckpointError naming the file.
+    """
+    path = folder / MODEL
     tensors, parameters = _read(path), dict(model.named_parameters())
     _compare(
         path, {n: t.shape for n, t in tensors.items()}, {n: p.shape for n, p in parameters.items()}

@@ -129,9 +129,13 @@ class EvalConfig:
     sample_freq: int = free(250, "steps between text samples")
     sample_prompt: str = free("Hello, I'm a language model,", "start of every text sample")
     sample_tokens: int = free(48, "new tokens of a text sample")
-    hellaswag_freq: int = free(250, "steps between HellaSwag evaluations (needs --hellaswag_path)")
+    hellaswag_freq: int = free(
+        250, "steps between HellaSwag evaluations; typing it turns them on, see --hellaswag_path"
+    )
     hellaswag_path: Path | None = free(
-        None, "HellaSwag items, one JSON object a line; without it the evaluation is off"
+        None,
+        "HellaSwag items, one JSON object a line; without it the evaluation is off, or, where another "
+        "--hellaswag flag is given, its validation set is downloaded once to data/hellaswag/",
     )
     hellaswag_limit: int = free(0, "score a fixed random subset of N HellaSwag items; 0 = all")
 

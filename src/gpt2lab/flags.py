@@ -104,7 +104,7 @@ class Command:
         flags = _parse(self.argv, base)
         typed = {name: value for name, value in to_flat(flags.config).items() if name in self.typed}
         for name in typed:
-            if is_path(name):
+            if is_path(name) and typed[name] is not None:
                 typed[name] = paths.from_working_directory(Path(typed[name]))
         if "model" in typed and typed["model"] != base.model.model:
             base = preset(typed["model"], base)

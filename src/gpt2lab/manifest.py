@@ -50,10 +50,10 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_durably(path: Path, text: str) -> None:
-    """Replace a small text file in one step: readers see the old content or the new one."""
+def replace_durably(path: Path, content: str | bytes) -> None:
+    """Replace a small file in one step: readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    write_durably(temporary, text.encode())
+    write_durably(temporary, content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
     sync_folder(path.parent)
 

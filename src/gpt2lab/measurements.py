@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpt2lab import fmt, rng
 from gpt2lab.config import Config
 from gpt2lab.control import Control
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError, NonFiniteError
-from gpt2lab.hellaswag import HellaSwag
+from gpt2lab.hellaswag import HellaSwag, summarize
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
 from gpt2lab.progress import Progress
+from gpt2lab.results import Results, keep_results
 from gpt2lab.runtime import Runtime
 from gpt2lab.sample import sample_text
 from gpt2lab.state import TrainState
@@ -35,6 +37,7 @@ class Measurements:
     telemetry: Telemetry
     progress: Progress
     control: Control
+    run_dir: Path
 
     def place(self, state: TrainState) -> str:
         """Name the step just done, as every console line begins."""
@@ -63,12 +66,15 @@ class Measurements:
             val_loss=result.val_loss,
             val_loss_se=result.val_loss_se,
             val_tokens=result.val_tokens,
+            bits_per_byte=result.bits_per_byte,
             seconds=seconds,
         )
+        self.keep(result.results, state.step)
         error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
+        bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
         best = " | best so far" if state.best_step == state.step else ""
         self.telemetry.say(
-            f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error} "
+            f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error}{bits} "
             f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
         )
         return state
@@ -78,16 +84,26 @@ class Measurements:
         if self.hellaswag is None:
             return
         began = time.monotonic()
-        result = self.hellaswag.measure(self.model, interrupted=self.control.is_interrupted)
-        if result is None:
+        results = self.hellaswag.measure(self.model, interrupted=self.control.is_interrupted)
+        if results is None:
             return
         seconds = time.monotonic() - began
         self.progress.record_event("hellaswag", seconds)
-        self.telemetry.event("hellaswag", state.step, **result, seconds=seconds)
+        summary = summarize(results)
+        self.telemetry.event("hellaswag", state.step, **summary, seconds=seconds)
+        self.keep(results, state.step)
+        error = "n/a" if summary["acc_norm_se"] is None else f"{summary['acc_norm_se']:.4f}"
         self.telemetry.say(
-            f"{self.place(state)} | HellaSwag acc {result['acc']:.4f}, "
-            f"acc_norm {result['acc_norm']:.4f} on {result['n']} items | {fmt.duration(seconds)}"
+            f"{self.place(state)} | HellaSwag acc_norm {summary['acc_norm']:.4f} +- {error}, "
+            f"acc {summary['acc']:.4f}, acc_token_norm {summary['acc_token_norm']:.4f} "
+            f"on {results.n:,} items | {fmt.duration(seconds)}"
         )
+
+    def keep(self, results: Results, step: int) -> None:
+        """Have an evaluation kept unit by unit, for scripts/compare.py."""
+        problem = keep_results(self.run_dir, results, step) if self.runtime.rank == 0 else None
+        if problem:
+            self.telemetry.warn(problem, step)
 
     def sample(self, state: TrainState) -> None:
         """Continue the run's prompt on the first process; the others go on to wait at the next step."""

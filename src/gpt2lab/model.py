@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpt2lab.config import ModelConfig
+from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.loss import cross_entropy_sum
 
 
@@ -25,16 +26,17 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, T, C) to (B, T, C); position t sees positions up to t."""
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C); position t sees positions up to t, or where `mask` (B, T, T) is true."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # each (B, T, C)
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         dropout = self.dropout if self.training else 0.0
+        allowed = None if mask is None else mask[:, None]  # (B, 1, T, T), the same for all heads
         y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout
+            q, k, v, attn_mask=allowed, is_causal=mask is None, dropout_p=dropout
         )  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
@@ -65,9 +67,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x))
+        x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -82,14 +84,23 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map ids (B, T) to the last normalised hidden states (B, T, C)."""
-        T = tokens.size(1)
-        positions = torch.arange(T, device=tokens.device)  # (T,)
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map ids (B, T) to the last normalised hidden states (B, T, C).
+
+        `positions` (B, T) and `mask` (B, T, T; true = sees) let several texts lie in one row; left out, a row is one
+        text.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.size(1), device=tokens.device)  # (T,)
         x = self.wte(tokens) + self.wpe(positions)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return self.ln_f(x)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -100,9 +111,23 @@ class GPT(nn.Module):
         """Map hidden states (..., C) to scores (..., V)."""
         return F.linear(hidden, self.wte.weight)
 
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states (..., C) to scores (..., V) of the real ids; padding ids are out of the race at -inf."""
+        scores = self.head(hidden)
+        scores[..., NUM_TOKENS:] = -math.inf
+        return scores
+
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets."""
         return cross_entropy_sum(self.logits(tokens), targets)
+
+
+def empty_model(config: ModelConfig) -> GPT:
+    """Build a GPT on the CPU whose weights hold nothing yet."""
+    with torch.device("meta"):  # no memory, no random numbers
+        model = GPT(config)
+    assert not list(model.buffers()), "a buffer would be left uninitialised by to_empty"
+    return model.to_empty(device="cpu")
 
 
 def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
@@ -111,9 +136,7 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
     Matrices and token embedding N(0, 0.02), positions N(0, 0.01), projections into the residual stream scaled by
     1 / sqrt(2 n_layer), biases 0, norms 1. Source: Radford et al. 2019, section 2.3, and OpenAI's released code.
     """
-    with torch.device("meta"):  # no memory, no random numbers: every value is drawn below
-        model = GPT(config)
-    model.to_empty(device="cpu")
+    model = empty_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -126,5 +149,4 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
                 if name.endswith("c_proj.weight"):
                     std /= math.sqrt(2 * config.n_layer)
                 parameter.normal_(0.0, std, generator=generator)
-    assert not list(model.buffers()), "a buffer would be left uninitialised by to_empty"
     return model.to(device)

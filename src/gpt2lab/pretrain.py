@@ -6,36 +6,27 @@ import contextlib
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from gpt2lab import catalog, history, paths, rng, summary
+from gpt2lab import catalog, history, paths, summary
 from gpt2lab.config import to_flat
 from gpt2lab.control import Control
-from gpt2lab.data.loader import Loader
-from gpt2lab.data.order import Order
+from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError, GPT2LabError
-from gpt2lab.facts import facts_of
 from gpt2lab.flags import Command
 from gpt2lab.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.manifest import folder_name
 from gpt2lab.measurements import Measurements
-from gpt2lab.model import GPT, build_model
-from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
+from gpt2lab.parts import Parts, build_and_load
 from gpt2lab.plan import describe
 from gpt2lab.progress import Progress, frequencies
-from gpt2lab.receipt import Receipt, check_resume, load_state
 from gpt2lab.run_folder import RunFolder
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.saver import Saver
-from gpt2lab.start import Start, decide
-from gpt2lab.state import TrainState
+from gpt2lab.start import Start, decide, with_hellaswag
 from gpt2lab.stop import Signals, end_with_parent, show_stacks_on_request
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.trainer import Trainer
@@ -55,7 +46,7 @@ def pretrain(command: Command) -> None:
     folder: RunFolder | None = None
     try:
         start = runtime.decided_by_first(
-            lambda: decide(command, world_size=runtime.world_size, set_aside=True)
+            lambda: with_hellaswag(decide(command, world_size=runtime.world_size, set_aside=True))
         )
         if start.is_complete:
             if runtime.rank == 0:
@@ -112,7 +103,7 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 
 def _run(start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | None) -> None:
-    parts = _build_and_load(start, runtime)  # a resume that is refused here has written nothing
+    parts = build_and_load(start, runtime)  # a resume that is refused here has written nothing
     telemetry = Telemetry(
         start.run_dir if folder else None,
         attempt=start.attempt,
@@ -159,57 +150,9 @@ def _tell_hang(report: str, folder: RunFolder | None, telemetry: Telemetry) -> N
             telemetry.event("stop", step, reason=report, checkpoint=None)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a run is made of before anything of it is written."""
-
-    facts: dict[str, Any]
-    model: GPT
-    optimizers: list[torch.optim.Optimizer]
-    loader: Loader
-    validation_order: Order
-    validation_reader: WindowReader
-    state: TrainState
-    receipt: Receipt | None  # of a resume
-
-
-def _build_and_load(start: Start, runtime: Runtime) -> _Parts:
-    config, device = start.config, runtime.device
-    facts = facts_of(start, runtime)
-    rng.seed_everything(config.data.seed)
-    model = build_model(config.model, seed=config.data.seed, device=device)
-    optimizers = build_optimizers(model, config.optim, device=device)
-    orders = {
-        split: Order(
-            [shard.tokens for shard in start.data.splits[split]],
-            context_length=config.model.context_length,
-            shuffle=config.data.shuffle if split == "train" else "none",
-            seed=config.data.seed,
-        )
-        for split in ("train", "val")
-    }
-    readers = {
-        split: WindowReader(
-            start.data.splits[split],
-            context_length=config.model.context_length,
-            id_limit=min(config.model.vocab_size, NUM_TOKENS),
-            verify=runtime.local_rank == 0,  # once on each machine, which may have files of its own
-        )
-        for split in ("train", "val")
-    }
-    loader = Loader(
-        orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
-    )
-    state, receipt = TrainState(), None
-    if start.checkpoint is not None:
-        state = runtime.everywhere(lambda: load_state(start, model, optimizers, runtime))
-        receipt = runtime.decided_by_first(lambda: check_resume(start, state, loader, facts))
-    return _Parts(facts, model, optimizers, loader, orders["val"], readers["val"], state, receipt)
-
-
 def _assemble(
     start: Start,
-    parts: _Parts,
+    parts: Parts,
     runtime: Runtime,
     signals: Signals,
     folder: RunFolder | None,
@@ -244,19 +187,17 @@ def _assemble(
             parts.validation_reader,
             val_tokens=config.eval.val_tokens,
             batch_size=config.batch.mini_batch_size,
+            is_gpt2=start.data.is_gpt2 and config.model.vocab_size >= NUM_TOKENS,
             strategy=strategy,
             runtime=runtime,
         ),
-        hellaswag=(
-            HellaSwag.of(start.hellaswag, strategy=strategy, runtime=runtime)
-            if start.hellaswag
-            else None
-        ),
+        hellaswag=_build_hellaswag(start, strategy, runtime),
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,
         progress=Progress(last_step=start.plan.max_steps, frequencies=frequencies(config)),
         control=control,
+        run_dir=start.run_dir,
     )
     return Trainer(
         start=start,
@@ -285,9 +226,20 @@ def _assemble(
     )
 
 
-def _write_what_begins(
-    start: Start, parts: _Parts, folder: RunFolder, telemetry: Telemetry
-) -> None:
+def _build_hellaswag(start: Start, strategy: Strategy, runtime: Runtime) -> HellaSwag | None:
+    path, config = start.config.eval.hellaswag_path, start.config
+    if start.hellaswag != "on" or path is None:
+        return None
+    # The first process reads; the others need neither the file nor its cache.
+    return HellaSwag(
+        runtime.decided_by_first(lambda: load_questions(path).subset(config.eval.hellaswag_limit)),
+        context_length=config.model.context_length,
+        strategy=strategy,
+        runtime=runtime,
+    )
+
+
+def _write_what_begins(start: Start, parts: Parts, folder: RunFolder, telemetry: Telemetry) -> None:
     """Record and show this start: settings, plan, and on a resume where it goes on."""
     folder.facts = {
         "attempt": start.attempt,

@@ -12,17 +12,18 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpt2lab import catalog, history, paths
 from gpt2lab.catalog import CheckpointInfo
 from gpt2lab.config import LENGTHS, Config, find_problems, override, policy_of, to_flat
-from gpt2lab.data.hellaswag_items import Item, load_items
+from gpt2lab.data.hellaswag_items import read_items
+from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.deadline import Deadline, find_deadlines
-from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.manifest import folder_name
 from gpt2lab.plan import Plan, make_plan
@@ -30,6 +31,7 @@ from gpt2lab.schedule import default_warmup
 
 # Where a run lives is a fact of this start, never a setting that was saved.
 _LOCATION = ("checkpoint_dir", "run_name")
+_HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Start:
     data: TokenData
     plan: Plan
     unused_targets: int  # at the shards' ends, per epoch
-    hellaswag: list[Item]
+    hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, but nobody gave a file
     stop_after_steps: int | None
     deadlines: tuple[Deadline, ...]  # on the first process's clock
     last_save_seconds: float | None  # what the run's newest checkpoint took, on a resume
@@ -99,9 +101,10 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
             changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
         _refuse_changes(command, config, changes, run=run_dir.name)
-    hellaswag, no_hellaswag = _read_hellaswag(command, config)
+    hellaswag, no_hellaswag = _choose_hellaswag(command, config)
     events = history.read_events(run_dir)
     saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
+    hellaswag, no_hellaswag = _choose_hellaswag(command, config)
     start = Start(
         config=config,
         run_dir=run_dir,
@@ -122,16 +125,41 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     return start
 
 
-def _read_hellaswag(command: Command, config: Config) -> tuple[list[Item], tuple[str, ...]]:
-    """Return the HellaSwag items, or none and the reason why the evaluation is off."""
-    if config.eval.hellaswag_path is None:
-        asked = {"hellaswag_freq", "hellaswag_limit"} & command.typed
-        return [], ("no --hellaswag_path: HellaSwag is not evaluated",) if asked else ()
+def _choose_hellaswag(
+    command: Command, config: Config
+) -> tuple[Literal["off", "on", "fetch"], tuple[str, ...]]:
+    """Decide whether HellaSwag is evaluated, after checking its file if there is one, and say why not.
+
+    Without a file it is wanted where a HellaSwag setting was typed, or was and has been saved.
+    """
+    settings, defaults = to_flat(config), to_flat(Config())
+    asked = [
+        name for name in _HELLASWAG if name in command.typed or settings[name] != defaults[name]
+    ]
+    path = config.eval.hellaswag_path
+    if path is None and (not asked or "hellaswag_path" in command.typed):  # typed: None
+        return "off", ()
     if config.model.vocab_size < NUM_TOKENS:
-        return [], (
+        return "off", (
             f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag",
         )
-    return load_items(config.eval.hellaswag_path, limit=config.eval.hellaswag_limit), ()
+    if path is None:
+        return "fetch", ()
+    read_items(path)
+    return "on", ()
+
+
+def with_hellaswag(start: Start) -> Start:
+    """Download HellaSwag where it is wanted and nobody gave a file; where that fails, train without it and say so."""
+    if start.hellaswag != "fetch" or start.is_complete:
+        return start
+    try:
+        path = fetch_hellaswag()
+    except DataError as error:
+        note = f"HellaSwag is not evaluated: {error}"
+        return dataclasses.replace(start, hellaswag="off", warnings=(*start.warnings, note))
+    config = override(start.config, {"hellaswag_path": path})
+    return dataclasses.replace(start, hellaswag="on", config=config)
 
 
 def _fit_mini_batch(

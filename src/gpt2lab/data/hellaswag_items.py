@@ -1,4 +1,7 @@
-"""HellaSwag items: reading, checking, and the two ways in which the field writes them as text. No torch."""
+"""HellaSwag items: reading, checking, and the two ways in which the field writes them as text. No torch.
+
+Zellers et al. 2019, arXiv:1905.07830.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
+from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
 from gpt2lab.errors import DataError
 
 Style = Literal["harness", "tutorial"]
+STYLES: tuple[Style, ...] = ("harness", "tutorial")
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Item:
     context: str
     ctx_parts: tuple[str, str] | None  # the context's two halves, where the file has them
     activity: str
-    endings: tuple[str, str, str, str]
+    endings: tuple[str, ...]  # four
     label: int
 
 
@@ -32,63 +35,81 @@ class Question:
 
     context: list[int]
     endings: list[list[int]]
-    ending_bytes: list[int]
+    ending_chars: list[int]  # length of each ending's text, without the space before it
 
 
-def load_items(path: Path, *, limit: int = 0) -> list[Item]:
-    """Read items from a file with one JSON object a line; `limit` > 0 takes a fixed random subset.
+def read_items(path: Path) -> list[Item]:
+    """Read items from a file with one JSON object a line.
 
     Raises: DataError naming file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as HellaSwag items ({error})") from error
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read as HellaSwag items ({error.strerror}); "
+            f"give another --hellaswag_path (None: no HellaSwag)"
+        ) from error
     items = [_parse(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise DataError(f"{path}: no HellaSwag items")
-    if 0 < limit < len(items):
-        chosen = np.random.RandomState(0).permutation(len(items))[:limit]
-        items = [items[i] for i in sorted(chosen)]
     return items
 
 
-def _parse(line: str, where: str) -> Item:
+def _parse(line: bytes, where: str) -> Item:
     try:
-        row: dict[str, Any] = json.loads(line)
-        endings, label = tuple(row["endings"]), int(row["label"])
-        parts = (row["ctx_a"], row["ctx_b"]) if "ctx_a" in row and "ctx_b" in row else None
-        item = Item(row["ctx"], parts, row.get("activity_label", ""), endings, label)
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"{where}: not a HellaSwag item ({type(error).__name__}: {error})"
-        ) from error
-    if len(endings) != 4 or not 0 <= label < 4 or not all(isinstance(e, str) for e in endings):
-        raise DataError(f"{where}: a HellaSwag item has four endings and a label from 0 to 3")
-    return item
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}); a truncated file?") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object, so not a HellaSwag item")
+    texts = {name: _text(row, name, where) for name in ("ctx", "activity_label")}
+    parts = None
+    if "ctx_a" in row and "ctx_b" in row:
+        parts = (_text(row, "ctx_a", where), _text(row, "ctx_b", where))
+    endings = row.get("endings")
+    if not isinstance(endings, list) or len(endings) != 4:
+        raise DataError(f"{where}: a HellaSwag item has a list of four `endings`")
+    for number, ending in enumerate(endings):
+        if not isinstance(ending, str) or not ending.strip():
+            raise DataError(f"{where}: ending {number} is empty or no text")
+    label = str(row.get("label", ""))  # a number in the original file, text on Hugging Face
+    if label not in ("0", "1", "2", "3"):
+        raise DataError(f"{where}: label {label!r} must be 0, 1, 2 or 3 (test splits have none)")
+    return Item(texts["ctx"], parts, texts["activity_label"], tuple(endings), int(label))
+
+
+def _text(row: dict[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: a HellaSwag item has a text `{name}`")
+    return value
 
 
 def tokenize(item: Item, style: Style) -> Question:
     """Write one item as token ids.
 
     `harness`: activity label, capitalised second half, brackets cleaned, context and ending encoded as one text.
-    Source: EleutherAI lm-evaluation-harness 0.4, lm_eval/tasks/hellaswag/utils.py. `tutorial`: the plain context,
-    each ending encoded by itself after a space. Source: karpathy/build-nanogpt, hellaswag.py.
+    Source: EleutherAI lm-evaluation-harness 0.4, lm_eval/tasks/hellaswag/utils.py and api/model.py (_encode_pair).
+    `tutorial`: the plain context, each ending encoded by itself after a space. Source: karpathy/build-nanogpt,
+    hellaswag.py. A context without a token becomes <|endoftext|>, as in the harness.
     """
-    from gpt2lab.data.tokenizer import gpt2_encoding
-
     encode = gpt2_encoding().encode_ordinary
     if style == "tutorial":
-        endings = [encode(" " + ending) for ending in item.endings]
-        return Question(encode(item.context), endings, [len(e.encode()) for e in item.endings])
-    context = item.context
-    if item.ctx_parts is not None:
-        context = f"{item.ctx_parts[0]} {item.ctx_parts[1].capitalize()}"
-    prompt = _clean(f"{item.activity}: {context}" if item.activity else context).rstrip()
-    texts = [_clean(ending) for ending in item.endings]
-    ids = encode(prompt)
-    whole = [encode(f"{prompt} {text}") for text in texts]
-    return Question(ids, [w[len(ids) :] for w in whole], [len(text.encode()) for text in texts])
+        texts = list(item.endings)
+        context = encode(item.context)
+        endings = [encode(f" {text}") for text in texts]
+    else:
+        whole_context = item.context
+        if item.ctx_parts is not None:
+            whole_context = f"{item.ctx_parts[0]} {item.ctx_parts[1].capitalize()}"
+        query = _clean(f"{item.activity}: {whole_context}")
+        texts = [_clean(text) for text in item.endings]
+        context = encode(query.rstrip())  # spaces at its end belong to the ending's first token
+        endings = [encode(f"{query} {text}")[len(context) :] for text in texts]
+    return Question(context or [END_OF_TEXT], endings, [len(text) for text in texts])
 
 
 def _clean(text: str) -> str:

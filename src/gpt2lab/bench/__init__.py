@@ -1,0 +1,1 @@
+"""Measurements side by side, one module per verb of scripts/benchmark.py."""

@@ -1,0 +1,38 @@
+"""Train as src/train.py does, and count the graphs that torch.compile makes: after the first step and at the end."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from torch import nn
+from torch._dynamo.utils import counters
+
+import gpt2lab.trainer
+from gpt2lab.flags import parse
+from gpt2lab.pretrain import pretrain
+from gpt2lab.train_step import StepStats, train_step
+
+after_first: int | None = None
+
+
+def counted_step(*args: Any, **kwargs: Any) -> StepStats:
+    """Take a real step and note the number of graphs after the first."""
+    global after_first
+    stats = train_step(*args, **kwargs)
+    if after_first is None:
+        after_first = counters["stats"]["unique_graphs"]
+    return stats
+
+
+nn.Module.compile = functools.partialmethod(  # type: ignore[method-assign,assignment]
+    nn.Module.compile, backend=os.environ["COMPILE_BACKEND"]
+)
+gpt2lab.trainer.train_step = counted_step
+pretrain(parse(sys.argv[1:]))
+print(f"graphs after step 1: {after_first}, at the end: {counters['stats']['unique_graphs']}")
