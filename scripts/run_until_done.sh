@@ -32,11 +32,11 @@ trap 'ask HUP' HUP
 
 crashes=0 newest=""
 while true; do
-    began=$(date +%s)
+    before=$(cksum "$status" 2>/dev/null)
     "$@" --resume auto &
     child=$!
     while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done  # a trapped signal ends wait, not the child
-    [[ -f $status && $(stat -c %Y "$status") -ge $began ]] && state=$(field state) || state=""
+    [[ $(cksum "$status" 2>/dev/null) != "$before" ]] && state=$(field state) || state=""
     case "$state" in
         completed | stopped) exit 0 ;;
     esac

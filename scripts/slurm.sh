@@ -32,7 +32,8 @@ for ((i = 1; i <= $#; i++)); do
 done
 [[ -n $name ]] || { echo "error: --run_name is needed: the next job must find the run" >&2; exit 2; }
 
-status="$folder/$name/status.json" began=$(date +%s)
+status="$folder/$name/status.json"
+before=$(cksum "$status" 2>/dev/null)
 "$TORCHRUN" --standalone --nproc_per_node="$NPROC" --shutdown-timeout="$GRACE" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     src/train.py "$@" --resume auto &
@@ -41,7 +42,7 @@ trap 'kill -TERM "$child" 2>/dev/null' TERM USR1
 while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
 
 state="" verdict=""
-if [[ -f $status && $(stat -c %Y "$status") -ge $began ]]; then  # else this start was refused, or had nothing to do
+if [[ $(cksum "$status" 2>/dev/null) != "$before" ]]; then  # else this start was refused, or had nothing to do
     state=$(sed -nE 's/^ *"state": "([a-z]*)",?$/\1/p' "$status")
     verdict=$(sed -nE 's/^ *"exit_code": ([0-9]+),?$/\1/p' "$status")
 fi

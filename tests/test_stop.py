@@ -40,7 +40,7 @@ def test_the_third_signal_ends_a_process_that_runs_no_python_code() -> None:
     code = (
         "import ctypes, threading\n"
         "def press():\n"
-        "    for _ in range(3): time.sleep(0.2); os.kill(me, signal.SIGTERM)\n"
+        "    for _ in range(3): time.sleep(0.3); os.kill(me, signal.SIGTERM)\n"
         "threading.Thread(target=press).start()\n"
         "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
         "lock(mutex); lock(mutex); print('alive')"
@@ -55,10 +55,17 @@ def test_signals_are_counted_by_what_they_ask_for() -> None:
     assert (done.returncode, done.stdout) == (0, f"0 True\n1 {int(signal.SIGHUP)}\n")
 
 
+def test_a_burst_of_signals_is_one_wish() -> None:
+    """The kernel sends one for every thread of a launcher that dies; three of them once ended workers unsaved."""
+    code = "for _ in range(5): os.kill(me, signal.SIGTERM); time.sleep(0.02)\nprint(s.level)"
+    done = ends_as(code)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
 def test_the_third_signal_lets_a_commit_end() -> None:
     code = (
         "with s.committing():\n"
-        "    for _ in range(3): os.kill(me, signal.SIGINT); time.sleep(0.1)\n"
+        "    for _ in range(3): os.kill(me, signal.SIGINT); time.sleep(0.3)\n"
         "    time.sleep(0.5); print('committed', flush=True)\n"
         "time.sleep(5); print('alive')"
     )

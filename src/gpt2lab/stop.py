@@ -24,6 +24,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGUSR2
 GIVE_UP_AFTER = 3  # the third signal ends the process where it stands
+ONE_WISH_SECONDS = 0.2  # a dying launcher's every thread has the kernel send one more
 COMMIT_SECONDS = 5.0  # what a commit in flight is given then
 
 
@@ -35,6 +36,7 @@ class Signals:
         self.number = 0  # the signal that asked last
         self.wants_save = False
         self._committing = False
+        self._last = -ONE_WISH_SECONDS  # when it was asked last, on the monotonic clock
         self._ears, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         handled = (*STOP_SIGNALS, SAVE_SIGNAL)
@@ -54,6 +56,10 @@ class Signals:
             self.wants_save = True
         if number not in STOP_SIGNALS:
             return
+        now = time.monotonic()
+        if now - self._last < ONE_WISH_SECONDS:
+            return
+        self._last = now
         self.level, self.number = self.level + 1, number
         if self.level >= GIVE_UP_AFTER:
             until = time.monotonic() + COMMIT_SECONDS
