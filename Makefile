@@ -24,7 +24,7 @@ EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0)
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart data train resume list dry-run estimate gpu-info memory-check tensorboard test test-slow lint clean
+.PHONY: help install quickstart data train resume list dry-run estimate gpu-info memory-check tensorboard test test-slow test-faults faults lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,6 +80,13 @@ test: $(VENV)/.installed-dev  ## run the tests that take minutes
 
 test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the fault table, and resume them
+	$(PY) -m pytest tests/faults -m fault $(ARGS)
+
+faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 1,000 corruptions, fuzzing (SEED=n in the environment)
+	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/test_storage.py -k "corruption or any_" $(ARGS)
+	KILLS=200 $(PY) -m pytest tests/faults/test_kills.py -m fault -s -k random_kills $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check layout, style and types
 	$(VENV)/bin/ruff format --check .

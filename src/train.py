@@ -20,7 +20,10 @@ def main(argv: list[str]) -> int:
 
         checkpoint = command.fresh().checkpoint
         return print_checkpoints(
-            checkpoint.checkpoint_dir, run_name=checkpoint.run_name, as_json=command.verbs.json
+            checkpoint.checkpoint_dir,
+            run_name=checkpoint.run_name,
+            as_json=command.verbs.json,
+            verify=command.verbs.verify,
         )
     if command.verbs.dry_run:
         from gpt2lab.dry_run import print_plan

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import history
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "src" / "train.py"
 _SECONDS = 120  # a hung process group must fail its test, not the suite
@@ -65,6 +67,11 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 def steps(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return {step: its event}, of the highest attempt."""
     return {event["step"]: event for event in events(run_dir, "step")}
+
+
+def current_steps(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return {step: its event} along the line of steps that the newest weights went through."""
+    return history.current(history.read_events(run_dir), "step")
 
 
 def losses(run_dir: Path) -> dict[int, str]:

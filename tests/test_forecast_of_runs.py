@@ -10,6 +10,7 @@ import pytest
 
 from gpt2lab import flags
 from gpt2lab.config import Config
+from gpt2lab.deadline import Deadline, find_deadlines, find_due
 from gpt2lab.errors import ConfigError
 from gpt2lab.interval import Interval
 from gpt2lab.planning import calibration
@@ -61,7 +62,7 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
     assert stop["reason"] == "max_hours"
     saved = events(run_dir, "checkpoint")[-1]
     assert saved["step"] == stop["step"] == max(steps(run_dir))
-    assert saved["kind"] == "rolling"
+    assert saved["kind"] == "emergency"
     assert json.loads((run_dir / "status.json").read_text())["exit_code"] == 0
     pretrain(flags.parse([*tiny_flags, "--resume=latest", "--max_hours=0.0006"]))
     assert max(steps(run_dir)) > stop["step"]
@@ -141,22 +142,24 @@ def clock(hours: float | None, *, ago: float, expected: float | None = None) -> 
         config,
         last_step=1000,
         began=time.monotonic() - ago,
-        checkpoint_bytes=10**9,
         expected_seconds=expected,
     )
 
 
-def test_the_clock_leaves_time_for_the_next_step_its_events_and_the_save() -> None:
-    for ago, due in ((3000, False), (3510, False), (3560, True)):
-        here = clock(1.0, ago=ago)
-        for _ in range(5):
-            here.progress.record_step(10.0)
-        here.progress.record_event("checkpoint", 20.0)  # 1.5 times: 30; leaving: 5; step: 10
-        here.progress.record_event("eval", 60.0)
-        assert here.is_out_of_time(100) == due, ago
-        assert here.is_out_of_time(249) == (ago > 3400), "an evaluation is due at 250"
-        assert not here.is_out_of_time(1000), "the last step is done"
-    assert not clock(None, ago=10**6).is_out_of_time(5)
+def test_max_hours_ends_a_start_before_a_slow_step_and_the_save() -> None:
+    (deadline,) = find_deadlines(None, {}, max_hours=1.0)
+    assert deadline.reason == "max_hours"
+    assert deadline.at - time.monotonic() == pytest.approx(3600, abs=5)
+    progress = clock(1.0, ago=0.0).progress
+    assert progress.stop_seconds(assumed_save=4.0) == 6.0
+    for _ in range(5):
+        progress.record_step(10.0)
+    progress.record_event("checkpoint", 20.0)
+    assert progress.stop_seconds(assumed_save=4.0) == 45.0
+    near = Deadline("max_hours", time.monotonic() + 44)
+    assert find_due((near,), margin_seconds=progress.stop_seconds()) == "max_hours"
+    assert find_due((near,), margin_seconds=43.0) is None
+    assert find_deadlines(None, {}) == ()
 
 
 def test_on_track_is_judged_by_the_limit_or_else_the_forecast() -> None:

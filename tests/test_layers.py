@@ -11,84 +11,41 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gpt2lab"
 
+
+def _rows(table: str) -> list[list[str]]:
+    return [row.split() for row in table.strip().splitlines()]
+
+
 # Lowest first: a module imports only from rows above its own line here, so there are no cycles. A new module goes
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
-QUICK_ROWS = [  # never torch: what lists, plans, refuses and reads answers in under half a second
-    [
-        "gpt2lab",
-        "planning",
-        "bench",
-        "planning.contention",
-        "data",
-        "errors",
-        "faults",
-        "fmt",
-        "interval",
-        "paths",
-        "state",
-        "stop",
-    ],
-    [
-        *("config", "door", "hardware", "planning.loss_prediction", "manifest"),
-        *("data.order", "data.pieces", "data.sources", "data.tokenizer"),
-    ],
-    ["history", "planning.profiles", "progress", "results", "data.encode"],
-    ["data.hellaswag_items", "data.hellaswag_source"],
-    ["catalog", "plan", "presets", "schedule", "data.hellaswag_tokens", "data.shards"],
-    [
-        *(
-            "planning.communication",
-            "flags",
-            "listing",
-            "planning.memory",
-            "target",
-            "planning.timing",
-        ),
-        *("data.shard_writer", "data.verifier"),
-    ],
-    ["data.adopt", "data.audit", "data.merge", "data.prepare", "data.windows"],
-    [
-        "planning.calibration",
-        "compare",
-        "planning.job",
-        "planning.machine",
-        "overview",
-        "plots",
-        "start",
-        "summary",
-    ],
-    ["data.ledger"],
-    [
-        "planning.ask",
-        "planning.cost",
-        "dry_run",
-        "planning.events",
-        "planning.here",
-        "planning.lr_rules",
-        "resume_command",
-    ],
-    ["planning.estimate"],
-    ["planning.deadline", "planning.explain", "planning.setting"],
-    ["planning.report_json", "planning.report_text"],
-    ["planning.alternatives", "planning.remaining"],
-    [
-        "planning.gpu_report",
-        "planning.measuring",
-        "planning.remedies",
-        "planning.run_clock",
-        "planning.scoring",
-    ],
-    ["planning.auto", "planning.self_test"],
-    ["planning.planner"],
-]
-TORCH_ROWS = [
-    ["loss", "rng"],
-    ["model", "optim", "runtime", "telemetry"],
-    ["checkpoint", "hf", "parallel", "run_folder", "sample", "data.loader"],
-    ["hellaswag", "saver", "train_step", "validation"],
-    ["evaluate", "trainer", "bench.data", "bench.hellaswag"],
-    ["pretrain"],
-]
+QUICK_ROWS = _rows("""
+gpt2lab bench data planning  errors faults fmt heartbeat interval paths spikes stop  planning.contention
+config deadline door hardware manifest state  data.order data.pieces data.sources data.tokenizer
+history progress results  data.encode  planning.loss_prediction planning.profiles
+data.hellaswag_items data.hellaswag_source
+catalog plan presets schedule  data.hellaswag_tokens data.shards
+flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
+data.adopt data.audit data.merge data.prepare data.windows
+compare overview plots start summary  planning.calibration planning.job planning.machine
+dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
+planning.estimate
+planning.deadline planning.explain planning.setting
+planning.report_json planning.report_text
+planning.alternatives planning.remaining
+planning.gpu_report planning.measuring planning.remedies planning.run_clock planning.scoring
+planning.auto planning.self_test
+planning.planner
+""")  # never torch: what lists, plans, refuses and reads answers in under half a second
+TORCH_ROWS = _rows("""
+loss rng
+model optim runtime telemetry
+exact_reduce
+checkpoint hf parallel run_folder sample stragglers  data.loader
+control drift facts hellaswag receipt rewind saver train_step validation
+evaluate health measurements parts step_log  bench.data bench.hellaswag
+trainer
+pretrain
+""")
 ROWS = QUICK_ROWS + TORCH_ROWS
 ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}
 

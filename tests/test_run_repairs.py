@@ -74,6 +74,7 @@ def test_typing_the_value_that_people_see_is_no_change(run: Run) -> None:
 def test_steps_of_a_start_that_saved_nothing_are_not_the_runs(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gpt2lab.saver.Saver.rescue", lambda *args: False)
     monkeypatch.setenv("FAULT", "step:enospc@4")
     with pytest.raises(OSError, match="No space"):
         run.train("--max_steps=6", "--eval_freq=0", "--checkpoint_freq=0")

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpt2lab import manifest as manifests
 from gpt2lab.errors import CheckpointError
+from gpt2lab.faults import faultpoint
 
 LABELS = "labels"
 SUPERSEDED = "superseded-"
@@ -184,6 +185,8 @@ def retain(run_dir: Path, *, keep: int, keep_emergency: int) -> list[int]:
 
     Kept: the newest `keep` rolling ones, the newest `keep_emergency` emergency ones, everything labelled, and the
     newest of all. Folders whose manifest cannot be read are never touched.
+
+    Raises: CheckpointError if only the newest would be left and it does not verify; nothing is deleted then.
     """
     infos, _ = list_checkpoints(run_dir)
     rolling = [info for info in infos if info.kind in ("rolling", "final")]
@@ -195,11 +198,17 @@ def retain(run_dir: Path, *, keep: int, keep_emergency: int) -> list[int]:
         if any(not label.startswith("emergency_") for label in info.labels)
     }
     deleted = [info for info in infos if info.step not in kept]
+    if deleted and len(infos) - len(deleted) < 2:
+        manifests.verify(
+            infos[-1].path
+        )  # alone it must be sound: what goes may be the last that is
     for info in deleted:
         for label in info.labels:
             (run_dir / LABELS / label).unlink(missing_ok=True)
+        faultpoint("retain.before_delete", infos[-1].step)
         doomed = run_dir / f".del-{info.path.name}-{uuid.uuid4().hex[:8]}"
         os.rename(info.path, doomed)  # one step: no reader ever sees a checkpoint that is half gone
+        faultpoint("retain.after_rename", infos[-1].step)
         shutil.rmtree(doomed, ignore_errors=True)
     return [info.step for info in deleted]
 

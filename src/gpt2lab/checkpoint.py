@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from gpt2lab import manifest as manifests
-from gpt2lab import rng
 from gpt2lab.errors import CheckpointError
-from gpt2lab.runtime import Runtime
 from gpt2lab.state import TrainState
 
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
@@ -86,20 +84,40 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, tor
     return dict(sorted(tensors.items()))
 
 
-def load(folder: Path, *, model: nn.Module, optimizers: Optimizers, runtime: Runtime) -> TrainState:
-    """Put a verified checkpoint into model and optimizers and return where the run stands.
+def num_bytes(model: nn.Module, optimizers: Optimizers) -> int:
+    """Return the tensor bytes of a checkpoint: parameters in fp32 and the optimizers' state, as it is now."""
+    moments = [
+        value.numel() * value.element_size()
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for value in values.values()
+    ]
+    return 4 * sum(parameter.numel() for parameter in model.parameters()) + sum(moments)
 
-    Names and shapes are compared before anything is copied. The generators are restored if the number of processes
-    is the one that saved; nothing that matters to learning reads them.
+
+def load(
+    folder: Path, *, model: nn.Module, optimizers: Optimizers
+) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Put a verified checkpoint into model and optimizers; return where the run stands, and each rank's generators.
+
+    Names and shapes are compared before anything is copied.
 
     Raises: CheckpointError naming the file.
     """
+    state, rng_states = _load_state(folder / STATE)
     load_model(folder, model)
     _load_optimizers(folder / OPTIM, model, optimizers)
-    content = json.loads((folder / STATE).read_bytes())
-    if len(content["rng"]) == runtime.world_size:
-        rng.restore(content["rng"][runtime.rank], runtime.device)
-    return TrainState.from_dict(content["state"])
+    return state, rng_states
+
+
+def _load_state(path: Path) -> tuple[TrainState, list[dict[str, Any]]]:
+    try:
+        content = json.loads(path.read_bytes())
+        return TrainState.from_dict(content["state"]), list(content["rng"])
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a state of gpt2lab ({error!r})") from error
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -101,6 +101,10 @@ class OptimConfig:
     )
     weight_decay: float = guarded(0.1, "AdamW decay of matrices (biases and norms are not decayed)")
     grad_clip: float = guarded(1.0, "largest L2 norm of the gradient; 0 = no clipping")
+    on_spike: Literal["warn", "skip", "rewind"] = guarded(
+        "warn",
+        "loss 6 standard deviations above the last 128: say so, skip the update, or go back and skip the data",
+    )
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,9 @@ class CheckpointConfig:
         None, "folder of this run; default MODEL_YYYYmmdd-HHMMSS, on resume the newest run"
     )
     checkpoint_freq: int = free(250, "steps between rolling checkpoints; 0 = only after the last")
+    checkpoint_minutes: float = free(
+        30.0, "besides, save when the last save is this many minutes old; 0 = never"
+    )
     keep_checkpoints: int = free(10, "rolling checkpoints kept (labelled ones are kept besides)")
     keep_emergency_checkpoints: int = free(10, "checkpoints kept of interrupted runs")
 
@@ -162,7 +169,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class SystemConfig:
-    """Which hardware, and how it is used."""
+    """Which hardware, how it is used, and how it is watched."""
 
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = guarded(
@@ -173,8 +180,18 @@ class SystemConfig:
         "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
     )
     parallel: Literal["ddp"] = free("ddp", "how processes share the work")
+    reduce: Literal["fast", "exact"] = guarded(
+        "fast", "exact: the same bits on any number of processes (slow, a gradient per micro-batch)"
+    )
     deterministic: bool = free(
         False, "CUDA only: kernels that give the same bits in every run (slower)"
+    )
+    hang_seconds: float = free(
+        600.0,
+        "end with exit code 78 when a phase of a step lasts longer (thrice for its first time); 0 = never",
+    )
+    drift_check_freq: int = free(
+        250, "steps between comparisons of all processes' weights (and at every save); 0 = at saves"
     )
 
 
@@ -284,7 +301,7 @@ def find_problems(config: Config) -> list[str]:
         "checkpoint_freq": 0,
         "sample_tokens": 1,
     }
-    at_least |= {"hellaswag_limit": 0}
+    at_least |= {"hellaswag_limit": 0, "drift_check_freq": 0}
     for name, least in at_least.items():
         check(
             flat[name] is None or flat[name] >= least,
@@ -293,7 +310,7 @@ def find_problems(config: Config) -> list[str]:
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
     for name in ("max_lr", "num_epochs", "max_hours"):
         check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
-    for name in ("min_lr", "weight_decay", "grad_clip"):
+    for name in ("min_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "hang_seconds"):
         check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
     if flat["min_lr"] is not None:
         check(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -31,9 +34,21 @@ def run(main: Callable[[list[str]], int]) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; nothing half-written was kept", file=sys.stderr)
         return 1
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        _tell_launcher(error)
         return _leave(1)
+
+
+def _tell_launcher(error: Exception) -> None:
+    """Have torchrun end its report with this error: among many processes it is the first cause that matters."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        json.dump({"message": message}, file)
 
 
 def _leave(code: int) -> int:

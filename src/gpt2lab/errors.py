@@ -42,3 +42,20 @@ class NoSourceError(GPT2LabError):
     """Nothing to base a forecast on: no run, no known hardware, no measurement."""
 
     exit_code = 4
+
+
+class DriftError(GPT2LabError):
+    """Processes that should hold the same weights do not."""
+
+    exit_code = 1
+
+
+class PeerError(GPT2LabError):
+    """Another process of the run is gone."""
+
+    exit_code = 1
+    is_local = True
+
+
+class TornUpdateError(Exception):
+    """An error within the optimizer: some weights moved and others did not, so nothing of them may be saved."""

@@ -65,6 +65,10 @@ class Verbs:
     list_checkpoints: bool = option(
         False, "list the checkpoints of all runs (or of --run_name) and exit"
     )
+    verify: bool = option(
+        False,
+        "with --list_checkpoints: read every byte and compare its hash; exit code 1 if one is damaged",
+    )
     dry_run: bool = option(False, "print what the run would do and need, and exit")
     json: bool = option(False, "with --list_checkpoints or --dry_run: one JSON object on stdout")
     allow_change: str | None = option(
@@ -76,6 +80,9 @@ class Verbs:
     )
     stop_after_steps: int | None = option(
         None, "stop and save once N steps of the run are done; schedule untouched"
+    )
+    stop_at: str | None = option(
+        None, "stop and save before this moment: HH:MM or 2026-11-21T18:30; schedule untouched"
     )
 
 
@@ -184,6 +191,8 @@ def _refuse_idle_verbs(verbs: Verbs) -> None:
             "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
             "(or --max_steps N --allow_change max_steps)"
         )
+    if verbs.verify and not verbs.list_checkpoints:
+        raise ConfigError("--verify goes with --list_checkpoints")
     if verbs.allow_change is None:
         return
     if verbs.resume is None:

@@ -71,11 +71,11 @@ def last_attempt(events: list[dict[str, Any]]) -> int:
 def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
     """Return {step: event} of one kind along the line of steps that the newest weights went through.
 
-    A start from step N (0 for a fresh one) makes everything after N from earlier starts history that led nowhere.
+    A start from step N (0 for a fresh one), or a rewind to it, makes what came after N before history that led nowhere.
     """
     by_step: dict[int, dict[str, Any]] = {}
     for event in events:
-        if event["event"] in ("begin", "resume"):
+        if event["event"] in ("begin", "resume", "rewind"):
             by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
         elif event["event"] == kind:
             by_step[event["step"]] = event

@@ -7,14 +7,23 @@ import time
 from pathlib import Path
 
 from gpt2lab import catalog, fmt, paths
+from gpt2lab import manifest as manifests
 from gpt2lab.errors import CheckpointError
 
 
-def print_checkpoints(checkpoint_dir: Path, *, run_name: str | None, as_json: bool) -> int:
-    """Print every run's checkpoints as tables, or all as one JSON object; return the exit code."""
+def print_checkpoints(
+    checkpoint_dir: Path, *, run_name: str | None, as_json: bool, verify: bool = False
+) -> int:
+    """Print every run's checkpoints as tables, or all as one JSON object; return the exit code.
+
+    `verify` reads every byte: then 1 tells that something is damaged.
+    """
     runs = [checkpoint_dir / run_name] if run_name else _runs(checkpoint_dir)
     listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
     listed = [entry for entry in listed if entry[1] or entry[2]]
+    if verify:
+        listed = [(run, *_verified(infos, damaged)) for run, infos, damaged in listed]
+    code = int(verify and any(damaged for _, _, damaged in listed))
     if as_json:
         print(
             json.dumps(
@@ -24,7 +33,7 @@ def print_checkpoints(checkpoint_dir: Path, *, run_name: str | None, as_json: bo
                 }
             )
         )
-        return 0
+        return code
     if not listed:
         print(f"no checkpoints in {paths.for_people(runs[0] if run_name else checkpoint_dir)}")
     for run, infos, damaged in listed:
@@ -33,8 +42,24 @@ def print_checkpoints(checkpoint_dir: Path, *, run_name: str | None, as_json: bo
         print(checkpoint_table(infos))
         for error in damaged:
             print(f"  damaged, not counted: {error}")
+        if verify:
+            print(f"  every byte of {len(infos)} checkpoints read, hashes as written")
         print()
-    return 0
+    return code
+
+
+def _verified(
+    infos: list[catalog.CheckpointInfo], damaged: list[CheckpointError]
+) -> tuple[list[catalog.CheckpointInfo], list[CheckpointError]]:
+    """Move checkpoints whose bytes are not those that were written to the damaged ones."""
+    sound, found = [], list(damaged)
+    for info in infos:
+        try:
+            manifests.verify(info.path)
+            sound.append(info)
+        except CheckpointError as error:
+            found.append(error)
+    return sound, found
 
 
 def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:

@@ -132,14 +132,35 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if manifest["manifest_sha256"] != _hash_of(manifest):
         raise CheckpointError(f"{path}: damaged (its own hash does not match)")
+    _check_types(path, manifest)
     if folder.name.startswith("step_") and folder.name != folder_name(manifest["step"]):
         raise CheckpointError(
             f"{folder}: holds step {manifest['step']}; a copied or renamed folder"
         )
     for name in manifest["files"]:
-        if name != os.path.basename(name) or name.startswith("."):
+        if not name or name != os.path.basename(name) or name.startswith(".") or "\0" in name:
             raise CheckpointError(f"{path}: file name {name!r} is not a plain name")
     return manifest
+
+
+def _check_types(path: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a manifest whose hash holds but whose values cannot be a checkpoint's: hashes do not prove intent."""
+    files = manifest["files"]
+    sound = (
+        all(type(manifest[name]) is int and manifest[name] >= 0 for name in ("step", "tokens"))
+        and isinstance(manifest["created"], (int, float))
+        and isinstance(manifest["kind"], str)
+        and isinstance(manifest["config"], dict)
+        and isinstance(files, dict)
+        and all(
+            isinstance(file, dict)
+            and type(file.get("bytes")) is int
+            and isinstance(file.get("sha256"), str)
+            for file in files.values()
+        )
+    )
+    if not sound:
+        raise CheckpointError(f"{path}: values of the wrong type; not a manifest of gpt2lab")
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sysconfig
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt2lab.errors import ConfigError
+from gpt2lab.exact_reduce import ExactReduction
 from gpt2lab.plan import CPU_COMPILE_FROM_STEPS
 from gpt2lab.runtime import Runtime
 
@@ -21,10 +23,15 @@ from gpt2lab.runtime import Runtime
 class Strategy:
     """Compile, then distribute; and the two moments of a step at which processes meet."""
 
-    def __init__(self, runtime: Runtime, *, compile: bool, dtype: str) -> None:
-        self.world_size = runtime.world_size
+    def __init__(
+        self, runtime: Runtime, *, compile: bool, dtype: str, reduce: str = "fast"
+    ) -> None:
+        self._exact = ExactReduction(runtime) if reduce == "exact" else None
+        # DDP averages gradients over processes; what is scaled up by this becomes their sum.
+        self.averaged_over = 1 if self._exact else runtime.world_size
         self.device = runtime.device
         self._runtime, self._compile, self._dtype = runtime, compile, dtype
+        self._marks: list[Any] = []
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the module to train; `model` keeps its parameters and their plain names."""
@@ -32,7 +39,7 @@ class Strategy:
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
             # use model.logits and model.hidden, so their shapes never make the step compile again.
             model.compile()
-        if self._runtime.is_distributed:
+        if self._runtime.is_distributed and self._exact is None:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         return model
 
@@ -56,17 +63,46 @@ class Strategy:
 
         The context must cover the forward too: DDP decides there whether the coming backward will all-reduce.
         """
+        if self._exact is not None:
+            return self._exact.micro_batch(model, is_last=enabled)
         if enabled or not isinstance(model, DistributedDataParallel):
             return contextlib.nullcontext()
         return model.no_sync()
+
+    def begin_work(self) -> None:
+        """Begin to time what this process does alone; processes wait for each other in the rest of a step."""
+        self._marks = [self._mark()]
+
+    def end_work(self) -> None:
+        """End the timing, before the backward pass in which gradients meet."""
+        self._marks.append(self._mark())
+
+    def work_seconds(self) -> float:
+        """Return the seconds of the last step between the two; the GPU must have been waited for."""
+        begin, end = self._marks
+        if self.device.type == "cuda":
+            return begin.elapsed_time(end) / 1000
+        return end - begin
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()  # on the GPU's own clock: launching is no work
+        return event
 
     def autocast(self) -> torch.autocast:
         """Run matmuls in the run's dtype; weights and everything that sums stay fp32."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._dtype == "bf16")
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all processes."""
-        return self._runtime.sum(value)
+    def sum_losses(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of all processes' micro-batch losses, () nats."""
+        if self._exact is not None:
+            return self._exact.sum_losses(losses)
+        total = torch.zeros((), device=self.device)
+        for loss in losses:
+            total += loss
+        return self._runtime.sum(total)
 
 
 def resolve_compile(

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import time
 from typing import Any
 
-import torch
-
-from gpt2lab import catalog, checkpoint, history, paths, rng, summary
-from gpt2lab.config import policy_of, to_flat
+from gpt2lab import catalog, history, paths, summary
+from gpt2lab.config import to_flat
+from gpt2lab.control import Control
 from gpt2lab.data.hellaswag_tokens import load_questions
-from gpt2lab.data.loader import Loader
-from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.data.windows import WindowReader
-from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.flags import Command
+from gpt2lab.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.hellaswag import HellaSwag
-from gpt2lab.manifest import folder_name, read_manifest, verify
-from gpt2lab.model import build_model
-from gpt2lab.optim import build_optimizers
+from gpt2lab.manifest import folder_name
+from gpt2lab.measurements import Measurements
 from gpt2lab.parallel import Strategy, resolve_compile
+from gpt2lab.parts import Parts, build_and_load
 from gpt2lab.plan import describe
 from gpt2lab.planning import auto, scoring
 from gpt2lab.planning.contention import Watch
-from gpt2lab.planning.machine import cpu_name
 from gpt2lab.planning.run_clock import RunClock
-from gpt2lab.run_folder import RunFolder, provenance
+from gpt2lab.run_folder import RunFolder
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.saver import Saver
 from gpt2lab.start import Start, decide, with_hellaswag
-from gpt2lab.state import TrainState
-from gpt2lab.stop import StopFlag
+from gpt2lab.stop import Signals, end_with_parent, show_stacks_on_request
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.trainer import Trainer
 from gpt2lab.validation import Validation
@@ -45,7 +42,10 @@ def pretrain(command: Command) -> None:
     Raises: GPT2LabError with the exit code of the refusal; the same on every process.
     """
     began = time.monotonic()
-    stop = StopFlag()
+    signals = Signals()
+    show_stacks_on_request()
+    if "RANK" in os.environ:
+        end_with_parent()
     runtime = Runtime()
     folder: RunFolder | None = None
     try:
@@ -67,9 +67,9 @@ def pretrain(command: Command) -> None:
             start = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
             _refuse_mixed_hardware(start, runtime)
             folder = _open_folder(start, runtime)
-            _run(start, runtime, stop, folder, began)
+            _run(start, runtime, signals, folder, began)
     finally:
-        stop.close()
+        signals.close()
         if folder:
             folder.close()
     runtime.close()
@@ -114,26 +114,34 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 
 def _run(
-    start: Start, runtime: Runtime, stop: StopFlag, folder: RunFolder | None, began: float
+    start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | None, began: float
 ) -> None:
-    resumed_step = start.checkpoint.step if start.checkpoint else 0
+    parts = build_and_load(start, runtime)  # a resume that is refused here has written nothing
     telemetry = Telemetry(
         start.run_dir if folder else None,
         attempt=start.attempt,
-        tensorboard_from=resumed_step if start.config.log.use_tensorboard else None,
+        tensorboard_from=parts.state.step if start.config.log.use_tensorboard else None,
         hparams=to_flat(start.config),
+    )
+    heartbeat = Heartbeat(
+        start.run_dir,
+        rank=runtime.rank,
+        hang_seconds=start.config.system.hang_seconds,
+        tell=lambda report: _tell_hang(report, folder, telemetry),
     )
     trainer: Trainer | None = None
     watch = Watch()
     try:
-        trainer = _build(start, runtime, stop, folder, telemetry, began)
+        if folder:
+            _write_what_begins(start, parts, folder, telemetry)
+        trainer = _assemble(start, parts, runtime, signals, folder, telemetry, heartbeat, began)
         reason = trainer.fit()
         if folder:
             state = "stopped" if reason else "completed"
             folder.write_status(state, step=trainer.state.step, reason=reason, exit_code=0)
     except BaseException as error:
         if folder:
-            step = trainer.state.step if trainer else resumed_step
+            step = trainer.state.step if trainer else parts.state.step
             code = error.exit_code if isinstance(error, GPT2LabError) else 1
             reason = f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError, GPT2LabError):  # the first error is the one to report
@@ -141,87 +149,59 @@ def _run(
                 telemetry.event("stop", step, reason=reason, checkpoint=None)
         telemetry.close()
         raise
-    if folder:
+    finally:
+        heartbeat.close()
+    if folder and signals.level < 2:  # who asks twice has no time for a report
         scoring.keep_score(start, watch.others(), telemetry.say)
         telemetry.say(summary.describe_run(start.run_dir))
     telemetry.close()
 
 
-def _build(
+def _tell_hang(report: str, folder: RunFolder | None, telemetry: Telemetry) -> None:
+    if folder:
+        with contextlib.suppress(OSError, GPT2LabError):
+            step = json.loads((folder.path / "status.json").read_text())["step"]
+            folder.write_status("failed", step=step, reason=report, exit_code=EXIT_CODE)
+            telemetry.event("stop", step, reason=report, checkpoint=None)
+
+
+def _assemble(
     start: Start,
+    parts: Parts,
     runtime: Runtime,
-    stop: StopFlag,
+    signals: Signals,
     folder: RunFolder | None,
     telemetry: Telemetry,
+    heartbeat: Heartbeat,
     began: float,
 ) -> Trainer:
     """Put the parts of a run together, in order."""
-    config, device = start.config, runtime.device
-    facts = _facts(start, runtime)
-    if folder:
-        folder.write_config(config, facts)
-        folder.write_status("running", step=start.checkpoint.step if start.checkpoint else 0)
-        _say_what_begins(start, facts, telemetry)
-        scoring.foretell(start, facts, telemetry.say)
-
-    rng.seed_everything(config.data.seed)
-    model = build_model(config.model, seed=config.data.seed, device=device)
-    optimizers = build_optimizers(model, config.optim, device=device)
-    strategy = Strategy(runtime, compile=config.system.compile == "on", dtype=config.system.dtype)
-    state = TrainState()
-    if start.checkpoint is not None:
-        state = runtime.everywhere(lambda: _load(start, model, optimizers, runtime))
-        level = _level(start, facts)
-        telemetry.event(
-            "resume",
-            state.step,
-            from_step=state.step,
-            world_size=runtime.world_size,
-            changes=start.changes,
-            level=level,
-        )
-        telemetry.say(f"resumed from step {state.step} ({level})")
-        if folder and (superseded := catalog.supersede(start.run_dir, state.step)):
-            telemetry.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
-        best = state.best_step
-        if folder and best is not None and (start.run_dir / folder_name(best)).is_dir():
-            catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
-
-    orders = {
-        split: Order(
-            [shard.tokens for shard in start.data.splits[split]],
-            context_length=config.model.context_length,
-            shuffle=config.data.shuffle if split == "train" else "none",
-            seed=config.data.seed,
-        )
-        for split in ("train", "val")
-    }
-    readers = {
-        split: WindowReader(
-            start.data.splits[split],
-            context_length=config.model.context_length,
-            id_limit=min(config.model.vocab_size, NUM_TOKENS),
-            verify=runtime.local_rank == 0,  # once on each machine, which may have files of its own
-        )
-        for split in ("train", "val")
-    }
+    config, model, optimizers = start.config, parts.model, parts.optimizers
+    system = config.system
+    strategy = Strategy(
+        runtime, compile=system.compile == "on", dtype=system.dtype, reduce=system.reduce
+    )
     wrapped = strategy.prepare(model)
     strategy.settle(
         wrapped,
         batch_size=config.batch.mini_batch_size,
         context_length=config.model.context_length,
     )
-    return Trainer(
-        start=start,
+    control = Control(
+        signals,
+        runtime,
+        run_dir=folder.path if folder else None,
+        deadlines=start.deadlines,
+        save_every_seconds=60 * config.checkpoint.checkpoint_minutes,
+        heartbeat=heartbeat,
+    )
+    clock = _clock(start, parts.facts, began, is_first=folder is not None)
+    measurements = Measurements(
+        config=config,
         model=model,
-        wrapped=wrapped,
-        optimizers=optimizers,
-        loader=Loader(
-            orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
-        ),
         validation=Validation(
-            orders["val"],
-            readers["val"],
+            parts.validation_order,
+            parts.validation_reader,
             val_tokens=config.eval.val_tokens,
             batch_size=config.batch.mini_batch_size,
             is_gpt2=start.data.is_gpt2 and config.model.vocab_size >= NUM_TOKENS,
@@ -232,10 +212,35 @@ def _build(
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,
-        saver=Saver(config.checkpoint, folder, model, optimizers, runtime, telemetry, facts),
-        stop=stop,
-        state=state,
-        clock=_clock(start, facts, began, is_first=folder is not None),
+        progress=clock.progress,
+        control=control,
+        run_dir=start.run_dir,
+    )
+    return Trainer(
+        start=start,
+        model=model,
+        wrapped=wrapped,
+        optimizers=optimizers,
+        loader=parts.loader,
+        measurements=measurements,
+        strategy=strategy,
+        runtime=runtime,
+        telemetry=telemetry,
+        saver=Saver(
+            config.checkpoint,
+            start.run_dir,
+            folder,
+            model,
+            optimizers,
+            runtime,
+            telemetry,
+            parts.facts,
+            signals,
+        ),
+        control=control,
+        heartbeat=heartbeat,
+        state=parts.state,
+        clock=clock,
     )
 
 
@@ -253,12 +258,11 @@ def _build_hellaswag(start: Start, strategy: Strategy, runtime: Runtime) -> Hell
 
 
 def _clock(start: Start, facts: dict[str, Any], began: float, *, is_first: bool) -> RunClock:
-    """Return the clock of this start; only the first process's decides and is shown."""
+    """Return the clock of this start; only the first process's is shown."""
     clock = RunClock(
         start.config,
         last_step=start.plan.max_steps,
         began=began,
-        checkpoint_bytes=start.plan.checkpoint_bytes,
         expected_seconds=scoring.foretold_seconds(start.run_dir) if is_first else None,
     )
     if start.checkpoint is not None and is_first:
@@ -267,65 +271,27 @@ def _clock(start: Start, facts: dict[str, Any], began: float, *, is_first: bool)
     return clock
 
 
-def _load(
-    start: Start, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], runtime: Runtime
-) -> TrainState:
-    assert start.checkpoint is not None
-    chosen = start.checkpoint
-    if read_manifest(chosen.path)["manifest_sha256"] != chosen.manifest["manifest_sha256"]:
-        raise CheckpointError(
-            f"{chosen.path}: differs between machines; the run's folder must be shared by all"
-        )
-    if runtime.rank != 0 and runtime.local_rank == 0:
-        verify(chosen.path)  # the first process has; another machine may read other bytes
-    state = checkpoint.load(chosen.path, model=model, optimizers=optimizers, runtime=runtime)
-    guarded = {name: change for name, change in start.changes.items() if _is_guarded(name, start)}
-    if guarded:
-        record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
-        state = dataclasses.replace(state, history=(*state.history, record))
-    if (
-        "data" in start.changes
-    ):  # sample numbers of other data mean other windows: begin at its first
-        state = dataclasses.replace(state, samples=0)
-    return state
-
-
-def _is_guarded(name: str, start: Start) -> bool:
-    return name == "data" or policy_of(name, start.config) == "guarded"
-
-
-def _facts(start: Start, runtime: Runtime) -> dict[str, Any]:
-    """Return what every manifest of this start records besides the state: settings, data, and what it ran on."""
-    on_gpu = runtime.device.type == "cuda"
-    environment = {
-        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else cpu_name(),
-        "world_size": runtime.world_size,
-        "threads": torch.get_num_threads(),
-        "mini_batch_size": start.config.batch.mini_batch_size,
-        "dtype": start.config.system.dtype,
-        "compile": start.config.system.compile,
-        "deterministic": start.config.system.deterministic or not on_gpu,
-        "torch": torch.__version__,
-    }
-    return {
-        "run": start.run_dir.name,
+def _write_what_begins(start: Start, parts: Parts, folder: RunFolder, telemetry: Telemetry) -> None:
+    """Record and show this start: settings, plan, and on a resume where it goes on."""
+    folder.facts = {
         "attempt": start.attempt,
-        "config": to_flat(start.config),
-        "data_fingerprint": start.data.fingerprint,
-        "environment": environment,
-        "on_gpu": on_gpu,
-        "provenance": provenance() if runtime.rank == 0 else {},
+        "max_steps": start.plan.max_steps,
+        "world_size": start.plan.batch.world_size,
+        "resume": summary.command_to_resume(start.run_dir, world_size=start.plan.batch.world_size),
     }
-
-
-def _level(start: Start, facts: dict[str, Any]) -> str:
-    """Say what this resume promises: the same bits, the same data, or a run that was changed on purpose."""
-    assert start.checkpoint is not None
-    if any(_is_guarded(name, start) for name in start.changes):
-        return "changed"
-    environment = facts["environment"]
-    same = environment == start.checkpoint.manifest["environment"]
-    return "bit-identical" if same and environment["deterministic"] else "same data"
+    folder.write_config(start.config, parts.facts)
+    folder.write_status("running", step=parts.state.step)
+    _say_what_begins(start, parts.facts, telemetry)
+    scoring.foretell(start, parts.facts, telemetry.say)
+    if parts.receipt is None:
+        return
+    step, best = parts.state.step, parts.state.best_step
+    telemetry.event("resume", step, **parts.receipt.as_event())
+    telemetry.say(parts.receipt.describe())
+    if superseded := catalog.supersede(start.run_dir, step):
+        telemetry.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
+    if best is not None and (start.run_dir / folder_name(best)).is_dir():
+        catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
 
 
 def _say_what_begins(start: Start, facts: dict[str, Any], telemetry: Telemetry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -50,7 +51,7 @@ class Progress:
 
     def __init__(self, *, last_step: int, frequencies: dict[str, int]) -> None:
         """`frequencies`: steps between events of each kind, e.g. {"eval": 250}; 0 = only after the last step."""
-        self._last_step, self._frequencies = last_step, frequencies
+        self.last_step, self._frequencies = last_step, frequencies
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self._seen = 0
         self._events: dict[str, list[float]] = {kind: [] for kind in frequencies}
@@ -88,6 +89,16 @@ class Progress:
             self._stale_from = self._seen + 1 + len(self._steps) // 50
         return self._pace
 
+    def stop_seconds(self, *, assumed_save: float = 0.0) -> float:
+        """Return how long a stop may still take: one slow step and the last save, half as much again.
+
+        `assumed_save` stands in for the save before there was one.
+        """
+        steps = sorted(itertools.islice(reversed(self._steps), 100))
+        step = steps[round(0.95 * (len(steps) - 1))] if steps else 0.0
+        saves = self._events.get("checkpoint", [])
+        return 1.5 * (step + (saves[-1] if saves else assumed_save))
+
     def remaining(self, step: int) -> float | None:
         """Return the seconds left after `step`, or None before there is a pace to go by."""
         left = self.remaining_interval(step)
@@ -101,7 +112,7 @@ class Progress:
         events = self.events_left(step)
         around = _EVENT_SPREAD * events
         parts = [
-            pace.scaled(self._last_step - step),
+            pace.scaled(self.last_step - step),
             Interval(events, max(0.0, events - around), events + around),
         ]
         return total(parts)
@@ -110,14 +121,10 @@ class Progress:
         """Return the seconds of the evaluations, samples and checkpoints still to come after `step`."""
         return sum(
             statistics.fmean(seconds[-_EVENTS_COUNT:])
-            * count_due(step, self._frequencies[kind], self._last_step)
+            * count_due(step, self._frequencies[kind], self.last_step)
             for kind, seconds in self._events.items()
             if seconds
         )
-
-    def slowest_event(self, kind: str) -> float:
-        """Return the longest that an event of a kind took, 0 if there was none."""
-        return max(self._events.get(kind, []), default=0.0)
 
     def _measure_pace(self) -> Interval | None:
         mine = len(self._steps) >= _OWN_PACE_FROM

@@ -29,6 +29,7 @@ class RunFolder:
         Raises: ConfigError if it cannot be written to or another process trains in it.
         """
         self.path = path
+        self.facts: dict[str, Any] = {}  # of this start, in every status
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = open(path / "run.lock", "a+")  # noqa: SIM115 - held until the process ends
@@ -64,13 +65,17 @@ class RunFolder:
     ) -> None:
         """Replace status.json: running | completed | stopped | failed, and how a start ended.
 
-        torchrun reports 1 for every stop by signal; this file carries the trainer's own verdict.
+        torchrun reports 1 for every stop by signal; this file carries the trainer's own verdict. A start that was
+        killed leaves `running` behind, with the process that is no more.
         """
+        infos, _ = catalog.list_checkpoints(self.path)
         status = {
             "state": state,
             "step": step,
             "reason": reason,
             "exit_code": exit_code,
+            "checkpoint": str(infos[-1].path) if infos else None,
+            **self.facts,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "time": time.time(),

@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from gpt2lab.config import SystemConfig
 from gpt2lab.errors import ConfigError, GPT2LabError
@@ -38,7 +40,17 @@ class Runtime:
         if self.is_distributed:
             # Decisions travel on gloo between CPUs, gradients on NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+            # Long: heartbeat.py ends a hang before, and names it.
+            patience = datetime.timedelta(minutes=60)
+            # torchrun's restarts share one store: without a name of its own a start finds its dead predecessor's
+            # addresses there, and never connects.
+            store, rank, world_size = next(iter(rendezvous("env://")))
+            count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(count, store)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=patience
+            )
+            self._decisions = dist.new_group(backend="gloo", timeout=patience)
 
     def use(self, system: SystemConfig) -> None:
         """Choose this process's device.
@@ -71,7 +83,7 @@ class Runtime:
         answer: list[Any] = [None]
         if self.rank == 0:
             answer = [_attempt(decide)]
-        dist.broadcast_object_list(answer, src=0)
+        dist.broadcast_object_list(answer, src=0, group=self._decisions)
         return _unwrap(answer[0])
 
     def everywhere(self, act: Callable[[], T]) -> T:
@@ -80,7 +92,7 @@ class Runtime:
             return act()
         mine = _attempt(act)
         refusals: list[Any] = [None] * self.world_size
-        dist.all_gather_object(refusals, mine[1])
+        dist.all_gather_object(refusals, mine[1], group=self._decisions)
         for refusal in refusals:
             if refusal is not None:
                 raise refusal
@@ -91,16 +103,16 @@ class Runtime:
         if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._decisions)
         return values
 
-    def any(self, flag: bool) -> bool:
-        """Tell all whether the flag is set on some process. About 0.2 ms between CPUs."""
+    def largest(self, values: list[int]) -> list[int]:
+        """Return, for each place, the largest value that some process has. About 0.2 ms between CPUs."""
         if not self.is_distributed:
-            return flag
-        vote = torch.tensor([int(flag)], dtype=torch.int64)
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-        return bool(vote.item())
+            return values
+        votes = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._decisions)
+        return [int(vote) for vote in votes]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of `value` over all processes."""
@@ -128,8 +140,19 @@ class Runtime:
         gloo sometimes aborts at exit, and a finished run reports failure.
         """
         if self.is_distributed and dist.is_initialized():
-            dist.barrier()
+            dist.barrier(group=self._decisions)
             dist.destroy_process_group()
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Tell whether an error says that another process is gone, in gloo's words or NCCL's."""
+    words = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "remote process",
+    )
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:

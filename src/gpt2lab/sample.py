@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
@@ -17,16 +19,20 @@ def generate(
     generator: torch.Generator,
     temperature: float = 1.0,
     top_k: int = 50,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> list[int]:
     """Return `prompt` continued by up to `max_new_tokens` ids, ending early at end-of-text.
 
     Ids from 50257 up are padding rows of the embedding and are never drawn. Draws come from `generator` (on the CPU)
     alone, so sampling cannot shift the randomness of training. The context is the last `context_length` ids.
+    `interrupted` is asked before each id, and ends the text where it stands.
     """
     device = next(model.parameters()).device
     real = min(model.config.vocab_size, NUM_TOKENS)
     ids = list(prompt) or [END_OF_TEXT]
     for _ in range(max_new_tokens):
+        if interrupted():
+            break
         tokens = torch.tensor([ids[-model.config.context_length :]], device=device)  # (1, T)
         logits = model.head(model.hidden(tokens)[:, -1])[0, :real].float().cpu()  # (V_real,)
         best, indices = logits.topk(min(top_k, real))
@@ -38,8 +44,15 @@ def generate(
     return ids
 
 
-def sample_text(model: GPT, prompt: str, *, max_new_tokens: int, seed: int) -> str:
-    """Return `prompt` continued by the model, as text.
+def sample_text(
+    model: GPT,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> str | None:
+    """Return `prompt` continued by the model, as text; None if it was `interrupted`.
 
     Raises: DataError if the GPT-2 vocabulary is not to be had.
     """
@@ -48,6 +61,14 @@ def sample_text(model: GPT, prompt: str, *, max_new_tokens: int, seed: int) -> s
     was_training = model.training
     model.eval()
     prompt_ids = encoding.encode_ordinary(prompt)
-    ids = generate(model, prompt_ids, max_new_tokens=max_new_tokens, generator=generator)
+    ids = generate(
+        model,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        generator=generator,
+        interrupted=interrupted,
+    )
     model.train(was_training)
+    if interrupted():
+        return None
     return encoding.decode(ids)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpt2lab import catalog, checkpoint, fmt, rng
 from gpt2lab.config import CheckpointConfig
-from gpt2lab.errors import SaveError
+from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError, SaveError
 from gpt2lab.manifest import folder_name
 from gpt2lab.model import GPT
 from gpt2lab.run_folder import RunFolder
 from gpt2lab.runtime import Runtime
 from gpt2lab.state import TrainState
+from gpt2lab.stop import Signals
 from gpt2lab.telemetry import Telemetry
+
+_ROOM = (
+    1.2  # free disk before a save, in checkpoints: headers, state, and what others write meanwhile
+)
 
 
 @dataclass(frozen=True)
@@ -24,15 +33,19 @@ class Saver:
     """All that a checkpoint holds besides the state, and where it goes."""
 
     config: CheckpointConfig
+    run_dir: Path
     folder: RunFolder | None  # on the first process only
     model: GPT
     optimizers: list[torch.optim.Optimizer]
     runtime: Runtime
     telemetry: Telemetry
     facts: dict[str, Any]  # for the manifests of this start
+    signals: Signals
 
-    def save(self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool) -> float:
-        """Commit a checkpoint of exactly `state.step` and return the seconds it took.
+    def save(
+        self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
+    ) -> tuple[bool, float]:
+        """Commit a checkpoint of exactly `state.step`; tell whether that worked, and the seconds it took.
 
         A failed write is a warning, and training goes on with the checkpoint before; where the process is about to
         end (`must_succeed`) it is an error.
@@ -50,7 +63,36 @@ class Saver:
             self.telemetry.warn(
                 f"{failure}; training goes on, the next is due as planned", state.step
             )
-        return time.monotonic() - began
+        return failure is None, time.monotonic() - began
+
+    def rescue(self, state: TrainState) -> bool:
+        """Save the last complete step when an error ends this process, without a word to the others; tell if it worked.
+
+        Whichever process gets the run's lock may write: the first one, or a survivor of its death.
+        """
+        opened: RunFolder | None = None
+        began, label = time.monotonic(), f"emergency_{state.step:08d}"
+        try:
+            folder = self.folder or (opened := RunFolder(self.run_dir))
+            if state.step == 0 or not weights_are_finite(self.model):
+                return False
+            checkpoint.save(
+                folder.path,
+                kind="emergency",
+                model=self.model,
+                optimizers=self.optimizers,
+                state=state,
+                rng_states=[rng.capture(self.runtime.device)],
+                facts=self.facts,
+            )
+            catalog.set_label(folder.path, label, state.step)
+        except (OSError, RuntimeError, GPT2LabError):  # the first error is the one to report
+            return False
+        finally:
+            if opened:
+                opened.close()
+        self._report(state, "emergency", [label], time.monotonic() - began)
+        return True
 
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
@@ -72,23 +114,61 @@ class Saver:
     ) -> str | None:
         """Write, label and report on the first process; return what went wrong, or None."""
         assert self.folder is not None
-        try:
-            path = checkpoint.save(
-                self.folder.path,
-                kind=kind,
-                model=self.model,
-                optimizers=self.optimizers,
-                state=state,
-                rng_states=rng_states,
-                facts=self.facts,
+        if not weights_are_finite(self.model):
+            raise NonFiniteError(
+                f"step {state.step}: the weights are not finite and were not saved; "
+                f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
             )
+        if (problem := self._make_room()) is not None:
+            return f"checkpoint of step {state.step} not saved: {problem}"
+        try:
+            with self.signals.committing():
+                path = checkpoint.save(
+                    self.folder.path,
+                    kind=kind,
+                    model=self.model,
+                    optimizers=self.optimizers,
+                    state=state,
+                    rng_states=rng_states,
+                    facts=self.facts,
+                )
         except OSError as error:
             path = self.folder.path / folder_name(state.step)
             if not path.exists():  # else the error came after the commit, which stands
                 return f"checkpoint of step {state.step} not saved: {error}"
         self.label(state.step, labels)
+        self._report(state, kind, labels, time.monotonic() - began)
+        kept = {
+            "keep": self.config.keep_checkpoints,
+            "keep_emergency": self.config.keep_emergency_checkpoints,
+        }
+        try:
+            if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
+                catalog.retain(self.folder.path, **kept)
+            self.folder.write_status("running", step=state.step)
+        except (OSError, CheckpointError) as error:
+            self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
+        return None
+
+    def _make_room(self) -> str | None:
+        """See to it that the disk has room for a checkpoint, by retiring old ones early; say if it has not."""
+        assert self.folder is not None
+        needed = _ROOM * checkpoint.num_bytes(self.model, self.optimizers)
+        if shutil.disk_usage(self.folder.path).free >= needed:
+            return None
+        with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space
+            catalog.sweep(self.folder.path)
+            catalog.retain(
+                self.folder.path, keep=max(1, self.config.keep_checkpoints - 1), keep_emergency=1
+            )
+        free = shutil.disk_usage(self.folder.path).free
+        if free >= needed:
+            return None
+        return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
+
+    def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
+        path = self.run_dir / folder_name(state.step)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
-        seconds = time.monotonic() - began
         self.telemetry.event(
             "checkpoint",
             state.step,
@@ -103,13 +183,8 @@ class Saver:
             f"step {state.step} | saved {kind} checkpoint{named}: {path.name}, "
             f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
         )
-        kept = {
-            "keep": self.config.keep_checkpoints,
-            "keep_emergency": self.config.keep_emergency_checkpoints,
-        }
-        try:
-            catalog.retain(self.folder.path, **kept)
-            self.folder.write_status("running", step=state.step)
-        except OSError as error:
-            self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
-        return None
+
+
+def weights_are_finite(model: nn.Module) -> bool:
+    """Tell whether every weight is a number; what is not must never become the newest checkpoint."""
+    return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())

@@ -7,6 +7,7 @@ Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS
+from gpt2lab.deadline import Deadline, find_deadlines
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.manifest import folder_name
@@ -46,6 +48,8 @@ class Start:
     unused_targets: int  # at the shards' ends, per epoch
     hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, but nobody gave a file
     stop_after_steps: int | None
+    deadlines: tuple[Deadline, ...]  # on the first process's clock
+    last_save_seconds: float | None  # what the run's newest checkpoint took, on a resume
     warnings: tuple[str, ...]
 
     def describe_data(self) -> str:
@@ -98,15 +102,22 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
             changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
         _refuse_changes(command, config, changes, run=run_dir.name)
     hellaswag, no_hellaswag = _choose_hellaswag(command, config)
+    events = history.read_events(run_dir)
+    saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
+    hellaswag, no_hellaswag = _choose_hellaswag(command, config)
     start = Start(
         config=config,
         run_dir=run_dir,
         checkpoint=checkpoint,
         changes=changes,
-        attempt=history.last_attempt(history.read_events(run_dir)) + 1,
+        attempt=history.last_attempt(events) + 1,
         data=data,
         plan=plan,
         stop_after_steps=command.verbs.stop_after_steps,
+        last_save_seconds=saves[-1] if saves else None,
+        deadlines=find_deadlines(
+            command.verbs.stop_at, os.environ, max_hours=config.length.max_hours
+        ),
         unused_targets=orders["train"].unused_targets,
         hellaswag=hellaswag,
         warnings=(*warnings, *data.warnings, *no_hellaswag),

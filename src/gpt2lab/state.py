@@ -6,6 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from gpt2lab import spikes
+
+NOT_FINITE = "not finite"
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -18,18 +22,32 @@ class TrainState:
     val_loss: float | None = None  # of exactly this step, None if it was not measured here
     best_val_loss: float | None = None
     best_step: int | None = None
+    non_finite_in_a_row: int = 0  # updates refused since the last good one
+    recent_losses: tuple[float, ...] = ()  # what a spike is judged by
+    skipped: tuple[
+        dict[str, Any], ...
+    ] = ()  # updates refused and samples jumped over: step, reason, samples
     history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
 
-    def advance(self, *, samples: int, tokens: int, seconds: float) -> TrainState:
-        """Return the state one optimizer step on."""
-        return dataclasses.replace(
+    def advance(
+        self, *, samples: int, tokens: int, seconds: float, loss: float, refused: str | None = None
+    ) -> TrainState:
+        """Return the state one optimizer step on; `refused` says why its update was not made, if it was not."""
+        state = dataclasses.replace(
             self,
             step=self.step + 1,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             train_seconds=self.train_seconds + seconds,
             val_loss=None,
+            non_finite_in_a_row=0 if refused != NOT_FINITE else self.non_finite_in_a_row + 1,
+            recent_losses=spikes.extend(self.recent_losses, loss),
         )
+        if refused is None:
+            return state
+        window = [self.samples, state.samples]
+        record = {"step": state.step, "reason": refused, "samples": window}
+        return dataclasses.replace(state, skipped=(*self.skipped, record))
 
     def with_val_loss(self, val_loss: float) -> TrainState:
         """Return the state with this step's validation loss, which may be the best so far.
@@ -48,4 +66,5 @@ class TrainState:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> TrainState:
         """Build the state from `to_dict`'s values."""
-        return TrainState(**{**values, "history": tuple(values["history"])})
+        lists = ("history", "skipped", "recent_losses")
+        return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})

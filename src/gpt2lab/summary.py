@@ -57,18 +57,23 @@ def describe_run(run_dir: Path) -> str:
 def _command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
     """Return a command that really goes on: a complete run needs more steps to do anything."""
     last_start = [event for event in events if event["event"] == "begin"][-1]
-    world = last_start["world_size"]
+    command = command_to_resume(run_dir, world_size=last_start["world_size"])
+    if events[-1]["event"] == "done":
+        command += f" --max_steps {2 * last_start['max_steps']} --allow_change max_steps"
+    return command
+
+
+def command_to_resume(run_dir: Path, *, world_size: int) -> str:
+    """Return the command line that continues a run on this machine."""
     start = (
-        f"{paths.program('torchrun')} --nproc_per_node={world}"
-        if world > 1
+        f"{paths.program('torchrun')} --nproc_per_node={world_size}"
+        if world_size > 1
         else paths.program("python")
     )
     script = shlex.quote(paths.for_people(paths.REPOSITORY / "src" / "train.py"))
     command = f"{start} {script} --run_name {shlex.quote(run_dir.name)} --resume latest"
     if run_dir.parent != paths.REPOSITORY / "checkpoints":
         command += f" --checkpoint_dir {shlex.quote(paths.for_people(run_dir.parent))}"
-    if events[-1]["event"] == "done":
-        command += f" --max_steps {2 * last_start['max_steps']} --allow_change max_steps"
     return command
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.errors import NonFiniteError
+from gpt2lab.errors import TornUpdateError
 from gpt2lab.optim import set_learning_rate
 from gpt2lab.parallel import Strategy
 from gpt2lab.rng import fold_seed
@@ -21,6 +22,12 @@ class StepStats:
 
     loss: float  # nats/token, mean over the global batch, of the weights before the update
     grad_norm: float  # L2, before clipping
+    updated: bool  # False: the update was refused, weights and moments are as before
+
+
+def is_finite(loss: float, grad_norm: float) -> bool:
+    """Accept an update unless the loss or the gradient is NaN or infinite."""
+    return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def train_step(
@@ -32,6 +39,7 @@ def train_step(
     strategy: Strategy,
     grad_clip: float,
     seed: int,
+    accept: Callable[[float, float], bool] = is_finite,
 ) -> StepStats:
     """Take one optimizer step and return the loss and gradient norm before it.
 
@@ -39,30 +47,35 @@ def train_step(
     depends neither on how many processes share the batch nor on how it is cut into micro-batches, up to the order of
     floating-point sums. `seed` is the step's own: dropout belongs to the micro-batch, not to the process.
 
-    Raises: NonFiniteError before the weights are touched.
+    `accept(loss, grad_norm)` decides before the weights are touched; both are global, so all processes decide alike.
+
+    Raises: TornUpdateError if the optimizer failed half-way.
     """
     set_learning_rate(optimizers, lr)
-    scale = (
-        strategy.world_size / batch.num_targets
-    )  # DDP averages gradients over processes; we want their sum
-    loss_sum = torch.zeros((), device=strategy.device)  # () nats
+    strategy.begin_work()
+    scale = strategy.averaged_over / batch.num_targets
+    losses = []  # each () nats, summed over (B, T)
 
     for micro in batch.micro_batches:  # this process's share, in global order
         torch.manual_seed(fold_seed(seed, micro.index))
         with strategy.grad_sync(model, enabled=micro.is_last):
             with strategy.autocast():
-                loss = model(micro.tokens, micro.targets)  # () nats, summed over (B, T)
+                loss = model(micro.tokens, micro.targets)
+            if micro.is_last:
+                strategy.end_work()
             (loss * scale).backward()
-        loss_sum += loss.detach()
+        losses.append(loss.detach())
 
     max_norm = grad_clip if grad_clip > 0 else math.inf
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # () L2 before clipping
-    stats = StepStats(
-        loss=(strategy.sum(loss_sum) / batch.num_targets).item(), grad_norm=norm.item()
-    )  # sync
-    if not (math.isfinite(stats.loss) and math.isfinite(stats.grad_norm)):
-        raise NonFiniteError(f"loss {stats.loss}, gradient norm {stats.grad_norm}")
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return stats
+    loss_value = (strategy.sum_losses(losses) / batch.num_targets).item()  # sync
+    norm_value = norm.item()
+    accepted = accept(loss_value, norm_value)
+    try:
+        for optimizer in optimizers:
+            if accepted:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    except Exception as error:
+        raise TornUpdateError(f"the optimizer failed half-way: {error}") from error
+    return StepStats(loss=loss_value, grad_norm=norm_value, updated=accepted)

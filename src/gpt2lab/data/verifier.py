@@ -50,12 +50,15 @@ class Verifier:
             raise self._damage
 
     def close(self) -> None:
-        """Stop verifying."""
+        """Stop verifying. What is touched later, by a run that went back, is verified anew."""
         self._is_closed.set()
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
             self._thread = None
+        self._is_closed.clear()
+        self._waiting = queue.Queue()
+        self._touched.clear()
 
     def _work(self) -> None:
         while (shard := self._waiting.get()) is not None:

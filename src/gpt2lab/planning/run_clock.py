@@ -1,4 +1,4 @@
-"""A running start's place in time: so far, still to go, on track or not, when to stop. No torch."""
+"""A running start's place in time: so far, still to go, on track or not. No torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from gpt2lab import fmt, history
 from gpt2lab.config import Config
 from gpt2lab.interval import Interval
 from gpt2lab.planning.remaining import spent_seconds
-from gpt2lab.progress import Progress, frequencies, is_due
+from gpt2lab.progress import Progress, frequencies
 
-OUT_OF_TIME = "max_hours"  # the reason of a stop by --max_hours
-_LEAVING = 5.0  # seconds to close files and leave the process group
-_SAVE_BYTES_PER_SECOND = 1e8  # assumed before the first save was measured
 _LINE_EVERY = 60.0  # seconds
 
 
@@ -28,16 +25,14 @@ class RunClock:
         *,
         last_step: int,
         began: float,
-        checkpoint_bytes: int,
         expected_seconds: float | None,
     ) -> None:
         """`began`: monotonic clock; `expected_seconds`: upper bound of the forecast for the whole run."""
         self.progress = Progress(last_step=last_step, frequencies=frequencies(config))
-        self._frequencies, self._last_step = frequencies(config), last_step
+        self._last_step = last_step
         self._began, self._expected = began, expected_seconds
         hours = config.length.max_hours
         self._limit = None if hours is None else 3600 * hours
-        self._save = checkpoint_bytes / _SAVE_BYTES_PER_SECOND
         self._elapsed_before = 0.0
         self._said = 0.0
 
@@ -66,19 +61,6 @@ class RunClock:
         if self._expected is None:
             return None
         return self._elapsed_before + self.elapsed() + left.value <= self._expected
-
-    def is_out_of_time(self, step: int) -> bool:
-        """Tell whether one more step, with what is due around it, and a save would end after --max_hours."""
-        if self._limit is None or step >= self._last_step:
-            return False
-        ahead = self.progress.step_seconds() or self.elapsed() / max(1, step)
-        for kind, freq in self._frequencies.items():
-            due = [is_due(n, freq, self._last_step) for n in (step, step + 1)]
-            if kind != "checkpoint":
-                ahead += sum(due) * self.progress.slowest_event(kind)
-        save = self.progress.slowest_event("checkpoint") or self._save
-        leaving = min(_LEAVING, 0.1 * self._limit)
-        return self.elapsed() + ahead + 1.5 * save + leaving > self._limit
 
     def line(self, step: int, left: Interval | None) -> str | None:
         """Write where the run stands, at most once a minute."""

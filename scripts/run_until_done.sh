@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Start a run, and start it again after every crash, until it is complete or somebody asked it to stop:
+#   scripts/run_until_done.sh torchrun --nproc_per_node=4 src/train.py --run_name gpt2-124m --model gpt2
+# The command needs --run_name; `--resume auto` is added. The trainer's status.json says how a start ended, because
+# torchrun reports 1 for a stop by signal as well as for a crash.
+set -uo pipefail
+
+MAX_CRASHES=${MAX_CRASHES:-5}    # in a row without a new checkpoint: then something is wrong that a restart cannot cure
+PAUSE=${PAUSE:-10}               # seconds between starts
+
+name="" folder="$(cd "$(dirname "$0")/.." && pwd)/checkpoints"
+for ((i = 1; i <= $#; i++)); do
+    next=$((i + 1))
+    case "${!i}" in
+        --run_name=*) name=${!i#*=} ;;
+        --run_name) name=${!next:-} ;;
+        --checkpoint_dir=*) folder=${!i#*=} ;;
+        --checkpoint_dir) folder=${!next:-} ;;
+        --resume | --resume=*) echo "error: leave --resume out, it is added here" >&2; exit 2 ;;
+    esac
+done
+[[ -n $name ]] || { echo "error: the command needs --run_name: a restart must find its run" >&2; exit 2; }
+status="$folder/$name/status.json"
+
+field() { sed -nE "s/^ *\"$1\": \"?([^\",]*)\"?,?$/\1/p" "$status" 2>/dev/null; }
+
+child="" asked=""
+ask() { asked=$1; [[ -n $child ]] && kill -s "$1" "$child" 2>/dev/null; }
+trap 'ask INT' INT
+trap 'ask TERM' TERM
+trap 'ask HUP' HUP
+
+crashes=0 newest=""
+while true; do
+    before=$(cksum "$status" 2>/dev/null)
+    "$@" --resume auto &
+    child=$!
+    while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done  # a trapped signal ends wait, not the child
+    [[ $(cksum "$status" 2>/dev/null) != "$before" ]] && state=$(field state) || state=""
+    case "$state" in
+        completed | stopped) exit 0 ;;
+    esac
+    [[ -z $state && $code -eq 0 ]] && exit 0  # complete before this start: nothing was written
+    [[ -n $asked ]] && exit "$code"
+    verdict=$code
+    [[ $state == failed ]] && verdict=$(field exit_code)
+    case "$verdict" in
+        2 | 75 | 76) echo "error: exit code $verdict: a restart would meet the same" >&2; exit "$verdict" ;;
+    esac
+    [[ $(field checkpoint) == "$newest" ]] && crashes=$((crashes + 1)) || crashes=1
+    newest=$(field checkpoint)
+    if ((crashes >= MAX_CRASHES)); then
+        echo "error: $crashes crashes without a new checkpoint; the last exit code was $code" >&2
+        exit 1
+    fi
+    echo "ended with exit code $code; starting again in $PAUSE s" >&2
+    sleep "$PAUSE" &
+    wait $!
+done

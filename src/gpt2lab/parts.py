@@ -1,0 +1,73 @@
+"""The parts of a run that exist before anything of it is written: model, optimizers, data, and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpt2lab import rng
+from gpt2lab.data.loader import Loader
+from gpt2lab.data.order import Order
+from gpt2lab.data.tokenizer import NUM_TOKENS
+from gpt2lab.data.windows import WindowReader
+from gpt2lab.facts import facts_of
+from gpt2lab.model import GPT, build_model
+from gpt2lab.optim import build_optimizers
+from gpt2lab.receipt import Receipt, check_resume, load_state
+from gpt2lab.runtime import Runtime
+from gpt2lab.start import Start
+from gpt2lab.state import TrainState
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of before anything of it is written."""
+
+    facts: dict[str, Any]
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    loader: Loader
+    validation_order: Order
+    validation_reader: WindowReader
+    state: TrainState
+    receipt: Receipt | None  # of a resume
+
+
+def build_and_load(start: Start, runtime: Runtime) -> Parts:
+    """Build the parts, and on a resume load the checkpoint into them and prove that it is the run's.
+
+    Raises: CheckpointError, DataError; nothing was written then.
+    """
+    config, device = start.config, runtime.device
+    facts = facts_of(start, runtime)
+    rng.seed_everything(config.data.seed)
+    model = build_model(config.model, seed=config.data.seed, device=device)
+    optimizers = build_optimizers(model, config.optim, device=device)
+    orders = {
+        split: Order(
+            [shard.tokens for shard in start.data.splits[split]],
+            context_length=config.model.context_length,
+            shuffle=config.data.shuffle if split == "train" else "none",
+            seed=config.data.seed,
+        )
+        for split in ("train", "val")
+    }
+    readers = {
+        split: WindowReader(
+            start.data.splits[split],
+            context_length=config.model.context_length,
+            id_limit=min(config.model.vocab_size, NUM_TOKENS),
+            verify=runtime.local_rank == 0,  # once on each machine, which may have files of its own
+        )
+        for split in ("train", "val")
+    }
+    loader = Loader(
+        orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
+    )
+    state, receipt = TrainState(), None
+    if start.checkpoint is not None:
+        state = runtime.everywhere(lambda: load_state(start, model, optimizers, runtime))
+        receipt = runtime.decided_by_first(lambda: check_resume(start, state, loader, facts))
+    return Parts(facts, model, optimizers, loader, orders["val"], readers["val"], state, receipt)

@@ -1,0 +1,187 @@
+"""Start a real run, wait for its own events, make it fail, resume it, and compare it with one that never failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import launch
+
+STEPS = 40
+SECONDS = 90  # whatever a run does, it does within these
+
+# One T of 16, eight windows a step: milliseconds each, so that a sleep in the step sets the pace.
+SHAPE = (
+    *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16", "--vocab_size=256"),
+    *("--total_batch_size=128", "--mini_batch_size=1", "--val_tokens=320", "--log_freq=1000"),
+    *("--device=cpu", "--dtype=fp32", "--compile=off", "--sample_freq=0", "--run_name=run"),
+)
+PACE = "step:sleep0.03@*"
+
+
+@dataclass
+class FaultRun:
+    """A run named `run` below `folder`, started as often as the test likes."""
+
+    data: Path
+    folder: Path
+    flags: tuple[str, ...] = ("--checkpoint_freq=5", "--eval_freq=0", f"--max_steps={STEPS}")
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "run"
+
+    def argv(self, *more: str) -> list[str]:
+        return [
+            *SHAPE,
+            f"--data_dir={self.data}",
+            f"--checkpoint_dir={self.folder}",
+            *self.flags,
+            *more,
+        ]
+
+    def start(
+        self,
+        *more: str,
+        world: int = 1,
+        torchrun: tuple[str, ...] = (),
+        program: Path = launch.TRAIN,
+        **env: str,
+    ) -> subprocess.Popen[str]:
+        """Start it and return at once; what it says goes to the files out.txt and err.txt."""
+        command = launch.command_for(program, self.argv(*more), world=world)
+        if world > 1:
+            place = command.index("--standalone") + 1
+            command[place:place] = torchrun
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "out.txt", "a") as out, open(self.folder / "err.txt", "w") as err:
+            process = subprocess.Popen(
+                command,
+                env=launch.environment(**env),
+                stdout=out,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def finish(self, *more: str, world: int = 1, **kwargs: Any) -> int:
+        """Run it to its end and return the exit code."""
+        return self.end_of(self.start(*more, world=world, **kwargs))
+
+    def end_of(self, process: subprocess.Popen[str], seconds: float = SECONDS) -> int:
+        """Wait for a start to end."""
+        return process.wait(timeout=seconds)
+
+    def errors(self) -> str:
+        """Return what the last start wrote to stderr."""
+        return (self.folder / "err.txt").read_text()
+
+    def said(self) -> str:
+        """Return what all starts wrote to stdout."""
+        return (self.folder / "out.txt").read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return launch.events(self.path, kind)
+
+    def wait_for(
+        self, process: subprocess.Popen[str], kind: str, step: int, attempt: int = 1
+    ) -> None:
+        """Wait until this start has recorded an event of the kind at the step or later."""
+        self.wait_until(
+            process,
+            lambda: any(e["step"] >= step and e["attempt"] >= attempt for e in self.events(kind)),
+            f"{kind} event of step {step}",
+        )
+
+    def wait_until(
+        self, process: subprocess.Popen[str], condition: Callable[[], bool], what: str
+    ) -> None:
+        """Wait for a condition; the run ending first, or nothing happening, is a failure."""
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            if process.poll() is not None and not condition():
+                raise AssertionError(f"ended ({process.returncode}) before {what}: {self.errors()}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {what} within {SECONDS} s: {self.errors()}")
+            time.sleep(0.01)
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.path / "status.json").read_text())
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """Return {step: event} along the line of steps that the newest weights went through."""
+        return launch.current_steps(self.path)
+
+    def losses(self) -> dict[int, str]:
+        return {step: float.hex(event["loss"]) for step, event in self.steps().items()}
+
+    def saved(self) -> list[int]:
+        """Return the steps on disk under a checkpoint's name."""
+        return sorted(int(path.name[5:]) for path in self.path.glob("step_*"))
+
+    def assert_equals(self, reference: FaultRun, last: int = STEPS) -> None:
+        """Every loss and every parameter: the same bits as the run that never failed."""
+        assert self.losses() == reference.losses()
+        hashes = [launch.parameter_hash(run.path, last) for run in (self, reference)]
+        assert hashes[0] == hashes[1]
+
+    def workers(self, launcher: subprocess.Popen[str]) -> dict[int, int]:
+        """Return {rank: process id} of the launcher's workers that still live."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes()
+                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            named = dict(entry.partition(b"=")[::2] for entry in environ)
+            ours = str(self.folder).encode() in command and b"RANK" in named
+            if ours and int(folder.name) != launcher.pid and state != "Z":
+                found[int(named[b"RANK"])] = int(folder.name)
+        return found
+
+    def assert_no_process_left(self, launcher: subprocess.Popen[str], seconds: float = 15) -> None:
+        deadline = time.monotonic() + seconds
+        while left := self.workers(launcher):
+            assert time.monotonic() < deadline, f"still alive: {left}"
+            time.sleep(0.05)
+
+    def clean_up(self) -> None:
+        """End whatever the test left behind."""
+        for process in self.processes:
+            for pid in self.workers(process).values():
+                os.kill(pid, signal.SIGKILL)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def python_program(folder: Path, patch: str) -> Path:
+    """Write a trainer whose parts are patched before it starts: what no fault point can do."""
+    source = f"""
+import sys
+sys.path.insert(0, {str(launch.REPOSITORY / "src")!r})
+{patch}
+from gpt2lab.door import run
+import train
+sys.exit(run(train.main))
+"""
+    path = folder / "patched_train.py"
+    path.write_text(source)
+    return path
+
+
+if sys.platform != "linux":
+    raise RuntimeError("the fault matrix reads /proc")

@@ -1,0 +1,83 @@
+"""Rows 1 to 3: kill -9 at random instants, and at every stage of saving, labelling and retiring.
+
+`KILLS=200 SEED=7` repeats the count in docs/reliability.md (make faults).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import PACE, FaultRun
+
+import launch
+
+pytestmark = pytest.mark.fault
+
+KILLS = int(os.environ.get("KILLS", "12"))
+SEED = int(os.environ.get("SEED", "1337"))
+Reference = Callable[[int], FaultRun]
+
+
+@pytest.mark.timeout(3600)
+def test_row_01_random_kills_lose_nothing_that_was_committed(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    storm = Path(__file__).with_name("kill_storm.py")
+    command = [sys.executable, str(storm), str(tiny_data), str(tmp_path), str(KILLS), str(SEED)]
+    done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    told = json.loads(done.stdout)
+    assert (told["kills"], told["lost_commits"], told["wrong"]) == (KILLS, 0, 0), told
+
+
+def test_row_01_random_kills_of_two_processes(run: FaultRun, reference: Reference) -> None:
+    """The launcher and both workers at once, as a machine that loses power."""
+    dice = random.Random(SEED)
+    for attempt, step in ((1, dice.randrange(6, 14)), (2, dice.randrange(18, 28))):
+        process = run.start("--resume=auto", world=2, FAULT=PACE)
+        run.wait_for(process, "step", step, attempt)
+        for pid in (process.pid, *run.workers(process).values()):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        run.assert_no_process_left(process)
+        assert run.saved()[-1] >= step - 5
+    assert run.finish("--resume=auto", world=2) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
+@pytest.mark.parametrize(
+    ("point", "newest"),
+    [
+        ("checkpoint.model.safetensors", 5),
+        ("checkpoint.state.json", 5),
+        ("checkpoint.after_rename", 10),
+        ("retain.before_delete", 15),
+        ("retain.after_rename", 15),
+    ],
+)
+def test_rows_02_and_03_killed_at_a_stage_of_a_save(
+    point: str, newest: int, run: FaultRun, reference: Reference
+) -> None:
+    """What is listed afterwards is complete, and is the newest that was committed."""
+    run.flags = (*run.flags, "--keep_checkpoints=1")
+    step = 15 if point.startswith("retain") else 10
+    assert run.finish(FAULT=f"{point}:kill9@{step}") != 0
+    listed = launch.train(
+        ["--list_checkpoints", "--verify", "--json", f"--checkpoint_dir={run.folder}"]
+    )
+    assert listed.returncode == 0, listed.stdout
+    steps = [row["step"] for row in json.loads(listed.stdout)["runs"][0]["checkpoints"]]
+    assert steps[-1] == newest
+    assert run.finish("--resume=latest") == 0, run.errors()
+    assert [event["from_step"] for event in run.events("resume")] == [newest]
+    assert not [*run.path.glob(".tmp-*"), *run.path.glob(".del-*")]
+    run.assert_equals(reference(1))

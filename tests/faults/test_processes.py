@@ -1,0 +1,195 @@
+"""Rows 11, 12, 26, 29 and 32: one process dies, errs, hangs, drifts or is slow; the run says which."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import PACE, STEPS, FaultRun, python_program
+
+import launch
+
+pytestmark = pytest.mark.fault
+
+Reference = Callable[[int], FaultRun]
+NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Reference) -> None:
+    """The survivor saves the last complete step, whichever it is, and the rest goes on as the same bits."""
+    run.flags = NO_ROLLING
+    began = time.monotonic()
+    process = run.start(world=2, FAULT=f"{PACE};step:kill9@15,rank={rank}")
+    run.wait_for(process, "step", 14)
+    died = time.monotonic()
+    assert run.end_of(process) != 0
+    assert time.monotonic() - died < 15, f"after {died - began:.0f} s of start"
+    run.assert_no_process_left(process, seconds=1)
+    assert run.saved() == [14]
+    assert "another process of this run died after step 14; that step is saved" in run.errors()
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert [event["from_step"] for event in run.events("resume")] == [14]
+    run.assert_equals(reference(2))
+
+
+def test_row_11_torchrun_restarts_and_the_run_goes_on(run: FaultRun, reference: Reference) -> None:
+    """The same command line, started again by torchrun itself, finds its run."""
+    run.flags = NO_ROLLING
+    once = """
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.environ["FAULT"] = "step:kill9@15,rank=1"
+"""
+    program = python_program(run.folder.parent, once)
+    code = run.finish("--resume=auto", world=2, torchrun=("--max-restarts=1",), program=program)
+    assert code == 0, run.errors()
+    assert [event["from_step"] for event in run.events("resume")] == [14]
+    run.assert_equals(reference(2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Reference) -> None:
+    """As an out-of-memory error would: its traceback is the last thing that torchrun shows."""
+    run.flags = NO_ROLLING
+    process = run.start(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}")
+    assert run.end_of(process) != 0
+    run.assert_no_process_left(process, seconds=1)
+    errors = run.errors()
+    assert "RuntimeError: fault point step at step 15" in errors.split("Root Cause")[1]
+    assert run.saved() == [14]
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
+def test_row_12_an_error_within_the_optimizer_saves_nothing(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    program = python_program(
+        tmp_path,
+        "import os, torch\nplain, calls = torch.optim.AdamW.step, 0\n"
+        "def step(self, *a, **k):\n    global calls\n    calls += 1\n"
+        "    if calls == 15 and os.environ['RANK'] == '0':\n"
+        "        self.param_groups[0]['params'][0].data.add_(1)\n"
+        "        raise RuntimeError('CUDA out of memory')\n"
+        "    return plain(self, *a, **k)\ntorch.optim.AdamW.step = step",
+    )
+    assert run.finish(world=2, program=program) != 0
+    assert "half-way" in run.errors()
+    # Process 1 survives with a whole update 15; process 0's half one, and so its line, must not be on disk.
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    expected = {n: loss for n, loss in reference(2).losses().items() if n in run.losses()}
+    assert run.losses() == expected
+    assert len(expected) >= STEPS - 1
+    hashes = [launch.parameter_hash(r.path, STEPS) for r in (run, reference(2))]
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path: Path) -> None:
+    """All skip the same update, once; four in a row end the run and leave finite weights."""
+    program = python_program(
+        tmp_path,
+        "import os\nimport gpt2lab.trainer as t\nfrom gpt2lab.model import GPT\n"
+        "plain, step, now = GPT.forward, t.train_step, [1.0]\n"
+        "bad = {int(n) for n in os.environ['BAD'].split(',')}\n"
+        "def train_step(m, o, batch, *a, **k):\n"
+        "    mine = os.environ['RANK'] == os.environ['BAD_RANK']\n"
+        "    number = batch.first_sample // batch.samples + 1\n"
+        "    now[0] = float('nan') if mine and number in bad else 1.0\n"
+        "    return step(m, o, batch, *a, **k)\n"
+        "t.train_step = train_step\nGPT.forward = lambda self, *a: plain(self, *a) * now[0]",
+    )
+    run.flags = ("--checkpoint_freq=1", "--eval_freq=0", "--max_steps=40", "--drift_check_freq=1")
+    code = run.finish(world=2, program=program, BAD="5,20,21,22,23", BAD_RANK=str(rank))
+    assert code != 0
+    assert run.status()["exit_code"] == 76, run.errors()
+    assert [e["step"] for e in run.events("step") if not e["updated"]] == [5, 20, 21, 22, 23]
+    assert max(run.saved()) in (22, 23)
+    assert run.finish("--resume=latest", "--stop_after_steps=30", world=2) == 0, run.errors()
+
+
+def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -> None:
+    began = time.monotonic()
+    process = run.start(
+        "--hang_seconds=1.5",
+        world=2,
+        torchrun=("--shutdown-timeout=2",),
+        FAULT=f"{PACE};step:freeze@15,rank=1",
+    )
+    run.wait_for(process, "step", 14)
+    assert run.end_of(process) != 0
+    assert time.monotonic() - began < 60
+    errors = run.errors()
+    assert "all wait for: process 1 on" in errors
+    assert "silent for" in errors
+    assert "in train_step" in errors, "the stacks show where this process waited"
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
+    assert "process 1" in run.status()["reason"]
+    assert run.saved() == [5, 10]
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
+def test_row_29_a_process_that_waits_for_data_is_named(run: FaultRun, tmp_path: Path) -> None:
+    """It is alive and says so; the others wait for it in the next agreement."""
+    program = python_program(
+        tmp_path,
+        "import os, time\nfrom gpt2lab.data.loader import Loader\nplain = Loader.fetch\n"
+        "def fetch(self, first):\n"
+        "    if os.environ['RANK'] == '1' and first == 80:\n        time.sleep(600)\n"
+        "    return plain(self, first)\nLoader.fetch = fetch",
+    )
+    process = run.start(
+        "--hang_seconds=1", world=2, torchrun=("--shutdown-timeout=2",), program=program
+    )
+    assert run.end_of(process) != 0
+    assert "all wait for: process 1 on" in run.errors()
+    assert "reading data of step 11" in run.errors()
+    assert "process 0 on" not in run.errors().split("all wait for: ")[1].split("\n")[0]
+
+
+def test_row_32_replicas_that_differ_stop_the_run(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    program = python_program(
+        tmp_path,
+        "import os\nimport gpt2lab.trainer as t\nplain = t.train_step\n"
+        "def step(model, o, batch, *a, **k):\n"
+        "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 11:\n"
+        "        model.module.ln_f.bias.data[3] += 1e-6\n"
+        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
+    )
+    code = run.finish("--drift_check_freq=6", world=2, program=program)
+    assert code != 0
+    assert "step 12: processes hold different weights, first in " in run.errors()
+    assert "process 1 " in run.errors()
+    assert run.status()["exit_code"] == 1
+    assert run.saved() == [5, 10], "nothing after the fault"
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["forward", "data"],
+)
+def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> None:
+    target = {
+        "forward": "from gpt2lab.model import GPT as C\nname = 'forward'",
+        "data": "from gpt2lab.data.loader import Loader as C\nname = 'fetch'",
+    }[where]
+    program = python_program(
+        tmp_path,
+        f"import os, time\n{target}\nplain = getattr(C, name)\n"
+        "def slow(self, *a):\n    time.sleep(0.15 if os.environ['RANK'] == '1' else 0)\n"
+        "    return plain(self, *a)\nsetattr(C, name, slow)",
+    )
+    more = ("--mini_batch_size=4", "--max_steps=35", "--warmup_steps=2")
+    assert run.finish(*more, world=2, program=program) == 0, run.errors()
+    warnings = [e["message"] for e in run.events("warning") if "is slow" in e["message"]]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("process 1 on ")
+    assert ("0.000 s waiting for data" in warnings[0]) == (where == "forward")

@@ -1,0 +1,220 @@
+"""Rows 5 to 10 and 28: whatever asks a run to end, it ends at one step, which is on disk, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from harness import PACE, STEPS, FaultRun, python_program
+
+pytestmark = pytest.mark.fault
+
+Reference = Callable[[int], FaultRun]
+FOREVER = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=100000")
+NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
+
+
+def assert_stopped_cleanly(run: FaultRun, reason: str) -> None:
+    """All ranks ended at one step, it is saved, and it is the last one taken."""
+    [stop] = run.events("stop")
+    assert (stop["reason"], stop["step"]) == (reason, max(run.steps()))
+    assert stop["step"] in run.saved()
+    status = run.status()
+    assert (status["state"], status["exit_code"]) == ("stopped", 0)
+    assert (status["step"], status["reason"]) == (stop["step"], reason)
+    assert status["checkpoint"] == stop["checkpoint"]
+    assert "--resume latest" in status["resume"]
+
+
+def resume_and_compare(run: FaultRun, reference: FaultRun, world: int) -> None:
+    assert run.finish("--resume=latest", world=world) == 0, run.errors()
+    run.assert_equals(reference)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_row_05_sigterm_to_the_launcher(world: int, run: FaultRun, reference: Reference) -> None:
+    run.flags = NO_ROLLING
+    process = run.start(world=world, FAULT=PACE)
+    run.wait_for(process, "step", 7)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code = run.end_of(process)
+    assert time.monotonic() - began < 10
+    assert code == (0 if world == 1 else 1), "torchrun calls every stop by signal a failure"
+    assert_stopped_cleanly(run, "SIGTERM")
+    assert run.saved() == [run.status()["step"]], "nothing else was due: the stop itself saved"
+    resume_and_compare(run, reference(world), world)
+
+
+def test_row_05_sigterm_within_a_save(run: FaultRun, reference: Reference) -> None:
+    """The commit in flight ends, and is the checkpoint of the stop: none is written twice."""
+    process = run.start(FAULT=f"{PACE};checkpoint.optim.safetensors:sleep0.7@10")
+    run.wait_until(process, lambda: bool(list(run.path.glob(".tmp-00000010-*"))), "save of step 10")
+    process.send_signal(signal.SIGTERM)
+    assert run.end_of(process) == 0
+    assert_stopped_cleanly(run, "SIGTERM")
+    assert run.status()["step"] == 10
+    assert [e["step"] for e in run.events("checkpoint")] == [5, 10]
+    resume_and_compare(run, reference(1), 1)
+
+
+def test_row_05_sigterm_within_an_evaluation(run: FaultRun, tmp_path: Path) -> None:
+    """Of two processes, one hears it; both leave the evaluation at the same batch."""
+    slow = python_program(
+        tmp_path,
+        "import time\nfrom gpt2lab.validation import Validation\n"
+        "plain = Validation._window_losses\n"
+        "def slowed(self, *a):\n    time.sleep(0.25)\n    return plain(self, *a)\n"
+        "Validation._window_losses = slowed",
+    )
+    run.flags = ("--checkpoint_freq=0", "--eval_freq=4", "--max_steps=8")
+    process = run.start(world=2, program=slow)  # 20 windows: 2.5 s and more for each evaluation
+    run.wait_for(process, "step", 4)
+    began = time.monotonic()
+    os.kill(run.workers(process)[1], signal.SIGTERM)
+    assert run.end_of(process) == 0
+    assert time.monotonic() - began < 8
+    assert_stopped_cleanly(run, "SIGTERM")
+    assert run.status()["step"] == 4
+    assert [e["step"] for e in run.events("eval")] == [0]
+
+
+def test_row_06_sigterm_to_one_rank(run: FaultRun, reference: Reference) -> None:
+    """Torchrun never hears of it and reports success; world 2 goes on as the same bits."""
+    run.flags = NO_ROLLING
+    process = run.start(world=2, FAULT=PACE)
+    run.wait_for(process, "step", 6)
+    os.kill(run.workers(process)[1], signal.SIGTERM)
+    assert run.end_of(process) == 0
+    assert_stopped_cleanly(run, "SIGTERM")
+    resume_and_compare(run, reference(2), 2)
+
+
+@pytest.mark.parametrize("presses", [1, 2, 3])
+def test_row_07_ctrl_c(presses: int, run: FaultRun) -> None:
+    """Once and twice save; three times end at once. No process is ever left behind."""
+    run.flags = ("--checkpoint_freq=5", "--eval_freq=0", "--max_steps=100000")
+    fault = f"{PACE};checkpoint.model.safetensors:sleep1.5@*" if presses > 1 else PACE
+    process = run.start(world=2, FAULT=fault)
+    run.wait_for(process, "checkpoint", 5)
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # as a person does; the state waited for is the end, below
+    run.end_of(process)
+    run.assert_no_process_left(process, seconds=10)
+    saved = run.saved()
+    assert saved, "the newest commit stands"
+    if presses < 3:
+        assert_stopped_cleanly(run, run.status()["reason"])
+        assert run.status()["reason"] in ("SIGINT", "SIGTERM")
+    assert run.finish("--resume=latest", f"--stop_after_steps={saved[-1] + 3}", world=2) == 0
+    assert [e["from_step"] for e in run.events("resume")] == [saved[-1]]
+
+
+def test_row_08_slurms_sigusr1(run: FaultRun, reference: Reference) -> None:
+    """It kills torchrun at once; the kernel tells the workers, and they save and end."""
+    run.flags = NO_ROLLING
+    process = run.start(world=2, FAULT=PACE)
+    run.wait_for(process, "step", 6)
+    process.send_signal(signal.SIGUSR1)
+    assert run.end_of(process) == -signal.SIGUSR1
+    run.assert_no_process_left(process)
+    assert_stopped_cleanly(run, "SIGTERM")
+    resume_and_compare(run, reference(2), 2)
+
+
+def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run: FaultRun) -> None:
+    """Asked to handle it, torchrun forwards it and then ends as for SIGTERM: the step is on disk either way."""
+    run.flags = FOREVER
+    process = run.start(world=2, torchrun=("--signals-to-handle=SIGTERM,SIGUSR1",), FAULT=PACE)
+    run.wait_for(process, "step", 6)
+    for pid in run.workers(process).values():
+        os.kill(pid, signal.SIGUSR1)
+    run.wait_for(process, "checkpoint", 6)
+    assert [e["kind"] for e in run.events("checkpoint")] == ["rolling"], "one save for two signals"
+    process.send_signal(signal.SIGTERM)
+    run.end_of(process)
+    assert_stopped_cleanly(run, "SIGTERM")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_row_09_the_launcher_dies(
+    number: signal.Signals, run: FaultRun, reference: Reference
+) -> None:
+    run.flags = NO_ROLLING
+    process = run.start(world=2, FAULT=PACE)
+    run.wait_for(process, "step", 6)
+    process.send_signal(number)
+    run.end_of(process)
+    run.assert_no_process_left(process)
+    assert_stopped_cleanly(run, "SIGTERM" if number == signal.SIGKILL else "SIGHUP")
+    resume_and_compare(run, reference(2), 2)
+
+
+def test_row_10_a_stop_that_outlasts_the_grace(run: FaultRun, reference: Reference) -> None:
+    """Said beforehand, with the cure; killed within the save, the previous checkpoint stands."""
+    process = run.start(
+        world=2,
+        torchrun=("--shutdown-timeout=2",),
+        FAULT=f"{PACE};checkpoint.optim.safetensors:sleep4@*",
+    )
+    run.wait_for(process, "warning", 5)
+    [warning] = run.events("warning")[-1:]
+    assert "torchrun kills after 2 s" in warning["message"]
+    assert "--shutdown-timeout" in warning["message"]
+    run.wait_for(process, "step", 7)
+    process.send_signal(signal.SIGTERM)
+    assert run.end_of(process) != 0
+    run.assert_no_process_left(process)
+    assert run.saved() == [5]
+    assert run.status()["state"] == "running", "nobody was left to say otherwise"
+    resume_and_compare(run, reference(2), 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_files_stop_and_save_are_taken_up(world: int, run: FaultRun) -> None:
+    run.flags = FOREVER
+    process = run.start(world=world, FAULT=PACE)
+    run.wait_for(process, "step", 3)
+    (run.path / "SAVE").touch()
+    run.wait_for(process, "checkpoint", 3)
+    assert not (run.path / "SAVE").exists()
+    (run.path / "STOP").touch()
+    assert run.end_of(process) == 0
+    assert_stopped_cleanly(run, "STOP file")
+    assert not (run.path / "STOP").exists(), "the next start must not stop too"
+    assert len(run.events("checkpoint")) == 2
+
+
+def test_a_typed_moment_stops_in_time(run: FaultRun) -> None:
+    run.flags = FOREVER
+    moment = datetime.now().astimezone() + timedelta(seconds=9)
+    assert run.finish(f"--stop_at={moment.isoformat()}", FAULT=PACE) == 0
+    assert_stopped_cleanly(run, "stop_at")
+    assert run.events("checkpoint")[-1]["time"] < moment.timestamp(), "saved in time, not begun"
+
+
+@pytest.mark.parametrize("hours", [-24, 24])
+def test_row_28_a_clock_that_jumps_changes_nothing(
+    hours: int, run: FaultRun, tmp_path: Path
+) -> None:
+    """Neither the job's end, nor the minutes between saves, nor a step's seconds follow the wall clock."""
+    run.flags = (*FOREVER, "--checkpoint_minutes=0.02", "--keep_checkpoints=100")
+    jumping = python_program(
+        tmp_path,
+        "import time\nimport gpt2lab.trainer as t\nplain, wall = t.train_step, time.time\nsteps = 0\n"
+        "def step(*a, **k):\n    global steps\n    steps += 1\n"
+        f"    if steps == 20:\n        time.time = lambda: wall() + {3600 * hours}\n"
+        "    return plain(*a, **k)\nt.train_step = step",
+    )
+    end = time.time() + 12
+    assert run.finish(program=jumping, FAULT=PACE, SLURM_JOB_END_TIME=str(int(end))) == 0
+    assert end - 6 < time.time() < end + 5  # the interpreter's own end included
+    assert_stopped_cleanly(run, "SLURM_JOB_END_TIME")
+    assert len(run.saved()) >= 3
+    assert all(0 < event["step_seconds"] < 5 for event in run.events("step"))

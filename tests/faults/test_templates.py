@@ -1,0 +1,106 @@
+"""The two scripts that start a run again: run as they stand, with a stand-in for Slurm's own command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import PACE, FaultRun
+
+import launch
+
+pytestmark = pytest.mark.fault
+
+SCRIPTS = launch.REPOSITORY / "scripts"
+
+
+def start(run: FaultRun, command: list[str], **env: str) -> subprocess.Popen[str]:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with open(run.folder / "err.txt", "w") as errors:
+        process = subprocess.Popen(
+            command,
+            env=launch.environment(**env),
+            cwd=launch.REPOSITORY,
+            stderr=errors,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+    run.processes.append(process)
+    return process
+
+
+def test_run_until_done_starts_again_after_a_kill(
+    run: FaultRun, reference: Callable[[int], FaultRun]
+) -> None:
+    script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN), *run.argv()]
+    process = start(run, script, PAUSE="0", FAULT=PACE)
+    run.wait_for(process, "step", 7)
+    os.kill(run_pid(run), signal.SIGKILL)
+    assert run.end_of(process) == 0, run.errors()
+    assert [event["from_step"] for event in run.events("resume")] == [5]
+    run.assert_equals(reference(1))
+    assert subprocess.run(script, env=launch.environment(), timeout=60).returncode == 0
+
+
+def run_pid(run: FaultRun) -> int:
+    """Return the trainer's process id, which its status tells."""
+    return int(run.status()["pid"])
+
+
+def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run: FaultRun) -> None:
+    script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN)]
+    process = start(run, [*script, *run.argv()], PAUSE="0", FAULT=PACE)
+    run.wait_for(process, "step", 3)
+    process.send_signal(signal.SIGTERM)
+    assert run.end_of(process) == 0
+    assert run.status()["reason"] == "SIGTERM"
+    process = start(run, [*script, *run.argv(), "--n_layer=3"], PAUSE="0")
+    assert run.end_of(process) == 2
+    assert "a restart would meet the same" in run.errors()
+    process = start(run, [*script, *run.argv()], PAUSE="0", MAX_CRASHES="2", FAULT="step:kill9@20")
+    assert run.end_of(process) == 1
+    assert "2 crashes without a new checkpoint" in run.errors()
+    process = start(run, [*script, "--model=gpt2"])
+    assert run.end_of(process) == 2
+    assert "needs --run_name" in run.errors()
+
+
+def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(
+    run: FaultRun, tmp_path: Path
+) -> None:
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.txt\n')
+    (fake / "scontrol").chmod(0o755)
+    run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=100000", "--warmup_steps=0")
+    environment = {
+        "PATH": f"{fake}:{os.environ['PATH']}",
+        "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
+        "SLURM_JOB_ID": "7",
+        "NPROC": "2",
+        "FAULT": PACE,
+        "SLURM_SUBMIT_DIR": str(launch.REPOSITORY),
+    }
+    script = ["bash", str(SCRIPTS / "slurm.sh"), *run.argv()]
+    job_end = str(int(time.time()) + 20)
+    assert run.end_of(start(run, script, SLURM_JOB_END_TIME=job_end, **environment)) == 0
+    assert run.status()["reason"] == "SLURM_JOB_END_TIME"
+    process = start(run, script, **environment)
+    run.wait_for(process, "step", run.status()["step"] + 1, attempt=2)
+    process.send_signal(signal.SIGTERM)  # as --signal=B:TERM@120 does
+    assert run.end_of(process) == 0
+    assert run.status()["reason"] == "SIGTERM"
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2
+    refused = start(run, [*script, "--n_layer=3"], **environment)
+    assert run.end_of(refused) != 0, "and a refused start is not put back on an older one's word"
+    more = [*script, f"--max_steps={run.status()['step'] + 1}", "--allow_change=max_steps"]
+    assert run.end_of(start(run, more, **environment)) == 0
+    assert run.status()["state"] == "completed"
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2, "done is done"
