@@ -5,36 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from corpora import TEXTS, run_prepare, write_jsonl
+from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)
-
-VOCAB = 256
-CONTEXT = 16
-TRAIN_SHARDS = (1003, 777, 1290)  # none a multiple of T + 1, so every shard end is awkward
-VAL_SHARDS = (650,)
-
-
-def make_tokens(count: int, seed: int) -> np.ndarray:
-    """Return ids with something to learn: each is often the one before plus a constant."""
-    rng = np.random.RandomState(seed)
-    jumps = np.where(rng.rand(count) < 0.8, 3, rng.randint(0, VOCAB, count))
-    return (np.cumsum(jumps) % VOCAB).astype(np.uint16)
-
-
-def write_shards(folder: Path, *, train: tuple[int, ...], val: tuple[int, ...]) -> Path:
-    """Write foreign shards (no shards.json) of the given lengths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, sizes in (("train", train), ("val", val)):
-        for index, size in enumerate(sizes):
-            tokens = make_tokens(size, seed=1000 * len(split) + index)
-            np.save(folder / f"tiny_{split}_{index:06d}.npy", tokens)
-    return folder
 
 
 @pytest.fixture(scope="session")

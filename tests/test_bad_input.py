@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import launch
-from conftest import CONTEXT, VOCAB, write_shards
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab import catalog, door, runtime
 from gpt2lab.config import Config, override, to_flat
@@ -27,6 +26,7 @@ from gpt2lab.history import read_events
 from gpt2lab.manifest import staged
 from gpt2lab.pretrain import pretrain
 from gpt2lab.start import decide
+from tiny import CONTEXT, VOCAB, write_shards
 
 TRAIN = Path(__file__).resolve().parents[1] / "src" / "train.py"
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import CONTEXT, TRAIN_SHARDS, VOCAB, write_shards
 from corpora import TEXTS, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
@@ -25,6 +24,7 @@ from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.plan import BatchPlan
+from tiny import CONTEXT, TRAIN_SHARDS, VOCAB, write_shards
 
 SOURCE_DIR = Path(__file__).resolve().parents[1] / "src"
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import launch
-from conftest import CONTEXT, VOCAB, write_shards
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.adopt import adopt
 from gpt2lab.data.audit import measure, verify
@@ -22,6 +21,7 @@ from gpt2lab.data.tokenizer import gpt2_encoding
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.flags import parse
 from gpt2lab.pretrain import pretrain
+from tiny import CONTEXT, VOCAB, write_shards
 
 DOOR = Path(__file__).resolve().parents[1] / "scripts" / "data.py"
 

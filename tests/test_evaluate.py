@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import launch
-from conftest import CONTEXT, make_tokens, write_shards
 from gpt2lab.compare import compare
 from gpt2lab.data.shards import fingerprint_of
 from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
@@ -30,6 +29,7 @@ from gpt2lab.pretrain import pretrain
 from gpt2lab.results import Results, read_results, write_results
 from launch import REPOSITORY
 from test_hellaswag import write_items
+from tiny import CONTEXT, make_tokens, write_shards
 
 EVALUATE, COMPARE = REPOSITORY / "scripts" / "evaluate.py", REPOSITORY / "scripts" / "compare.py"
 

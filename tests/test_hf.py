@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import write_shards
 from gpt2lab.errors import CheckpointError
 from gpt2lab.hf import load_hf, read_hf_config
 from test_evaluate import EVALUATE, door
+from tiny import write_shards
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
 

@@ -14,7 +14,6 @@ import torch
 from numpy.lib import format as npy
 
 import launch
-from conftest import VOCAB, write_shards
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order, Shuffle
@@ -25,6 +24,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.flags import parse
 from gpt2lab.plan import BatchPlan
 from gpt2lab.pretrain import pretrain
+from tiny import VOCAB, write_shards
 
 SOURCE_DIR = Path(__file__).resolve().parents[1] / "src"
 T = 1024

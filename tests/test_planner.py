@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import TRAIN_SHARDS, write_shards
 from gpt2lab import hardware
 from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
 from gpt2lab.interval import Interval, total
@@ -30,6 +29,7 @@ from gpt2lab.planning.machine import Machine, named
 from gpt2lab.planning.report_json import KEYS
 from gpt2lab.planning.timing import Measured, Rates, fit, work
 from gpt2lab.presets import preset
+from tiny import TRAIN_SHARDS, write_shards
 
 KNOWN = hardware.load(Path("/nonexistent"))
 DOOR = Path(__file__).resolve().parents[1] / "scripts" / "estimate_time.py"

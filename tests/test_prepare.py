@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conftest import write_shards
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, stream_of, write_jsonl
 from gpt2lab.data.prepare import Sizes, describe
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.sources import open_source
 from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
 from gpt2lab.errors import DataError
+from tiny import write_shards
 
 SOURCE_DIR = Path(__file__).resolve().parents[1] / "src"
 

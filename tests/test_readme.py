@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import make_tokens
 from launch import REPOSITORY, environment
+from tiny import make_tokens
 
 SHRINK = (
     "--n_layer=1 --n_head=1 --n_embd=16 --context_length=32 --total_batch_size=256 --mini_batch_size=2 "

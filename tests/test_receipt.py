@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import write_shards
 from gpt2lab.errors import CheckpointError
 from test_run import Run
+from tiny import write_shards
 
 COMMON = ("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=3", "--warmup_steps=2")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import launch
-from conftest import write_shards
 from test_hellaswag import write_items
+from tiny import write_shards
 
 WORKER = Path(__file__).parent / "workers" / "count_compiles.py"
 

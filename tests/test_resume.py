@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import launch
-from conftest import write_shards
 from gpt2lab.errors import CheckpointError
 from gpt2lab.flags import parse
 from gpt2lab.start import decide
+from tiny import write_shards
 
 # T = 16, S = 8 windows a step. The training shards of tiny_data have 62, 48 and 80 windows: shard ends after
 # 7.75, 13.75 and 23.75 steps, and the epoch ends within step 24.

@@ -19,7 +19,6 @@ import safetensors.torch
 import torch
 
 import launch
-from conftest import TRAIN_SHARDS, VAL_SHARDS, make_tokens, write_shards
 from gpt2lab import catalog, checkpoint, flags, history, manifest
 from gpt2lab.config import ModelConfig
 from gpt2lab.data.loader import Loader
@@ -28,6 +27,7 @@ from gpt2lab.model import GPT, build_model
 from gpt2lab.pretrain import pretrain
 from gpt2lab.sample import generate, sample_text
 from gpt2lab.validation import Validation
+from tiny import TRAIN_SHARDS, VAL_SHARDS, make_tokens, write_shards
 
 T, S, STEP_TOKENS = 16, 8, 128
 WINDOWS = [(tokens - 1) // T for tokens in TRAIN_SHARDS]  # 62, 48, 80: an epoch is 23.75 steps

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import make_tokens
 from gpt2lab.config import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.errors import TornUpdateError
@@ -20,6 +19,7 @@ from gpt2lab.optim import assert_partition, build_optimizers, set_learning_rate
 from gpt2lab.parallel import Strategy
 from gpt2lab.runtime import Runtime
 from gpt2lab.train_step import StepStats, train_step
+from tiny import make_tokens
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=256)
