@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -13,34 +12,31 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from gpt2lab.config import ModelConfig, OptimConfig
+from gpt2lab.config import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
+from gpt2lab.parallel import Strategy
 from gpt2lab.planning.memory import PARTS, largest_micro_batch, predict
+from gpt2lab.runtime import Runtime
 from gpt2lab.train_step import train_step
 
 CPU = torch.device("cpu")
 
 
-class Alone:
-    """What train_step asks of a strategy, on one process."""
-
-    world_size, device = 1, CPU
+class Alone(Strategy):
+    """The trainer's own strategy on one process, which tells a tracker of each forward pass."""
 
     def __init__(self, dtype: str, tracker: MemTracker | None = None) -> None:
-        self.dtype, self.tracker = dtype, tracker
+        runtime = Runtime()
+        runtime.use(SystemConfig(device="cpu"))
+        super().__init__(runtime, compile=False, dtype=dtype)
+        self.tracker = tracker
 
     def autocast(self) -> torch.autocast:
         if self.tracker is not None:
             self.tracker.reset_mod_stats()  # it refuses a second forward pass otherwise
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype == "bf16")
-
-    def grad_sync(self, model: GPT, *, enabled: bool) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        return value
+        return super().autocast()
 
 
 def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:

@@ -325,8 +325,8 @@ def test_any_bytes_are_read_or_refused_as_manifest_and_as_state(data: bytes, two
 
 
 def test_a_checkpoint_of_other_tensors_is_refused_before_anything_is_copied(folder: Path) -> None:
-    from conftest import VOCAB
     from gpt2lab.config import ModelConfig, OptimConfig
+    from tiny import VOCAB
 
     config = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=16, vocab_size=VOCAB)
     import torch
