@@ -29,11 +29,10 @@ def main(argv: list[str]) -> int:
         from gpt2lab.dry_run import print_plan
 
         return print_plan(command)
-    from gpt2lab.pretrain import (
-        pretrain,  # imports torch: seconds that the actions above do not owe
-    )
+    from gpt2lab.planning.run_clock import process_began
+    from gpt2lab.pretrain import pretrain  # torch: seconds that the actions above do not owe
 
-    pretrain(command)
+    pretrain(command, began=process_began())
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -170,3 +172,15 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast() -> None:
     assert clock(None, ago=50, expected=160.0).is_on_track(left) is True
     assert clock(None, ago=50).is_on_track(left) is None
     assert clock(1.0, ago=50).is_on_track(None) is None
+
+
+def test_a_start_counts_from_the_beginning_of_its_process() -> None:
+    code = "import time; from gpt2lab.planning.run_clock import process_began; time.sleep(0.5); "
+    code += "print(time.monotonic() - process_began())"
+    source = str(Path(__file__).resolve().parents[1] / "src")
+    began = time.monotonic()
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": source}
+    )
+    age, around = float(answer.stdout), time.monotonic() - began
+    assert 0.5 < age < around + 0.02  # the system counts in hundredths of a second

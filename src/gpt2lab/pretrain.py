@@ -36,12 +36,14 @@ from gpt2lab.trainer import Trainer
 from gpt2lab.validation import Validation
 
 
-def pretrain(command: Command) -> None:
+def pretrain(command: Command, *, began: float | None = None) -> None:
     """Run the trainer as the command line says; return when the run is complete, or has stopped and saved.
+
+    `began`: reading of the monotonic clock from which this start counts its time; default now.
 
     Raises: GPT2LabError with the exit code of the refusal; the same on every process.
     """
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     signals = Signals()
     show_stacks_on_request()
     if "RANK" in os.environ:

@@ -352,12 +352,13 @@ def plain_flags(job: Job, place: Path, data: Path) -> list[str]:
 
 
 def _flags(job: Job, place: Path, data: Path, *, seconds: float, steps: int) -> list[str]:
-    """Return the flags of a short run: few tokens to evaluate, one checkpoint, at the end."""
+    """Return the flags of a short run: few tokens to evaluate, a few checkpoints, so that a slow disk shows."""
     settings, T = to_flat(job.config), job.config.model.context_length
     flags = [f"--{name}={settings[name]}" for name in _SHAPE]
     flags += [f"--data_dir={data}", f"--checkpoint_dir={place}", "--run_name=probe", "--model=gpt2"]
-    flags += [f"--val_tokens={2 * job.micro_batch * T * job.world}", "--eval_freq=20"]
+    flags += [f"--val_tokens={8 * job.micro_batch * T * job.world}", "--eval_freq=20"]
     flags += ["--sample_freq=0", "--checkpoint_freq=0", "--keep_checkpoints=1", "--warmup_steps=1"]
     flags += [f"--dtype={job.dtype}", f"--compile={'on' if job.compiled else 'off'}"]
+    flags += [f"--checkpoint_minutes={seconds / 60 / 5}"]
     flags += [f"--max_steps={max(steps, 10)}", f"--max_hours={seconds / 3600}"]
     return [*flags, f"--stop_after_steps={steps}"] if steps < 10**6 else flags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,16 @@ from gpt2lab.planning.remaining import spent_seconds
 from gpt2lab.progress import Progress, frequencies
 
 _LINE_EVERY = 60.0  # seconds
+
+
+def process_began() -> float:
+    """Return the reading of the monotonic clock at which this process started; now where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        age = 0.0
+    return time.monotonic() - age
 
 
 class RunClock:
