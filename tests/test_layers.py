@@ -25,8 +25,8 @@ history progress results  data.encode  planning.loss_prediction planning.profile
 data.hellaswag_items data.hellaswag_source
 catalog plan presets schedule  data.hellaswag_tokens data.shards
 flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
-data.adopt data.audit data.merge data.prepare data.windows
-compare overview plots start summary  planning.calibration planning.job planning.machine
+data.adopt data.audit data.merge data.unfinished data.windows
+compare overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
 dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
 planning.estimate
 planning.deadline planning.explain planning.setting

@@ -18,9 +18,10 @@ import pyarrow as pa
 import pytest
 
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, stream_of, write_jsonl
-from gpt2lab.data import encode, prepare, shard_writer
+from gpt2lab.data import encode, shard_writer
 from gpt2lab.data.merge import merge
 from gpt2lab.data.shards import open_data
+from gpt2lab.data.unfinished import Unfinished
 from gpt2lab.errors import DataError
 
 PREPARE = Path(__file__).resolve().parents[1] / "scripts" / "prepare_data.py"
@@ -199,7 +200,7 @@ def test_unfinished_work_of_another_command_line_is_refused_and_kept(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare._Unfinished, "complete", full)
+        patch.setattr(Unfinished, "complete", full)
         with pytest.raises(
             DataError, match=r"No space left on device.*finished shards are kept in .*out\.partial"
         ):
@@ -222,7 +223,7 @@ def test_a_full_disk_before_the_first_shard_leaves_nothing(
 
 
 def test_two_preparations_of_one_folder_do_not_mix(corpus: Path, tmp_path: Path) -> None:
-    held = prepare._Unfinished(tmp_path / "out", {"shard_tokens": 5})
+    held = Unfinished(tmp_path / "out", {"shard_tokens": 5})
     with pytest.raises(DataError, match=r"out\.partial: another process is preparing this folder"):
         run_prepare(corpus, tmp_path / "out")
     held.leave()
