@@ -136,21 +136,20 @@ def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
         process = start(source, tmp_path / "out", *flags)
         family = psutil.Process(process.pid)
         time.sleep(dice.uniform(0.5, 4.0))  # not for readiness: the instant is the experiment
-        if process.poll() is None:
-            workers = [
-                child
-                for child in family.children(recursive=True)
-                if "spawn_main" in " ".join(child.cmdline())
-            ]
-            victim = dice.choice([family, *workers])
-            victim.kill()
-            _, said = process.communicate(timeout=60)
-            interrupted += 1
-            if victim is not family:
-                assert process.returncode == 2
-                assert "a tokenising process died" in said.splitlines()[-1]
-            _, alive = psutil.wait_procs(workers, timeout=20)
-            assert not alive, "a worker outlived its parent"
+        if process.poll() is not None:
+            assert exit_code(process) == 0
+            continue
+        children = family.children(recursive=True)
+        workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        victim = dice.choice([family, *workers])
+        victim.kill()
+        _, said = process.communicate(timeout=60)
+        interrupted += 1
+        if victim is not family:
+            assert process.returncode == 2
+            assert "a tokenising process died" in said.splitlines()[-1]
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive, "a worker outlived its parent"
         assert interrupted < 60
     assert interrupted >= 3
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
