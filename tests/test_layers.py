@@ -21,12 +21,12 @@ def _rows(table: str) -> list[list[str]]:
 QUICK_ROWS = _rows("""
 gpt2lab bench data planning  errors faults fmt heartbeat interval paths spikes stop  planning.contention
 config deadline door hardware manifest state  data.order data.pieces data.sources data.tokenizer
-history progress results  data.encode  planning.loss_prediction planning.profiles
+history hf_config progress results  data.encode  planning.loss_prediction planning.profiles
 data.hellaswag_items data.hellaswag_source
 catalog plan presets schedule  data.hellaswag_tokens data.shards
 flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
 data.adopt data.audit data.merge data.unfinished data.windows
-compare overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
+compare model_card overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
 dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
 planning.estimate
 planning.deadline planning.explain planning.setting
@@ -41,8 +41,8 @@ loss rng
 model optim runtime telemetry
 exact_reduce
 checkpoint hf parallel run_folder sample stragglers  data.loader
-control drift facts hellaswag receipt rewind saver train_step validation
-evaluate health measurements parts step_log  bench.data bench.hellaswag
+control drift facts hellaswag receipt rewind saver train_step validation weights
+evaluate export health measurements parts step_log  bench.data bench.hellaswag
 trainer
 pretrain
 """)
