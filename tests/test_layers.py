@@ -25,7 +25,7 @@ history hf_config progress results  data.encode  planning.loss_prediction planni
 data.hellaswag_items data.hellaswag_source
 catalog plan presets schedule  data.hellaswag_tokens data.shards
 flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
-data.adopt data.audit data.merge data.unfinished data.windows
+data.adopt data.audit data.merge data.unfinished data.windows  init_from
 compare model_card overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
 dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
 planning.estimate
@@ -56,7 +56,10 @@ INSTANT = [
     "results",
     *("data.tokenizer", "data.shards", "data.order"),
 ]
-MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {"numpy", "tyro", "tiktoken", "tiktoken_ext"}
+MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {
+    *("numpy", "tyro", "tiktoken", "tiktoken_ext"),
+    "huggingface_hub",  # within target.py's download: for --init_from hf:NAME alone
+}
 
 
 def module_name(path: Path) -> str:

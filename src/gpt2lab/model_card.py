@@ -87,7 +87,10 @@ def write_card(
 
 def _trained_on(manifest: dict[str, Any]) -> dict[str, str]:
     config = override(Config(), manifest["config"])
-    return {
+    rows = {}
+    if manifest.get("initial_weights"):
+        rows["initial weights"] = f"`{manifest['initial_weights']['init_from']}`"
+    return rows | {
         "training data": f"`{config.data.data_dir.name}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
         "training tokens": f"{manifest['tokens']:,} in {manifest['step']:,} steps of "
         f"{config.batch.total_batch_size:,}, max_lr {config.optim.max_lr:g}, {config.system.dtype}",

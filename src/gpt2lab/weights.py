@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from gpt2lab.checkpoint import load_model
 from gpt2lab.hf import load_hf
 from gpt2lab.model import GPT, empty_model
+from gpt2lab.runtime import Runtime
 from gpt2lab.target import Target
 
 
@@ -18,3 +21,22 @@ def load_weights(target: Target) -> GPT:
     model = empty_model(target.model_config())
     load_model(target.folder, model)
     return model
+
+
+def load_initial(target: Target, model: GPT, runtime: Runtime) -> None:
+    """Give a fresh model the weights of a target, on every process; only the first needs the files.
+
+    Where the model's context is shorter, it gets the first positions.
+
+    Raises: CheckpointError on all processes.
+    """
+
+    def read() -> None:
+        tensors = dict(load_weights(target).named_parameters())
+        for name, parameter in model.named_parameters():
+            tensor = tensors[name]
+            parameter.copy_(tensor[: len(parameter)] if name == "wpe.weight" else tensor)
+
+    with torch.no_grad():
+        runtime.decided_by_first(read)
+        runtime.share(list(model.parameters()))
