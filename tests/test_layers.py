@@ -42,7 +42,7 @@ model optim runtime telemetry
 exact_reduce
 checkpoint hf parallel run_folder sample stragglers  data.loader
 control drift facts hellaswag receipt rewind saver train_step validation weights
-evaluate export health measurements parts step_log  bench.data bench.hellaswag
+completion evaluate export health measurements parts step_log  bench.data bench.hellaswag bench.sample
 trainer
 pretrain
 """)

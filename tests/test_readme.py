@@ -40,6 +40,7 @@ COMMANDS: dict[str, str | None] = {
     "python scripts/plot.py gpt2-124m": "",
     "python scripts/evaluate.py gpt2-124m": "--device=cpu",
     "python scripts/compare.py run_a run_b": None,  # tests/test_evaluate.py
+    'python scripts/sample.py gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",
     "python scripts/export_hf.py gpt2-124m --out exports/gpt2-124m": "",
     "python scripts/prepare_data.py my_texts/": "",
     "python src/train.py --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
