@@ -95,8 +95,10 @@ def _converse(completer: "Completer") -> None:
     number = 0
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        prompt = sys.stdin.readline().rstrip("\n")
+        line = sys.stdin.readline()
+        prompt = line.rstrip("\n")
         if not prompt:
+            print(end="" if line else "\n", file=sys.stderr)  # Ctrl+D leaves the cursor where it was
             return
         try:
             ids = completer.encode(prompt)

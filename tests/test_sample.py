@@ -163,7 +163,6 @@ def test_the_benchmark_times_both_ways() -> None:
     )
     assert len(found["ratios"]) == 2
     assert describe(found).startswith("gpt2-nano, 64 tokens: ")
-    assert found["cached_tokens_per_second"] > found["rerun_tokens_per_second"]
 
 
 # -- the door ----------------------------------------------------------------------------------------------------
