@@ -98,7 +98,9 @@ def _converse(completer: "Completer") -> None:
         line = sys.stdin.readline()
         prompt = line.rstrip("\n")
         if not prompt:
-            print(end="" if line else "\n", file=sys.stderr)  # Ctrl+D leaves the cursor where it was
+            print(
+                end="" if line else "\n", file=sys.stderr
+            )  # Ctrl+D leaves the cursor where it was
             return
         try:
             ids = completer.encode(prompt)

@@ -41,7 +41,7 @@ loss rng
 model optim runtime telemetry
 exact_reduce
 checkpoint hf parallel run_folder sample stragglers  data.loader
-control drift facts hellaswag receipt rewind saver train_step validation weights
+control drift facts hellaswag rebuild receipt rewind saver train_step validation weights
 completion evaluate export health measurements parts step_log  bench.data bench.hellaswag bench.sample
 trainer
 pretrain

@@ -126,8 +126,13 @@ def test_make_targets_name_real_programs() -> None:
         "gpu-info",
         "memory-check",
         "tensorboard",
+        "eval",
+        "sample",
+        "export",
+        "plot",
+        "status",
     ):
-        shown = make(target, "VENV=/nowhere", "GPUS=1").stdout
+        shown = make(target, "VENV=/nowhere", "GPUS=1", "RUN=x").stdout
         for program in re.findall(r"(?:src|scripts)/\w+\.py", shown):
             assert (REPOSITORY / program).is_file()
         assert "/nowhere/bin/" in shown.splitlines()[-1]
@@ -136,6 +141,7 @@ def test_make_targets_name_real_programs() -> None:
         "--nproc_per_node=4 src/train.py --model gpt2-mini --run_name x --mini_batch_size 8"
         in shown
     )
+    assert "which run? RUN=name" in make("export", "VENV=/nowhere").stderr
     wrong = make("train", "GPU=4")
     assert wrong.returncode != 0
     assert "GPU" in wrong.stderr
