@@ -21,10 +21,11 @@ MANY  := $(filter-out 0 1,$(GPUS))
 START := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY)) src/train.py
 # The quickstart's 16 sequences a step are shared evenly by powers of two.
 EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0) && echo $(n))))
+NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart data train resume list dry-run estimate gpu-info memory-check tensorboard test test-slow test-faults faults lint clean
+.PHONY: help install quickstart data train resume list status dry-run estimate gpu-info memory-check eval sample export plot tensorboard test test-slow test-faults faults lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,6 +72,21 @@ gpu-info: install  ## show GPUs, processor, free memory
 
 memory-check: install  ## compare the predicted peak memory with what is free
 	@$(PY) scripts/memory_check.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+status: install  ## all runs at a glance; ARGS="--watch 5" keeps it on the screen
+	@$(PY) scripts/status.py $(ARGS)
+
+eval: install  ## evaluate RUN=name, as in training; ARGS="--hellaswag" too
+	@$(PY) scripts/evaluate.py $(NAMED) $(ARGS)
+
+sample: install  ## continue prompts with RUN=name, line by line, or ARGS='--prompt "Once"'
+	@$(PY) scripts/sample.py $(NAMED) $(or $(ARGS),--interactive)
+
+export: $(VENV)/.installed-dev  ## write RUN=name as a Hugging Face folder exports/name
+	@$(PY) scripts/export_hf.py $(NAMED) --out exports/$(notdir $(RUN)) $(ARGS)
+
+plot: $(VENV)/.installed-dev  ## draw the curves of RUN=name
+	@$(PY) scripts/plot.py $(NAMED) $(ARGS)
 
 tensorboard: install  ## look at the runs in a browser: PORT=6006, this machine only
 	$(VENV)/bin/tensorboard --logdir checkpoints --host localhost --port $(PORT)

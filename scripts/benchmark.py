@@ -2,10 +2,12 @@
 
 python scripts/benchmark.py data
 python scripts/benchmark.py hellaswag --hellaswag_path hellaswag_val.jsonl
+python scripts/benchmark.py sample
 """
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,9 +43,22 @@ class Data:
     json: Path | None = option(None, "also write the numbers to this file")
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Draw a text with the cache, and by running all of it again for every token, in turns."""
+
+    model: ModelName = option("gpt2", "shape of the model, with random weights")
+    tokens: int = option(512, "length of the text")
+    rounds: int = option(3, "times that each is measured")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision of both")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
 Command = (
     Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
 )
 
 
@@ -52,7 +67,12 @@ def main(argv: list[str]) -> int:
     flags = run_tyro(Command, argv, about="Measure this machine, side by side with other ways.")
     if flags.json and not flags.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {flags.json}: no such folder")
-    numbers, text = _measure_data(flags) if isinstance(flags, Data) else _measure_hellaswag(flags)
+    measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {
+        Data: _measure_data,
+        HellaSwag: _measure_hellaswag,
+        Sample: _measure_sample,
+    }
+    numbers, text = measures[type(flags)](flags)
     print(text)
     if flags.json:
         flags.json.write_text(json.dumps(numbers, indent=1) + "\n")
@@ -88,6 +108,21 @@ def _measure_hellaswag(flags: HellaSwag) -> tuple[dict[str, Any], str]:
         dtype=flags.dtype,
     )
     return result, hellaswag.describe(result)
+
+
+def _measure_sample(flags: Sample) -> tuple[dict[str, Any], str]:
+    from gpt2lab.bench import sample
+
+    if flags.tokens < 32 or flags.rounds < 1:
+        raise ConfigError("--tokens must be at least 32 and --rounds at least 1")
+    result = sample.compare_with_rerun(
+        model_name=flags.model,
+        tokens=flags.tokens,
+        rounds=flags.rounds,
+        device=flags.device,
+        dtype=flags.dtype,
+    )
+    return result, sample.describe(result)
 
 
 if __name__ == "__main__":

@@ -126,9 +126,10 @@ def test_the_defaults_of_the_contract_hold() -> None:
     assert (flat["model"], flat["context_length"], flat["shuffle"]) == ("gpt2", 1024, "shards")
 
 
-def test_only_the_architecture_is_fixed() -> None:
+def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
     fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
-    assert fixed_names == {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
+    shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
+    assert fixed_names == shape | {"init_from"}
 
 
 def test_what_only_observes_or_places_a_run_is_free() -> None:

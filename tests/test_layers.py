@@ -21,12 +21,12 @@ def _rows(table: str) -> list[list[str]]:
 QUICK_ROWS = _rows("""
 gpt2lab bench data planning  errors faults fmt heartbeat interval paths spikes stop  planning.contention
 config deadline door hardware manifest state  data.order data.pieces data.sources data.tokenizer
-history progress results  data.encode  planning.loss_prediction planning.profiles
+history hf_config progress results  data.encode  planning.loss_prediction planning.profiles
 data.hellaswag_items data.hellaswag_source
 catalog plan presets schedule  data.hellaswag_tokens data.shards
 flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
-data.adopt data.audit data.merge data.unfinished data.windows
-compare overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
+data.adopt data.audit data.merge data.unfinished data.windows  init_from
+compare model_card overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
 dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
 planning.estimate
 planning.deadline planning.explain planning.setting
@@ -41,8 +41,8 @@ loss rng
 model optim runtime telemetry
 exact_reduce
 checkpoint hf parallel run_folder sample stragglers  data.loader
-control drift facts hellaswag receipt rewind saver train_step validation
-evaluate health measurements parts step_log  bench.data bench.hellaswag
+control drift facts hellaswag rebuild receipt rewind saver train_step validation weights
+completion evaluate export health measurements parts step_log  bench.data bench.hellaswag bench.sample
 trainer
 pretrain
 """)
@@ -56,7 +56,10 @@ INSTANT = [
     "results",
     *("data.tokenizer", "data.shards", "data.order"),
 ]
-MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {"numpy", "tyro", "tiktoken", "tiktoken_ext"}
+MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {
+    *("numpy", "tyro", "tiktoken", "tiktoken_ext"),
+    "huggingface_hub",  # within target.py's download: for --init_from hf:NAME alone
+}
 
 
 def module_name(path: Path) -> str:

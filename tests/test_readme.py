@@ -40,6 +40,8 @@ COMMANDS: dict[str, str | None] = {
     "python scripts/plot.py gpt2-124m": "",
     "python scripts/evaluate.py gpt2-124m": "--device=cpu",
     "python scripts/compare.py run_a run_b": None,  # tests/test_evaluate.py
+    'python scripts/sample.py gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",
+    "python scripts/export_hf.py gpt2-124m --out exports/gpt2-124m": "",
     "python scripts/prepare_data.py my_texts/": "",
     "python src/train.py --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
     "python src/train.py --help": "",
@@ -124,8 +126,13 @@ def test_make_targets_name_real_programs() -> None:
         "gpu-info",
         "memory-check",
         "tensorboard",
+        "eval",
+        "sample",
+        "export",
+        "plot",
+        "status",
     ):
-        shown = make(target, "VENV=/nowhere", "GPUS=1").stdout
+        shown = make(target, "VENV=/nowhere", "GPUS=1", "RUN=x").stdout
         for program in re.findall(r"(?:src|scripts)/\w+\.py", shown):
             assert (REPOSITORY / program).is_file()
         assert "/nowhere/bin/" in shown.splitlines()[-1]
@@ -134,6 +141,7 @@ def test_make_targets_name_real_programs() -> None:
         "--nproc_per_node=4 src/train.py --model gpt2-mini --run_name x --mini_batch_size 8"
         in shown
     )
+    assert "which run? RUN=name" in make("export", "VENV=/nowhere").stderr
     wrong = make("train", "GPU=4")
     assert wrong.returncode != 0
     assert "GPU" in wrong.stderr

@@ -629,22 +629,24 @@ def test_sampling_draws_from_its_own_generator_alone(padded_model) -> None:
 
 def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, monkeypatch) -> None:
     lengths = []
-    hidden = padded_model.hidden
+    extend = padded_model.extend
 
-    def watched(tokens: torch.Tensor) -> torch.Tensor:
+    def watched(tokens: torch.Tensor, caches: list) -> torch.Tensor:
         lengths.append(tokens.size(1))
-        return hidden(tokens)
+        return extend(tokens, caches)
 
     def certain(hidden: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(*hidden.shape[:-1], 50304)
         logits[..., 50256 if len(lengths) > 9 else 17] = 1e4
         return logits
 
-    monkeypatch.setattr(padded_model, "hidden", watched)
+    monkeypatch.setattr(padded_model, "extend", watched)
     monkeypatch.setattr(padded_model, "head", certain)
     ids = generate(padded_model, [1, 2], max_new_tokens=40, generator=seeded())
     assert ids == [1, 2] + [17] * 9
-    assert lengths == [2, 3, 4, 5, 6, 6, 6, 6, 6, 6]
+    assert lengths == [2, 1, 1, 1, 1, 3, 1, 1, 1, 3], (
+        "one new id a step; full, it keeps the newer half"
+    )
 
 
 # -- a disk that is full -----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def guarded(default: T, help: str) -> T:
 
 
 def fixed(default: T, help: str) -> T:
-    """Declare a setting that shapes the weights: it can never change on resume."""
+    """Declare a setting that shapes the weights, or their beginning: it can never change on resume."""
     return _option(default, help, "fixed")
 
 
@@ -60,6 +60,17 @@ class ModelConfig:
     )
     dropout: float = guarded(
         0.0, "dropout probability in embedding, attention and residual branches"
+    )
+
+
+@dataclass(frozen=True)
+class InitConfig:
+    """Which weights a fresh run begins with."""
+
+    init_from: str | None = fixed(
+        None,
+        "weights to begin with, and their architecture: a run, a checkpoint, a Hugging Face folder, or hf:NAME; "
+        "default random ones. Optimizer, step and data begin afresh",
     )
 
 
@@ -200,6 +211,7 @@ class Config:
     """Everything that makes a run what it is."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    init: InitConfig = field(default_factory=InitConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

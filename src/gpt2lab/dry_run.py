@@ -44,6 +44,8 @@ def print_plan(command: Command) -> int:
     print(f"{'run':<14} {paths.for_people(start.run_dir)}")
     print(f"{'data':<14} {start.describe_data()}")
     print(describe(plan, start.config))
+    if start.initial:
+        print(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
     if start.checkpoint:
         print(
             f"{'resumes from':<14} step {start.checkpoint.step} ({plan.max_steps - start.checkpoint.step} to go)"

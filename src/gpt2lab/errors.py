@@ -59,3 +59,9 @@ class PeerError(GPT2LabError):
 
 class TornUpdateError(Exception):
     """An error within the optimizer: some weights moved and others did not, so nothing of them may be saved."""
+
+
+class CheckError(GPT2LabError):
+    """Something was computed and compared, and does not hold."""
+
+    exit_code = 1

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import paths
-from gpt2lab.checkpoint import load_model
 from gpt2lab.config import Config, ModelConfig, SystemConfig, override
 from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.hellaswag_tokens import load_questions
@@ -18,13 +17,12 @@ from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError
 from gpt2lab.hellaswag import HellaSwag, summarize
-from gpt2lab.hf import load_hf
-from gpt2lab.model import GPT, empty_model
 from gpt2lab.parallel import Strategy
 from gpt2lab.results import Results, write_results
 from gpt2lab.runtime import Runtime, native_bf16, resolve_dtype
 from gpt2lab.target import Target, find_target
 from gpt2lab.validation import Validation
+from gpt2lab.weights import load_weights
 
 _HELLASWAG_KEYS = ("acc", "acc_norm", "acc_token_norm")
 
@@ -68,7 +66,7 @@ def evaluate(wanted: Wanted) -> Report | None:
             raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag, or both")
         val = saved.data.data_dir
     system = _system(wanted, saved, runtime)
-    model = runtime.everywhere(lambda: _load(target, saved)).to(runtime.device)
+    model = runtime.everywhere(lambda: load_weights(target)).to(runtime.device)
     strategy = Strategy(runtime, compile=False, dtype=system.dtype)
     step = target.checkpoint.step if target.checkpoint else None
     numbers: dict[str, Any] = {
@@ -120,14 +118,6 @@ def _system(wanted: Wanted, saved: Config | None, runtime: Runtime) -> SystemCon
         able = saved.system.dtype == "fp32" or native_bf16(runtime.device)
         dtype = saved.system.dtype if able else "fp32"
     return SystemConfig(device=wanted.device, dtype=resolve_dtype(dtype, runtime.device))
-
-
-def _load(target: Target, saved: Config | None) -> GPT:
-    if saved is None:
-        return load_hf(target.folder)
-    model = empty_model(saved.model)
-    load_model(target.folder, model)
-    return model
 
 
 def _validation(

@@ -33,5 +33,13 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "data_fingerprint": start.data.fingerprint,
         "environment": environment,
         "on_gpu": on_gpu,
+        "initial_weights": _initial_weights(start),
         "provenance": provenance() if runtime.rank == 0 else {},
     }
+
+
+def _initial_weights(start: Start) -> dict[str, Any] | None:
+    """Return the record of what the run began with, if not with random weights; a resume passes it on."""
+    if start.initial is not None:
+        return start.initial.record()
+    return start.checkpoint.manifest.get("initial_weights") if start.checkpoint else None

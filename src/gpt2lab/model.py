@@ -17,6 +17,23 @@ from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.loss import cross_entropy_sum
 
 
+class Cache:
+    """One block's keys and values of all positions so far, for text that grows at its end."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add those of the next T positions, (B, H, T, D) each, and return those of all."""
+        if self.length == 0:
+            B, H, _, D = k.shape
+            self.k, self.v = (x.new_empty(B, H, self.capacity, D) for x in (k, v))
+        end = self.length + k.size(2)
+        self.k[:, :, self.length : end], self.v[:, :, self.length : end] = k, v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -26,13 +43,20 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Map (B, T, C) to (B, T, C); position t sees positions up to t, or where `mask` (B, T, T) is true."""
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: Cache | None = None
+    ) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C); position t sees positions up to t, or where `mask` (B, T, T) is true.
+
+        With a cache there are S positions in all, T of them new; the mask is then (B, T, S).
+        """
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # each (B, T, C)
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        if cache is not None:
+            k, v = cache.append(k, v)  # (B, H, S, D)
         dropout = self.dropout if self.training else 0.0
         allowed = None if mask is None else mask[:, None]  # (B, 1, T, T), the same for all heads
         y = F.scaled_dot_product_attention(
@@ -67,9 +91,11 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: Cache | None = None
+    ) -> torch.Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), mask)
+        x = x + self.attn(self.ln_1(x), mask, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -89,6 +115,7 @@ class GPT(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
+        caches: list[Cache] | None = None,
     ) -> torch.Tensor:
         """Map ids (B, T) to the last normalised hidden states (B, T, C).
 
@@ -99,9 +126,26 @@ class GPT(nn.Module):
             positions = torch.arange(tokens.size(1), device=tokens.device)  # (T,)
         x = self.wte(tokens) + self.wpe(positions)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
-        for block in self.blocks:
-            x = block(x, mask)
+        for index, block in enumerate(self.blocks):
+            x = block(x, mask, caches[index] if caches else None)
         return self.ln_f(x)
+
+    def extend(self, tokens: torch.Tensor, caches: list[Cache]) -> torch.Tensor:
+        """Map ids (B, T) that follow those in the caches to hidden states (B, T, C), and add them to the caches.
+
+        The same numbers as `hidden` gives for the whole text, up to rounding. `caches` come from `new_caches`.
+        """
+        begin, T = caches[0].length, tokens.size(1)
+        positions = torch.arange(begin, begin + T, device=tokens.device)  # (T,)
+        mask = None
+        if begin > 0:  # the new see all before them, and among themselves those up to each
+            seen = torch.arange(begin + T, device=tokens.device)  # (S,)
+            mask = (positions[:, None] >= seen)[None]  # (1, T, S)
+        return self.hidden(tokens, positions, mask, caches)
+
+    def new_caches(self) -> list[Cache]:
+        """Return an empty cache for each block."""
+        return [Cache(self.config.context_length) for _ in self.blocks]
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map ids (B, T) to scores of the next id (B, T, V)."""

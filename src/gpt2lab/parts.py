@@ -19,6 +19,7 @@ from gpt2lab.receipt import Receipt, check_resume, load_state
 from gpt2lab.runtime import Runtime
 from gpt2lab.start import Start
 from gpt2lab.state import TrainState
+from gpt2lab.weights import load_initial
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,26 @@ class Parts:
     receipt: Receipt | None  # of a resume
 
 
-def build_and_load(start: Start, runtime: Runtime) -> Parts:
-    """Build the parts, and on a resume load the checkpoint into them and prove that it is the run's.
+def build_first(start: Start, runtime: Runtime) -> GPT:
+    """Build the model with its first weights, before the run has a folder: their source may turn out to be damaged.
+
+    Raises: CheckpointError on all processes.
+    """
+    config = start.config
+    model = build_model(config.model, seed=config.data.seed, device=runtime.device)
+    if start.initial is not None:
+        load_initial(start.initial.target, model, runtime)
+    return model
+
+
+def build_and_load(start: Start, runtime: Runtime, model: GPT) -> Parts:
+    """Build the parts around the model, and on a resume load the checkpoint into them and prove that it is the run's.
 
     Raises: CheckpointError, DataError; nothing was written then.
     """
     config, device = start.config, runtime.device
     facts = facts_of(start, runtime)
     rng.seed_everything(config.data.seed)
-    model = build_model(config.model, seed=config.data.seed, device=device)
     optimizers = build_optimizers(model, config.optim, device=device)
     orders = {
         split: Order(

@@ -20,8 +20,9 @@ from gpt2lab.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.manifest import folder_name
 from gpt2lab.measurements import Measurements
+from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy, resolve_compile
-from gpt2lab.parts import Parts, build_and_load
+from gpt2lab.parts import Parts, build_and_load, build_first
 from gpt2lab.plan import describe
 from gpt2lab.planning import auto, scoring
 from gpt2lab.planning.contention import Watch
@@ -68,8 +69,9 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
         else:
             start = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
             _refuse_mixed_hardware(start, runtime)
+            model = build_first(start, runtime)
             folder = _open_folder(start, runtime)
-            _run(start, runtime, signals, folder, began)
+            _run(start, runtime, signals, folder, model, began)
     finally:
         signals.close()
         if folder:
@@ -116,9 +118,16 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 
 def _run(
-    start: Start, runtime: Runtime, signals: Signals, folder: RunFolder | None, began: float
+    start: Start,
+    runtime: Runtime,
+    signals: Signals,
+    folder: RunFolder | None,
+    model: GPT,
+    began: float,
 ) -> None:
-    parts = build_and_load(start, runtime)  # a resume that is refused here has written nothing
+    parts = build_and_load(
+        start, runtime, model
+    )  # a resume that is refused here has written nothing
     telemetry = Telemetry(
         start.run_dir if folder else None,
         attempt=start.attempt,
@@ -308,6 +317,9 @@ def _say_what_begins(start: Start, facts: dict[str, Any], telemetry: Telemetry) 
     )
     telemetry.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
     telemetry.say(f"data           {start.describe_data()}")
+    if start.initial is not None:
+        source = paths.for_people(start.initial.target.folder)
+        telemetry.say(f"begins with    {source}, sha256 {start.initial.sha256[:12]}")
     telemetry.say(describe(start.plan, start.config))
     telemetry.say(
         "runs on        " + ", ".join(f"{name} {value}" for name, value in environment.items())

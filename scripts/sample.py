@@ -1,0 +1,119 @@
+"""Continue prompts with a run's newest checkpoint, one checkpoint, or a Hugging Face GPT-2.
+
+python scripts/sample.py gpt2-124m --prompt "Once upon a time" --num_samples 3
+python scripts/sample.py gpt2-124m --interactive
+python scripts/sample.py hf:gpt2 --batch prompts.txt --out texts.jsonl --temperature 0
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from tyro.conf import Positional
+
+import _bootstrap  # noqa: F401
+from gpt2lab.door import run
+from gpt2lab.errors import ConfigError
+from gpt2lab.flags import option, run_tyro
+
+if TYPE_CHECKING:
+    from gpt2lab.completion import Completer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Continue prompts with a run, a checkpoint, or a Hugging Face GPT-2."""
+
+    target: Positional[str] = field(
+        metadata={"help": "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2"}
+    )
+    prompt: str | None = option(None, "text to continue; '' = begin with nothing")
+    interactive: bool = option(False, "read prompts from the terminal, until an empty line")
+    batch: Path | None = option(None, "file of prompts, one a line")
+    out: Path | None = option(None, "with --batch: file to write, one JSON object a text")
+    num_samples: int = option(1, "texts for each prompt")
+    max_new_tokens: int = option(100, "most tokens of a text, without its prompt")
+    temperature: float = option(1.0, "0 = always the likeliest token")
+    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all")
+    top_p: float = option(1.0, "of these, from the fewest that have this probability together")
+    seed: int = option(1337, "same seed, same text")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+
+def main(argv: list[str]) -> int:
+    """Load the model and continue what is asked for."""
+    flags = run_tyro(Sample, argv)
+    from gpt2lab import paths
+
+    _refuse(flags)
+    from gpt2lab.completion import Completer, Style, complete_file  # torch
+
+    def typed(path: Path) -> Path:
+        return paths.from_working_directory(path)
+
+    runs = flags.checkpoint_dir
+    completer = Completer(
+        flags.target,
+        checkpoint_dir=typed(runs) if runs else paths.from_repository(Path("checkpoints")),
+        device=flags.device,
+        dtype=flags.dtype,
+        style=Style(**{name: getattr(flags, name) for name in Style.__dataclass_fields__}),
+    )
+    for warning in completer.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if flags.batch is not None:
+        complete_file(completer, typed(flags.batch), typed(flags.out))
+    elif flags.interactive:
+        _converse(completer)
+    else:
+        for found in completer.complete(completer.encode(flags.prompt)):
+            print(f"{flags.prompt}{found.text}", end="\n" if flags.num_samples == 1 else "\n---\n")
+    print(completer.describe_speed(), file=sys.stderr)
+    return 0
+
+
+def _refuse(flags: Sample) -> None:
+    ways = [flags.prompt is not None, flags.interactive, flags.batch is not None]
+    if sum(ways) != 1:
+        raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
+    if (flags.batch is None) != (flags.out is None):
+        raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
+    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
+        if getattr(flags, name) < least:
+            raise ConfigError(f"{name} {getattr(flags, name)} must be at least {least}")
+    if not 0 <= flags.temperature < float("inf"):
+        raise ConfigError(f"temperature {flags.temperature} must be 0 or above")
+    if not 0 < flags.top_p <= 1:
+        raise ConfigError(f"top_p {flags.top_p} must be above 0 and at most 1")
+
+
+def _converse(completer: "Completer") -> None:
+    """Continue each line that is typed, showing the text as it comes."""
+    number = 0
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        prompt = line.rstrip("\n")
+        if not prompt:
+            print(
+                end="" if line else "\n", file=sys.stderr
+            )  # Ctrl+D leaves the cursor where it was
+            return
+        try:
+            ids = completer.encode(prompt)
+        except ConfigError as refusal:
+            print(f"error: {refusal}", file=sys.stderr)
+            continue
+        for place in range(completer.style.num_samples):
+            print(prompt, end="", flush=True)
+            for piece in completer.stream(ids, number=number, place=place):
+                print(piece, end="", flush=True)
+            print()
+        number += 1
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
