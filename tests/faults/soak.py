@@ -26,7 +26,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src"), str(Path(__fil
 
 from harness import FaultRun  # noqa: E402
 
-import launch  # noqa: E402
 from gpt2lab import catalog, fmt  # noqa: E402
 
 FLAGS = (
@@ -52,6 +51,7 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)  # steps to take again, by what befell
     wrong: list[str] = field(default_factory=list)
+    spoilt: int | None = None  # step that we damaged, until a start sets it aside
 
     def live(self) -> None:
         """Start the run, let something happen to it, and see what is left."""
@@ -123,7 +123,9 @@ class Soak:
             self.counts[f"of them with {begin['world_size']} processes"] += 1
             if begin["step"] != before:
                 self.wrong.append(f"{fate}: went on from {begin['step']}, {before} was intact")
-        saved = self.run.saved()
+        if begins:
+            self.spoilt = None
+        saved = [step for step in self.run.saved() if step != self.spoilt]
         if fate in STOPS:
             unsaved = disk_fills and self.run.status()["exit_code"] == 75
             if not unsaved and (not saved or saved[-1] != self.steps_done()):
@@ -136,7 +138,7 @@ class Soak:
     def damage_newest(self) -> None:
         """Spoil a file of the newest checkpoint; the one before must serve."""
         steps = self.run.saved()
-        if len(steps) < 2:
+        if len(steps) < 2 or self.spoilt is not None:
             return
         what, before = self.dice.choice(DAMAGE), self.newest_intact()
         folder = self.run.path / f"step_{steps[-1]:08d}"
@@ -149,7 +151,7 @@ class Soak:
         else:
             data[self.dice.randrange(len(data))] ^= 1 << self.dice.randrange(8)
             path.write_bytes(data)
-        after = self.newest_intact()
+        self.spoilt, after = steps[-1], self.newest_intact()
         if after != steps[-2]:
             self.wrong.append(f"{what} in {path.name}: newest intact is {after}, not {steps[-2]}")
         name = f"newest checkpoint damaged: {what}"
