@@ -24,7 +24,7 @@ config deadline door hardware manifest state  data.order data.pieces data.source
 history progress results  data.encode  planning.loss_prediction planning.profiles
 data.hellaswag_items data.hellaswag_source
 catalog plan presets schedule  data.hellaswag_tokens data.shards
-flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
+disk flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
 data.adopt data.audit data.merge data.prepare data.windows
 compare overview plots start summary  planning.calibration planning.job planning.machine
 dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules

@@ -236,6 +236,7 @@ def _assemble(
             telemetry,
             parts.facts,
             signals,
+            resumed_from=start.checkpoint.step if start.checkpoint else None,
         ),
         control=control,
         heartbeat=heartbeat,
