@@ -29,9 +29,12 @@ def main(argv: list[str]) -> int:
         from gpt2lab.dry_run import print_plan
 
         return print_plan(command)
-    from gpt2lab.pretrain import (
-        pretrain,  # imports torch: seconds that the actions above do not owe
-    )
+    # From here on torch is imported: seconds that the actions above do not owe.
+    if command.verbs.preflight:
+        from gpt2lab.preflight import preflight
+
+        return preflight(command)
+    from gpt2lab.pretrain import pretrain
 
     pretrain(command)
     return 0

@@ -70,7 +70,13 @@ class Verbs:
         "with --list_checkpoints: read every byte and compare its hash; exit code 1 if one is damaged",
     )
     dry_run: bool = option(False, "print what the run would do and need, and exit")
-    json: bool = option(False, "with --list_checkpoints or --dry_run: one JSON object on stdout")
+    preflight: bool = option(
+        False,
+        "try disk, memory, data, one small step and the network for up to a minute, say GO or NO-GO, and exit",
+    )
+    json: bool = option(
+        False, "with --list_checkpoints, --dry_run or --preflight: one JSON object on stdout"
+    )
     allow_change: str | None = option(
         None, "comma-separated settings a resume may change; `data` for other data"
     )
@@ -148,6 +154,10 @@ def parse(argv: list[str]) -> Command:
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
     _refuse_idle_verbs(flags.verbs)
+    if flags.verbs.preflight and (finds_mini_batch or flags.verbs.fit_schedule):
+        raise ConfigError(
+            "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
+        )
     return Command(
         argv=tuple(argv),
         verbs=flags.verbs,
@@ -184,8 +194,11 @@ def _without(argv: list[str], names: tuple[str, ...]) -> list[str]:
 
 def _refuse_idle_verbs(verbs: Verbs) -> None:
     """Refuse a verb that would be ignored: whoever typed it expected something."""
-    if verbs.json and not (verbs.list_checkpoints or verbs.dry_run):
-        raise ConfigError("--json goes with --list_checkpoints or --dry_run")
+    asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight]
+    if verbs.json and not any(asks):
+        raise ConfigError("--json goes with --list_checkpoints, --dry_run or --preflight")
+    if sum(asks) > 1:
+        raise ConfigError("give one of --list_checkpoints, --dry_run and --preflight")
     if verbs.fit_schedule and verbs.resume is not None:
         raise ConfigError(
             "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
