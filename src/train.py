@@ -34,6 +34,10 @@ def main(argv: list[str]) -> int:
         from gpt2lab.preflight import preflight
 
         return preflight(command)
+    if command.verbs.import_checkpoint is not None:
+        from gpt2lab.importing import import_checkpoint
+
+        return import_checkpoint(command, command.verbs.import_checkpoint)
     from gpt2lab.pretrain import pretrain
 
     pretrain(command)

@@ -42,9 +42,9 @@ model optim runtime telemetry
 exact_reduce
 checkpoint hf parallel run_folder sample stragglers  data.loader
 control drift facts hellaswag receipt rewind saver train_step validation
-evaluate health measurements parts step_log  bench.data bench.hellaswag
+evaluate foreign health measurements parts step_log  bench.data bench.hellaswag
 trainer trials
-preflight pretrain
+importing preflight pretrain
 """)
 ROWS = QUICK_ROWS + TORCH_ROWS
 ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}

@@ -77,6 +77,13 @@ class Verbs:
     json: bool = option(
         False, "with --list_checkpoints, --dry_run or --preflight: one JSON object on stdout"
     )
+    import_checkpoint: Path | None = option(
+        None,
+        "a .pt of nanoGPT or of the program that this one replaces: make it the first checkpoint of a run, and exit",
+    )
+    trust: bool = option(
+        False, "with --import_checkpoint: read a file whose settings are pickled objects"
+    )
     allow_change: str | None = option(
         None, "comma-separated settings a resume may change; `data` for other data"
     )
@@ -194,11 +201,18 @@ def _without(argv: list[str], names: tuple[str, ...]) -> list[str]:
 
 def _refuse_idle_verbs(verbs: Verbs) -> None:
     """Refuse a verb that would be ignored: whoever typed it expected something."""
-    asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight]
-    if verbs.json and not any(asks):
+    imports = verbs.import_checkpoint is not None
+    asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight, imports]
+    if verbs.json and not any(asks[:3]):
         raise ConfigError("--json goes with --list_checkpoints, --dry_run or --preflight")
     if sum(asks) > 1:
-        raise ConfigError("give one of --list_checkpoints, --dry_run and --preflight")
+        raise ConfigError(
+            "give one of --list_checkpoints, --dry_run, --preflight and --import_checkpoint"
+        )
+    if verbs.trust and not imports:
+        raise ConfigError("--trust goes with --import_checkpoint")
+    if imports and verbs.resume is not None:
+        raise ConfigError("--import_checkpoint begins a run; resume it afterwards")
     if verbs.fit_schedule and verbs.resume is not None:
         raise ConfigError(
             "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
