@@ -8,9 +8,10 @@ MODEL  ?=
 RUN    ?=
 SOURCE ?= fineweb-edu
 PORT   ?= 6006
+MINUTES ?= 10
 ARGS   ?=
 
-KNOWN   := PYTHON VENV GPUS MODEL RUN SOURCE PORT ARGS
+KNOWN   := PYTHON VENV GPUS MODEL RUN SOURCE PORT MINUTES ARGS
 UNKNOWN := $(filter-out $(KNOWN),$(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v))))
 ifneq ($(UNKNOWN),)
 $(error unknown variable $(UNKNOWN); known: $(KNOWN))
@@ -25,7 +26,7 @@ NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart data train resume list status dry-run estimate gpu-info memory-check eval sample export plot tensorboard test test-slow test-faults faults lint clean
+.PHONY: help install quickstart data train resume list status dry-run estimate gpu-info memory-check eval sample export plot tensorboard test test-slow test-faults faults soak lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -103,6 +104,9 @@ test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the faul
 faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 1,000 corruptions, fuzzing (SEED=n in the environment)
 	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/test_storage.py -k "corruption or any_" $(ARGS)
 	KILLS=200 $(PY) -m pytest tests/faults/test_kills.py -m fault -s -k random_kills $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and compare it with a quiet one (SEED=n in the environment)
+	MINUTES=$(MINUTES) $(PY) -m pytest tests/faults/test_soak.py -m fault -s $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check layout, style and types
 	$(VENV)/bin/ruff format --check .

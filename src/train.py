@@ -29,8 +29,17 @@ def main(argv: list[str]) -> int:
         from gpt2lab.dry_run import print_plan
 
         return print_plan(command)
+    # From here on torch is imported: seconds that the actions above do not owe.
+    if command.verbs.preflight:
+        from gpt2lab.preflight import preflight
+
+        return preflight(command)
+    if command.verbs.import_checkpoint is not None:
+        from gpt2lab.importing import import_checkpoint
+
+        return import_checkpoint(command, command.verbs.import_checkpoint)
     from gpt2lab.planning.run_clock import process_began
-    from gpt2lab.pretrain import pretrain  # torch: seconds that the actions above do not owe
+    from gpt2lab.pretrain import pretrain
 
     pretrain(command, began=process_began())
     return 0

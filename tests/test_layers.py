@@ -24,7 +24,7 @@ config deadline door hardware manifest state  data.order data.pieces data.source
 history hf_config progress results  data.encode  planning.loss_prediction planning.profiles
 data.hellaswag_items data.hellaswag_source
 catalog plan presets schedule  data.hellaswag_tokens data.shards
-flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
+disk flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
 data.adopt data.audit data.merge data.unfinished data.windows  init_from
 compare model_card overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
 dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
@@ -42,9 +42,9 @@ model optim runtime telemetry
 exact_reduce
 checkpoint hf parallel run_folder sample stragglers  data.loader
 control drift facts hellaswag rebuild receipt rewind saver train_step validation weights
-completion evaluate export health measurements parts step_log  bench.data bench.hellaswag bench.sample
-trainer
-pretrain
+completion evaluate export foreign health measurements parts step_log  bench.data bench.hellaswag bench.sample
+trainer trials
+importing preflight pretrain
 """)
 ROWS = QUICK_ROWS + TORCH_ROWS
 ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import launch
-from gpt2lab import catalog, checkpoint, manifest
+from gpt2lab import catalog, checkpoint, dry_run, manifest
 from gpt2lab.errors import CheckpointError, GPT2LabError
+from gpt2lab.flags import parse
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
 from test_run import Run
@@ -122,7 +123,8 @@ Usage = namedtuple("Usage", "total used free")
 def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = iter([10**12, 1000, 1000, 10**12])  # step 2; step 4, before and after tidying; step 6
+    # The start; step 2; step 4, before and after tidying; step 6.
+    free = iter([10**12, 10**12, 1000, 1000, 10**12])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, next(free)))
     run.train("--max_steps=6")
     assert list(run.checkpoints()) == [2, 6]
@@ -170,6 +172,43 @@ def test_retention_never_removes_what_is_labelled_foreign_or_unreadable(run: Run
     assert {"step_abc", "step_00000099", "model.pt", "notes.txt"} < left
     run.train("--max_steps=12", "--resume=latest")
     assert run.status()["state"] == "completed"
+
+
+def test_the_checkpoint_resumed_from_stays_until_two_newer_ones_exist(run: Run) -> None:
+    run.train("--max_steps=12", "--keep_checkpoints=1", "--stop_after_steps=4")
+    assert list(run.checkpoints()) == [4]
+    run.train("--max_steps=12", "--resume=latest", "--stop_after_steps=6")
+    assert list(run.checkpoints()) == [4, 6]
+    run.train("--max_steps=12", "--resume=4", "--stop_after_steps=8")
+    assert list(run.checkpoints()) == [8], "two newer ones: 6 (taken again) and 8"
+
+
+def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Bytes a parameter x parameters x (two rolling ones, best, its predecessor, one being written).
+    needed = 12 * 34_176 * 5
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, needed - 1))
+    flags = [*run.flags, "--max_steps=4"]
+    dry_run.print_plan(parse([*flags, "--dry_run"]))
+    told = capsys.readouterr().out
+    assert f"{run.path.parent}: the checkpoints to be kept need 2.05 MB, 2.05 MB free" in told
+    assert "lower --keep_checkpoints" in told
+    run.train("--max_steps=4")
+    [warning] = [e["message"] for e in run.events("warning") if "to be kept" in e["message"]]
+    assert warning in told
+
+
+def test_checkpoints_that_a_run_holds_count_as_room(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train("--max_steps=40", "--stop_after_steps=10")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 4_000_000))
+    flags = [*run.flags, "--max_steps=40", "--dry_run"]
+    dry_run.print_plan(parse([*flags, "--resume=latest"]))
+    assert "to be kept" not in capsys.readouterr().out, "5 of the 13 are there"
+    dry_run.print_plan(parse([*flags, "--run_name=other"]))
+    assert "to be kept" in capsys.readouterr().out
 
 
 # -- row 4: the order of flushes ------------------------------------------------------------------------------------

@@ -180,11 +180,14 @@ def supersede(run_dir: Path, step: int) -> list[str]:
     return sorted(names)
 
 
-def retain(run_dir: Path, *, keep: int, keep_emergency: int) -> list[int]:
+def retain(
+    run_dir: Path, *, keep: int, keep_emergency: int, resumed_from: int | None = None
+) -> list[int]:
     """Delete what the retention plan no longer keeps and return the deleted steps.
 
-    Kept: the newest `keep` rolling ones, the newest `keep_emergency` emergency ones, everything labelled, and the
-    newest of all. Folders whose manifest cannot be read are never touched.
+    Kept: the newest `keep` rolling ones, the newest `keep_emergency` emergency ones, everything labelled, the newest
+    of all, and the one this start `resumed_from` until there are two newer ones: a resume can turn out to have been a
+    mistake. Folders whose manifest cannot be read are never touched.
 
     Raises: CheckpointError if only the newest would be left and it does not verify; nothing is deleted then.
     """
@@ -197,6 +200,8 @@ def retain(run_dir: Path, *, keep: int, keep_emergency: int) -> list[int]:
         for info in infos
         if any(not label.startswith("emergency_") for label in info.labels)
     }
+    if resumed_from is not None and sum(info.step > resumed_from for info in infos) < 2:
+        kept.add(resumed_from)
     deleted = [info for info in infos if info.step not in kept]
     if deleted and len(infos) - len(deleted) < 2:
         manifests.verify(

@@ -70,7 +70,20 @@ class Verbs:
         "with --list_checkpoints: read every byte and compare its hash; exit code 1 if one is damaged",
     )
     dry_run: bool = option(False, "print what the run would do and need, and exit")
-    json: bool = option(False, "with --list_checkpoints or --dry_run: one JSON object on stdout")
+    preflight: bool = option(
+        False,
+        "try disk, memory, data, one small step and the network for up to a minute, say GO or NO-GO, and exit",
+    )
+    json: bool = option(
+        False, "with --list_checkpoints, --dry_run or --preflight: one JSON object on stdout"
+    )
+    import_checkpoint: Path | None = option(
+        None,
+        "a .pt of nanoGPT or of the program that this one replaces: make it the first checkpoint of a run, and exit",
+    )
+    trust: bool = option(
+        False, "with --import_checkpoint: read a file whose settings are pickled objects"
+    )
     allow_change: str | None = option(
         None, "comma-separated settings a resume may change; `data` for other data"
     )
@@ -148,6 +161,10 @@ def parse(argv: list[str]) -> Command:
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
     _refuse_idle_verbs(flags.verbs)
+    if flags.verbs.preflight and (finds_mini_batch or flags.verbs.fit_schedule):
+        raise ConfigError(
+            "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
+        )
     return Command(
         argv=tuple(argv),
         verbs=flags.verbs,
@@ -184,8 +201,18 @@ def _without(argv: list[str], names: tuple[str, ...]) -> list[str]:
 
 def _refuse_idle_verbs(verbs: Verbs) -> None:
     """Refuse a verb that would be ignored: whoever typed it expected something."""
-    if verbs.json and not (verbs.list_checkpoints or verbs.dry_run):
-        raise ConfigError("--json goes with --list_checkpoints or --dry_run")
+    imports = verbs.import_checkpoint is not None
+    asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight, imports]
+    if verbs.json and not any(asks[:3]):
+        raise ConfigError("--json goes with --list_checkpoints, --dry_run or --preflight")
+    if sum(asks) > 1:
+        raise ConfigError(
+            "give one of --list_checkpoints, --dry_run, --preflight and --import_checkpoint"
+        )
+    if verbs.trust and not imports:
+        raise ConfigError("--trust goes with --import_checkpoint")
+    if imports and verbs.resume is not None:
+        raise ConfigError("--import_checkpoint begins a run; resume it afterwards")
     if verbs.fit_schedule and verbs.resume is not None:
         raise ConfigError(
             "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "

@@ -72,6 +72,13 @@ def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return dict(sorted(tensors.items()))
 
 
+def our_name(name: str) -> str | None:
+    """Return our name of a GPT-2 tensor, None for a causal mask, which is no weight."""
+    if _BUFFERS.search(name):
+        return None
+    return re.sub(r"^h\.", "blocks.", name.removeprefix("transformer."))
+
+
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return {our parameter name: tensor in our layout}."""
     if not path.exists():
@@ -84,10 +91,9 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: {error}") from error
     ours: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
-        name = full_name.removeprefix("transformer.")
-        if _BUFFERS.search(name):
+        name = our_name(full_name)
+        if name is None:
             continue
-        name = re.sub(r"^h\.", "blocks.", name)
         ours[name] = tensor.T if _TRANSPOSED.search(name) else tensor
     head = ours.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,13 @@ from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
+from gpt2lab.errors import ConfigError
 from gpt2lab.facts import facts_of
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
+from gpt2lab.parallel import resolve_compile
 from gpt2lab.receipt import Receipt, check_resume, load_state
-from gpt2lab.runtime import Runtime
+from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.start import Start
 from gpt2lab.state import TrainState
 from gpt2lab.weights import load_initial
@@ -34,6 +37,30 @@ class Parts:
     validation_reader: WindowReader
     state: TrainState
     receipt: Receipt | None  # of a resume
+
+
+def fit_to_hardware(start: Start, runtime: Runtime) -> Start:
+    """Choose the device and replace `auto` by what it decides, once, so that a resume keeps it."""
+    system, steps = start.config.system, start.plan.max_steps
+    runtime.use(system)
+    dtype = resolve_dtype(system.dtype, runtime.device)
+    compiles, note = resolve_compile(system.compile, device=runtime.device, max_steps=steps)
+    system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
+    config = dataclasses.replace(start.config, system=system)
+    warnings = (*start.warnings, note) if note else start.warnings
+    return dataclasses.replace(start, config=config, warnings=warnings)
+
+
+def refuse_mixed_hardware(start: Start, runtime: Runtime) -> None:
+    """Refuse processes that decided differently: they would train one model in two precisions."""
+    system = start.config.system
+    choices = runtime.gather((runtime.device.type, system.dtype, system.compile))
+    for rank, choice in enumerate(choices):
+        if choice != choices[0]:
+            raise ConfigError(
+                f"process {rank} would use {choice}, process 0 {choices[0]} (device, dtype, compile); "
+                f"set --device, --dtype and --compile so that all can follow"
+            )
 
 
 def build_first(start: Start, runtime: Runtime) -> GPT:

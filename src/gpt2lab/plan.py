@@ -165,7 +165,8 @@ def _count_retained(config: Config, max_steps: int, whole_epochs: int) -> int:
     """Bound the checkpoints on disk at once: rolling, epoch ends, best and its predecessor, the one being written."""
     every = config.checkpoint.checkpoint_freq
     rolling = math.ceil(max_steps / every) if every else 1
-    return min(rolling, config.checkpoint.keep_checkpoints) + whole_epochs + 2 + 1
+    ends = min(whole_epochs, max_steps)  # of tiny data a step may end several
+    return min(rolling, config.checkpoint.keep_checkpoints) + ends + 2 + 1
 
 
 def describe(plan: Plan, config: Config) -> str:

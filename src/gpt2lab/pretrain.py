@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import time
@@ -21,14 +20,20 @@ from gpt2lab.hellaswag import HellaSwag
 from gpt2lab.manifest import folder_name
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
-from gpt2lab.parallel import Strategy, resolve_compile
-from gpt2lab.parts import Parts, build_and_load, build_first
+from gpt2lab.parallel import Strategy
+from gpt2lab.parts import (
+    Parts,
+    build_and_load,
+    build_first,
+    fit_to_hardware,
+    refuse_mixed_hardware,
+)
 from gpt2lab.plan import describe
 from gpt2lab.planning import auto, scoring
 from gpt2lab.planning.contention import Watch
 from gpt2lab.planning.run_clock import RunClock
 from gpt2lab.run_folder import RunFolder
-from gpt2lab.runtime import Runtime, resolve_dtype
+from gpt2lab.runtime import Runtime
 from gpt2lab.saver import Saver
 from gpt2lab.start import Start, decide, with_hellaswag
 from gpt2lab.stop import Signals, end_with_parent, show_stacks_on_request
@@ -67,8 +72,8 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
                 steps = start.plan.max_steps
                 print(f"{start.run_dir.name}: already complete after {steps} steps; nothing to do")
         else:
-            start = runtime.everywhere(lambda: _fit_to_hardware(start, runtime))
-            _refuse_mixed_hardware(start, runtime)
+            start = runtime.everywhere(lambda: fit_to_hardware(start, runtime))
+            refuse_mixed_hardware(start, runtime)
             model = build_first(start, runtime)
             folder = _open_folder(start, runtime)
             _run(start, runtime, signals, folder, model, began)
@@ -77,30 +82,6 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
         if folder:
             folder.close()
     runtime.close()
-
-
-def _fit_to_hardware(start: Start, runtime: Runtime) -> Start:
-    """Choose the device and replace `auto` by what it decides, once, so that a resume keeps it."""
-    system, steps = start.config.system, start.plan.max_steps
-    runtime.use(system)
-    dtype = resolve_dtype(system.dtype, runtime.device)
-    compiles, note = resolve_compile(system.compile, device=runtime.device, max_steps=steps)
-    system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
-    config = dataclasses.replace(start.config, system=system)
-    warnings = (*start.warnings, note) if note else start.warnings
-    return dataclasses.replace(start, config=config, warnings=warnings)
-
-
-def _refuse_mixed_hardware(start: Start, runtime: Runtime) -> None:
-    """Refuse processes that decided differently: they would train one model in two precisions."""
-    system = start.config.system
-    choices = runtime.gather((runtime.device.type, system.dtype, system.compile))
-    for rank, choice in enumerate(choices):
-        if choice != choices[0]:
-            raise ConfigError(
-                f"process {rank} would use {choice}, process 0 {choices[0]} (device, dtype, compile); "
-                f"set --device, --dtype and --compile so that all can follow"
-            )
 
 
 def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
@@ -247,6 +228,7 @@ def _assemble(
             telemetry,
             parts.facts,
             signals,
+            resumed_from=start.checkpoint.step if start.checkpoint else None,
         ),
         control=control,
         heartbeat=heartbeat,

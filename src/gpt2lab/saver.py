@@ -41,6 +41,7 @@ class Saver:
     telemetry: Telemetry
     facts: dict[str, Any]  # for the manifests of this start
     signals: Signals
+    resumed_from: int | None = None  # step of the checkpoint that this start loaded
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
@@ -138,17 +139,22 @@ class Saver:
                 return f"checkpoint of step {state.step} not saved: {error}"
         self.label(state.step, labels)
         self._report(state, kind, labels, time.monotonic() - began)
-        kept = {
-            "keep": self.config.keep_checkpoints,
-            "keep_emergency": self.config.keep_emergency_checkpoints,
-        }
         try:
             if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
-                catalog.retain(self.folder.path, **kept)
+                self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:
             self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None
+
+    def _retain(self, keep: int, keep_emergency: int) -> None:
+        assert self.folder is not None
+        catalog.retain(
+            self.folder.path,
+            keep=keep,
+            keep_emergency=keep_emergency,
+            resumed_from=self.resumed_from,
+        )
 
     def _make_room(self) -> str | None:
         """See to it that the disk has room for a checkpoint, by retiring old ones early; say if it has not."""
@@ -158,9 +164,7 @@ class Saver:
             return None
         with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space
             catalog.sweep(self.folder.path)
-            catalog.retain(
-                self.folder.path, keep=max(1, self.config.keep_checkpoints - 1), keep_emergency=1
-            )
+            self._retain(max(1, self.config.keep_checkpoints - 1), 1)
         free = shutil.disk_usage(self.folder.path).free
         if free >= needed:
             return None

@@ -23,6 +23,7 @@ from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.deadline import Deadline, find_deadlines
+from gpt2lab.disk import Room, look_for_room
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.init_from import InitialWeights, begin_from
@@ -46,6 +47,7 @@ class Start:
     attempt: int
     data: TokenData
     plan: Plan
+    room: Room
     unused_targets: int  # at the shards' ends, per epoch
     hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, but nobody gave a file
     stop_after_steps: int | None
@@ -110,7 +112,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     hellaswag, no_hellaswag = _choose_hellaswag(command, config)
     events = history.read_events(run_dir)
     saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
-    hellaswag, no_hellaswag = _choose_hellaswag(command, config)
+    room = look_for_room(run_dir, plan)
     start = Start(
         config=config,
         run_dir=run_dir,
@@ -127,7 +129,8 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         unused_targets=orders["train"].unused_targets,
         hellaswag=hellaswag,
         initial=initial,
-        warnings=(*warnings, *data.warnings, *no_hellaswag),
+        room=room,
+        warnings=(*warnings, *data.warnings, *no_hellaswag, *room.shortage()),
     )
     if not start.is_complete:
         _check_length(start)

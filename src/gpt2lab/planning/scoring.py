@@ -78,6 +78,8 @@ def foretell(start: Start, facts: Mapping[str, Any], say: Callable[[str], None])
             on_gpu=facts["on_gpu"],
             checkpoint_dir=start.run_dir.parent,
         )
+        if start.initial is not None:
+            document["loss"] = None  # the law is of models that begin with random weights
         replace_durably(path, json.dumps(document, indent=1) + "\n")
     except (OSError, GPT2LabError) as error:
         say(f"forecast       n/a: {error}")
