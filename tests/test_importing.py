@@ -238,6 +238,12 @@ def changed(origin: Run, name: str, value: torch.Tensor | None) -> dict[str, tor
             "ln_f.bias holds values that are not finite",
         ),
         (lambda o: {"model": changed(o, "lm_head.weight", torch.ones(256, 32))}, "tied head"),
+        (
+            lambda o: {
+                "model": changed(o, "transformer.wte.weight", torch.ones(1).expand(10**9, 32))
+            },
+            "claims more values than the file holds",
+        ),
         (lambda o: {"model_args": None}, "no n_head"),
         (lambda o: {"model_args": NANO | {"n_head": 5}}, "not a multiple of n_head 5"),
         (lambda o: {"optimizer": None, "iter_num": None}, "how far it was trained is unknown"),

@@ -119,15 +119,22 @@ def _weights(path: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         short = our_name(name)
         if short is None:
             continue
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{path}: {full_name} is no tensor")
-        ours[short] = tensor.float().contiguous()
+        ours[short] = _as_float(path, str(full_name), tensor)
     head = ours.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):
         raise CheckpointError(
             f"{path}: lm_head.weight differs from wte.weight; only a tied head is supported"
         )
     return ours
+
+
+def _as_float(path: Path, name: str, tensor: Any) -> torch.Tensor:
+    """Return a tensor in fp32; a tiny file can claim terabytes of one value repeated, which is refused."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{path}: {name} is no tensor")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise CheckpointError(f"{path}: {name} claims more values than the file holds")
+    return tensor.float().contiguous()
 
 
 def _heads(path: Path, content: dict[str, Any]) -> int:
@@ -205,7 +212,7 @@ def _moments(
             step = torch.as_tensor(state[index]["step"], dtype=torch.float32).reshape(())
             ours[name] = {"step": step}
             for key in _MOMENTS:
-                moment = state[index][key].float().contiguous()
+                moment = _as_float(path, f"{key} of {name}", state[index][key])
                 if moment.shape != weights[name].shape or not torch.isfinite(moment).all():
                     raise CheckpointError(f"{path}: the optimizer's {key} does not fit {name}")
                 ours[name][key] = moment

@@ -82,7 +82,7 @@ def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Pat
             model=model,
             optimizers=optimizers,
             state=state,
-            rng_states=[rng.capture(torch.device("cpu"))],
+            rng_states=[rng.capture(runtime.device)],
             facts=facts,
         )
         folder.write_status("stopped", step=state.step, reason="imported", exit_code=0)
