@@ -32,6 +32,7 @@ COMMANDS: dict[str, str | None] = {
     ),
     "torchrun --nproc_per_node=4 src/train.py --resume latest": "",
     "python src/train.py --model gpt2 --dry_run": "",
+    "python src/train.py --model gpt2 --preflight": SHRINK,
     "python src/train.py --list_checkpoints": "",
     "python scripts/estimate_time.py": "",
     "python scripts/estimate_time.py --gpu H100 --gpus 8 --model gpt2 --tokens 10B": "",
