@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import CONTEXT, VOCAB, write_shards
 from gpt2lab import export as exporting
 from gpt2lab import hf_config
 from gpt2lab.data.tokenizer import gpt2_encoding
@@ -28,6 +27,7 @@ from gpt2lab.weights import load_weights
 from launch import REPOSITORY, events
 from test_evaluate import door, flags_of
 from test_hellaswag import write_items
+from tiny import CONTEXT, VOCAB, write_shards
 
 EXPORT = REPOSITORY / "scripts" / "export_hf.py"
 

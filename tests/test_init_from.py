@@ -16,13 +16,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import launch
-from conftest import CONTEXT, VOCAB, write_shards
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.flags import parse
 from gpt2lab.presets import PRESETS, preset
 from gpt2lab.pretrain import pretrain
 from gpt2lab.start import decide
 from test_worlds import RANKS_AGREE
+from tiny import CONTEXT, VOCAB, write_shards
 
 
 @pytest.fixture(scope="module")

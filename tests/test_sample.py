@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import VOCAB
 from gpt2lab.bench.sample import compare_with_rerun, describe
 from gpt2lab.completion import Completer, Style
 from gpt2lab.config import ModelConfig
@@ -23,6 +22,7 @@ from gpt2lab.pretrain import pretrain
 from gpt2lab.sample import _pick, draw
 from launch import REPOSITORY
 from test_evaluate import door
+from tiny import VOCAB
 
 SAMPLE = REPOSITORY / "scripts" / "sample.py"
 CONTEXT = 48
