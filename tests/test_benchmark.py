@@ -38,7 +38,7 @@ def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Expected one of {data, hellaswag}"),
+        ([], "Expected one of {data, hellaswag, sample}"),
         (["cpus"], "Expected one of"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
         (["data", "--num_workers", "0"], "num_workers must be"),

@@ -566,3 +566,20 @@ def test_an_unknown_gpu_is_measured_never_guessed() -> None:
     found, _ = here(Seen((card,)), KNOWN, [seen], processes=1, dtype="bf16", compiled=True)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert found.rates.seconds(amount) == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("unique", "says"),
+    [
+        (
+            100_000_000,
+            "even 4 passes are fewer than the 10 of the leanest profile; take a model of at most 40,000,000",
+        ),
+        (400_000_000, "--profile fast, about 2.5 passes"),
+        (500_000_000, "--profile balanced, about 4 passes"),
+        (10_000_000_000, "--profile quality, about 0.4 passes"),
+    ],
+)
+def test_the_size_of_the_data_says_which_profile_it_has_text_for(unique: int, says: str) -> None:
+    known = profiles.profiles(hardware.load()).values()
+    assert says in profiles.advise(unique, parameters=100_000_000, known=known)

@@ -92,6 +92,11 @@ def _print_job(ask: Ask, known: Hardware) -> int:
     extra = ["", alternatives.scaling_table(rows)] if len(rows) > 1 else []
     extra += ["", "to make it fit", *(f"  {line}" for line in options)] if options else []
     extra += ["", *explain.lines(found, known)] if ask.explain else []
+    unique, advice = found.job.unique_tokens, None
+    if unique is not None:
+        listed = profiles.profiles(known).values()
+        advice = profiles.advise(unique, parameters=found.job.parameters, known=listed)
+        extra += [f"{'data':<12} {advice}"]
     extra += [lr_rules.line(found.job, ask.lr_rule, typed=ask.max_lr is not None)]
     milestones = [
         {"step": at, "tokens": at * found.job.config.batch.total_batch_size}
@@ -109,7 +114,11 @@ def _print_job(ask: Ask, known: Hardware) -> int:
         milestones=milestones,
         warnings=warnings,
     )
-    document |= {"batch_search": batch_search, "learning_rate": lr_rules.as_json(found.job)}
+    document |= {
+        "data_advice": advice,
+        "batch_search": batch_search,
+        "learning_rate": lr_rules.as_json(found.job),
+    }
     text = report_text.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
     _deliver(ask, document, text)
     return DOES_NOT_FIT if judged in ("borderline", "does_not_fit") or no_memory else 0

@@ -16,6 +16,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.hardware import Hardware
 
 DEFAULT = "balanced"
+PASSES = 4  # over the same text
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,26 @@ def profiles(hardware: Hardware) -> dict[str, Profile]:
             )
         found[name] = Profile(name=name, **entry)
     return found
+
+
+def advise(unique_tokens: int, *, parameters: int, known: Collection[Profile]) -> str:
+    """Say which profile a dataset of this size has text for.
+
+    Up to four passes over the same text teach nearly as much as new text would (Muennighoff et al. 2023,
+    arXiv:2305.16264), so a profile is within reach if four passes give its tokens a parameter.
+    """
+    reach = PASSES * unique_tokens / parameters
+    size = f"{unique_tokens:,} tokens to train on, {unique_tokens / parameters:.2g} a parameter"
+    fitting = [profile for profile in known if profile.tokens_per_parameter <= reach]
+    if not fitting:
+        least = min(profile.tokens_per_parameter for profile in known)
+        return (
+            f"{size}: even {PASSES} passes are fewer than the {least:g} of the leanest profile; "
+            f"take a model of at most {PASSES * unique_tokens / least:,.0f} parameters, or more text"
+        )
+    best = max(fitting, key=lambda profile: profile.tokens_per_parameter)
+    passes = best.tokens_per_parameter * parameters / unique_tokens
+    return f"{size}: --profile {best.name}, about {passes:.2g} passes"
 
 
 def find(name: str | None, hardware: Hardware) -> Profile:
