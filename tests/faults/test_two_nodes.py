@@ -1,0 +1,95 @@
+"""Two machines, as far as one can play them: two network namespaces, joined by a cable of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from harness import PACE, STEPS, FaultRun
+
+import launch
+
+pytestmark = pytest.mark.fault
+
+NODES = (f"g2l-{os.getpid()}-a", f"g2l-{os.getpid()}-b")
+ADDRESSES = ("10.77.13.1", "10.77.13.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def cable() -> Iterator[None]:
+    """Make two namespaces with a veth pair between them; skip where that is not allowed."""
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` to make network namespaces with")
+    try:
+        for node in NODES:
+            ip("netns", "add", node)
+        ip(
+            "link",
+            "add",
+            "wire",
+            "netns",
+            NODES[0],
+            "type",
+            "veth",
+            "peer",
+            "wire",
+            "netns",
+            NODES[1],
+        )
+        for node, address in zip(NODES, ADDRESSES, strict=True):
+            ip("-n", node, "addr", "add", f"{address}/24", "dev", "wire")
+            ip("-n", node, "link", "set", "wire", "up")
+            ip("-n", node, "link", "set", "lo", "up")
+        yield
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+    finally:
+        for node in NODES:
+            subprocess.run(["ip", "netns", "del", node], capture_output=True)
+
+
+def start_node(run: FaultRun, node: int, *more: str, **env: str) -> subprocess.Popen[str]:
+    """Start one machine's torchrun, as a user would type it there."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
+    torchrun += ["--nproc_per_node=1", f"--master_addr={ADDRESSES[0]}", "--master_port=29577"]
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with open(run.folder / f"node{node}.txt", "a") as said:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", NODES[node], *torchrun, str(launch.TRAIN), *run.argv(*more)],
+            env=launch.environment(GLOO_SOCKET_IFNAME="wire", **env),
+            stdout=said,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
+    run.processes.append(process)
+    return process
+
+
+@pytest.mark.usefixtures("cable")
+def test_one_of_two_nodes_is_killed_and_both_go_on(
+    run: FaultRun, reference: Callable[[int], FaultRun]
+) -> None:
+    run.flags = ("--checkpoint_freq=5", "--eval_freq=0", f"--max_steps={STEPS}")
+    first, second = (start_node(run, node, FAULT=PACE) for node in (0, 1))
+    run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
+    run.wait_for(first, "step", 12)
+    workers = run.workers(second)
+    os.killpg(second.pid, signal.SIGKILL)  # the machine is gone: its launcher and its worker
+    os.kill(workers[1], signal.SIGKILL)
+    assert run.end_of(first) != 0
+    newest = max(run.saved())
+    assert newest >= 10, "the last commit before the node was lost"
+    again = [start_node(run, node, "--resume=latest") for node in (0, 1)]
+    assert [run.end_of(process) for process in again] == [0, 0]
+    assert run.events("resume")[-1]["from_step"] == newest
+    run.assert_equals(reference(2))
