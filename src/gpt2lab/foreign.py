@@ -59,14 +59,27 @@ def read_foreign(path: Path, *, trust: bool) -> Foreign:
         )
     weights = _weights(path, content["model"])
     model = _shape(path, weights, _heads(path, content))
-    _compare(path, weights, model)
+    added = _zero_biases(weights, model)
+    _compare(path, weights | added, model)
     moments, steps = _moments(path, content.get("optimizer"), weights)
     notes = []
+    if added:
+        notes.append(
+            "trained without biases, nanoGPT's default: they begin at zero, which computes the same"
+        )
+        if moments is not None and steps is not None:
+            moments |= {
+                name: {
+                    "step": torch.tensor(float(steps)),
+                    **{key: torch.zeros_like(zero) for key in _MOMENTS},
+                }
+                for name, zero in added.items()
+            }
     if "model_args" in content:
         notes.append(
             "nanoGPT computes the exact GELU, this model GPT-2's tanh form: the loss moves a little at first"
         )
-    return Foreign(model, weights, moments, _step(path, content, steps), tuple(notes))
+    return Foreign(model, weights | added, moments, _step(path, content, steps), tuple(notes))
 
 
 def _load(path: Path, *, trust: bool) -> Any:
@@ -167,14 +180,18 @@ def _shape(path: Path, weights: dict[str, torch.Tensor], n_head: int) -> ModelCo
     )
 
 
+def _zero_biases(weights: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return zeros for the biases of a model that has none at all; one that lacks some is another model."""
+    if any(name.endswith(".bias") for name in weights):
+        return {}
+    wanted = empty_model(model).named_parameters()
+    return {name: torch.zeros(p.shape) for name, p in wanted if name.endswith(".bias")}
+
+
 def _compare(path: Path, weights: dict[str, torch.Tensor], model: ModelConfig) -> None:
     """Refuse what is not exactly our model: names, shapes, finite values."""
     wanted = {name: p.shape for name, p in empty_model(model).named_parameters()}
     missing, unknown = sorted(set(wanted) - set(weights)), sorted(set(weights) - set(wanted))
-    if missing and all(name.endswith(".bias") for name in missing):
-        raise CheckpointError(
-            f"{path}: no {missing[0]} ({len(missing)} missing): trained without biases, which GPT-2 has"
-        )
     if missing or unknown:
         problem = f"no tensor {missing[0]}" if missing else f"unknown tensor {unknown[0]}"
         raise CheckpointError(f"{path}: {problem}; another architecture")
