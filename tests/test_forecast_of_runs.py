@@ -64,7 +64,7 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
     assert stop["reason"] == "max_hours"
     saved = events(run_dir, "checkpoint")[-1]
     assert saved["step"] == stop["step"] == max(steps(run_dir))
-    assert saved["kind"] == "emergency"
+    assert saved["kind"] in ("emergency", "epoch")  # the last step may have ended an epoch
     assert json.loads((run_dir / "status.json").read_text())["exit_code"] == 0
     pretrain(flags.parse([*tiny_flags, "--resume=latest", "--max_hours=0.0006"]))
     assert max(steps(run_dir)) > stop["step"]
