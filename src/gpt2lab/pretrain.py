@@ -57,16 +57,10 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
     runtime = Runtime()
     folder: RunFolder | None = None
     try:
-        start = runtime.decided_by_first(
-            lambda: with_hellaswag(decide(command, world_size=runtime.world_size, set_aside=True))
-        )
+        start = _decide(command, runtime)
         fitted = runtime.decided_by_first(lambda: auto.fitted(command, start))
         if fitted is not None:
-            start = runtime.decided_by_first(
-                lambda: with_hellaswag(
-                    decide(fitted, world_size=runtime.world_size, set_aside=True)
-                )
-            )
+            start = _decide(fitted, runtime)
         if start.is_complete:
             if runtime.rank == 0:
                 steps = start.plan.max_steps
@@ -82,6 +76,12 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
         if folder:
             folder.close()
     runtime.close()
+
+
+def _decide(command: Command, runtime: Runtime) -> Start:
+    return runtime.decided_by_first(
+        lambda: with_hellaswag(decide(command, world_size=runtime.world_size, set_aside=True))
+    )
 
 
 def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
@@ -106,9 +106,7 @@ def _run(
     model: GPT,
     began: float,
 ) -> None:
-    parts = build_and_load(
-        start, runtime, model
-    )  # a resume that is refused here has written nothing
+    parts = build_and_load(start, runtime, model)  # what is refused here has written nothing
     telemetry = Telemetry(
         start.run_dir if folder else None,
         attempt=start.attempt,
