@@ -68,9 +68,9 @@ def test_row_05_sigterm_within_an_evaluation(run: FaultRun, tmp_path: Path) -> N
     slow = python_program(
         tmp_path,
         "import time\nfrom gpt2lab.validation import Validation\n"
-        "plain = Validation._window_losses\n"
+        "plain = Validation._measure_windows\n"
         "def slowed(self, *a):\n    time.sleep(0.25)\n    return plain(self, *a)\n"
-        "Validation._window_losses = slowed",
+        "Validation._measure_windows = slowed",
     )
     run.flags = ("--checkpoint_freq=0", "--eval_freq=4", "--max_steps=8")
     process = run.start(world=2, program=slow)  # 20 windows: 2.5 s and more for each evaluation
