@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Compare and print."""
     flags = run_tyro(Compare, argv)
     from gpt2lab import paths
-    from gpt2lab.compare import as_json, compare, describe
+    from gpt2lab.evaluation.compare import as_json, compare, describe
 
     folder = paths.from_repository(Path("checkpoints"))
     if flags.checkpoint_dir:

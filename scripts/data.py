@@ -105,8 +105,8 @@ def _stats(flags: Stats) -> int:
 
 
 def _show(flags: Show) -> int:
-    from gpt2lab import history
     from gpt2lab.data import ledger
+    from gpt2lab.runs import history
 
     run_dir = history.find_run(flags.run)
     tokens = ledger.tokens_of_step(run_dir, flags.step)

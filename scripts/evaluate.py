@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         value = getattr(flags, name)
         if value is not None and value < least:
             raise ConfigError(f"{name} {value} must be at least {least}")
-    from gpt2lab.evaluate import Wanted, describe, evaluate  # torch
+    from gpt2lab.evaluation.evaluate import Wanted, describe, evaluate  # torch
 
     def typed(path: Path | None) -> Path | None:
         return paths.from_working_directory(path) if path else None

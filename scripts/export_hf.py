@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Export, check and print."""
     flags = run_tyro(Export, argv)
     from gpt2lab import paths
-    from gpt2lab.export import export  # torch
+    from gpt2lab.huggingface.export import export  # torch
 
     runs = flags.checkpoint_dir
     report = export(

@@ -29,7 +29,8 @@ class Plot:
 def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
     flags = run_tyro(Plot, argv)
-    from gpt2lab import history, paths, plots
+    from gpt2lab import paths
+    from gpt2lab.runs import history, plots
 
     if not flags.runs:
         raise ConfigError("which run? plot.py RUN [RUN ...]; scripts/status.py lists them")

@@ -25,13 +25,14 @@ class Rebuild:
 def main(argv: list[str]) -> int:
     """Rebuild and say where."""
     flags = run_tyro(Rebuild, argv)
-    from gpt2lab import history, paths
+    from gpt2lab import paths
+    from gpt2lab.runs import history
 
     runs = flags.checkpoint_dir
     found = history.find_run(
         flags.run, checkpoint_dir=paths.from_working_directory(runs) if runs else None
     )
-    from gpt2lab.rebuild import rebuild_tensorboard  # torch
+    from gpt2lab.runs.tensorboard import rebuild_tensorboard  # torch
 
     folder, count = rebuild_tensorboard(found)
     print(f"{paths.for_people(folder)}: {count:,} events")

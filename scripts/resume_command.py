@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
     flags = run_tyro(ResumeCommand, argv, passed_on=trainer_flags)
-    from gpt2lab import resume_command
+    from gpt2lab.runs import resume_command
 
     if flags.num_gpus is not None and flags.num_gpus < 1:
         raise ConfigError(f"num_gpus {flags.num_gpus} must be at least 1")

@@ -18,7 +18,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.flags import option, run_tyro
 
 if TYPE_CHECKING:
-    from gpt2lab.completion import Completer
+    from gpt2lab.evaluation.completion import Completer
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     from gpt2lab import paths
 
     _refuse(flags)
-    from gpt2lab.completion import Completer, Style, complete_file  # torch
+    from gpt2lab.evaluation.completion import Completer, Style, complete_file  # torch
 
     def typed(path: Path) -> Path:
         return paths.from_working_directory(path)

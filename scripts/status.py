@@ -28,7 +28,8 @@ class Status:
 def main(argv: list[str]) -> int:
     """Print the table once, or again and again."""
     flags = run_tyro(Status, argv)
-    from gpt2lab import overview, paths
+    from gpt2lab import paths
+    from gpt2lab.runs import overview
 
     if flags.watch is not None and (flags.json or not flags.watch > 0):
         raise ConfigError(

@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
 
     command = parse(argv)
     if command.verbs.list_checkpoints:
-        from gpt2lab.listing import print_checkpoints
+        from gpt2lab.checkpoints.listing import print_checkpoints
 
         checkpoint = command.fresh().checkpoint
         return print_checkpoints(
@@ -31,11 +31,11 @@ def main(argv: list[str]) -> int:
         return print_plan(command)
     # From here on torch is imported: seconds that the actions above do not owe.
     if command.verbs.preflight:
-        from gpt2lab.preflight import preflight
+        from gpt2lab.reliability.preflight import preflight
 
         return preflight(command)
     if command.verbs.import_checkpoint is not None:
-        from gpt2lab.importing import import_checkpoint
+        from gpt2lab.checkpoints.importing import import_checkpoint
 
         return import_checkpoint(command, command.verbs.import_checkpoint)
     from gpt2lab.planning.run_clock import process_began

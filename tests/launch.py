@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import history
+from gpt2lab.runs import history
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "src" / "train.py"

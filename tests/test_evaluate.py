@@ -19,14 +19,14 @@ import pytest
 import torch
 
 import launch
-from gpt2lab.compare import compare
 from gpt2lab.data.shards import fingerprint_of
 from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding, token_bytes
 from gpt2lab.door import run
 from gpt2lab.errors import DataError
+from gpt2lab.evaluation.compare import compare
+from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.flags import parse
 from gpt2lab.pretrain import pretrain
-from gpt2lab.results import Results, read_results, write_results
 from launch import REPOSITORY
 from test_hellaswag import write_items
 from tiny import CONTEXT, make_tokens, write_shards
@@ -119,7 +119,7 @@ def test_two_processes_find_the_same(folder: Path) -> None:
 
 def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder: Path) -> None:
     """In fp64, window by window, from the checkpoint's tensors."""
-    from gpt2lab.checkpoint import load_model
+    from gpt2lab.checkpoints.checkpoint import load_model
     from gpt2lab.config import ModelConfig
     from gpt2lab.model import empty_model
 

@@ -13,17 +13,17 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gpt2lab import export as exporting
-from gpt2lab import hf_config
+from gpt2lab.checkpoints.weights import load_weights
 from gpt2lab.data.tokenizer import gpt2_encoding
 from gpt2lab.errors import ConfigError
-from gpt2lab.export import export
+from gpt2lab.evaluation.target import find_target
 from gpt2lab.flags import parse
-from gpt2lab.hf import load_hf
-from gpt2lab.model_card import write_card
+from gpt2lab.huggingface import config as hf_config
+from gpt2lab.huggingface import export as exporting
+from gpt2lab.huggingface.export import export
+from gpt2lab.huggingface.folder import load_hf
+from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.pretrain import pretrain
-from gpt2lab.target import find_target
-from gpt2lab.weights import load_weights
 from launch import REPOSITORY, events
 from test_evaluate import door, flags_of
 from test_hellaswag import write_items

@@ -12,12 +12,12 @@ import pytest
 
 from gpt2lab import flags
 from gpt2lab.config import Config
-from gpt2lab.deadline import Deadline, find_deadlines, find_due
 from gpt2lab.errors import ConfigError
 from gpt2lab.interval import Interval
 from gpt2lab.planning import calibration
 from gpt2lab.planning.run_clock import RunClock
 from gpt2lab.pretrain import pretrain
+from gpt2lab.reliability.deadline import Deadline, find_deadlines, find_due
 from launch import events, steps, train
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import gpt2lab.trainer
-from gpt2lab import drift, rewind, spikes
 from gpt2lab.errors import DriftError, NonFiniteError
 from gpt2lab.model import GPT
+from gpt2lab.reliability import drift, rewind, spikes
 from gpt2lab.runtime import Runtime
 from gpt2lab.state import NOT_FINITE, TrainState
 from test_run import Run

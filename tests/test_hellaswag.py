@@ -14,10 +14,10 @@ from gpt2lab.data.hellaswag_items import STYLES
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import gpt2_encoding
 from gpt2lab.errors import NonFiniteError
-from gpt2lab.hellaswag import BATCH_TOKENS, HellaSwag, cut_batches, make_rows, summarize
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, HellaSwag, cut_batches, make_rows, summarize
+from gpt2lab.evaluation.results import Results
 from gpt2lab.model import GPT, build_model
 from gpt2lab.parallel import Strategy
-from gpt2lab.results import Results
 from gpt2lab.runtime import Runtime
 
 VERBS = ("opens", "paints", "drops", "lifts", "cleans", "forgets")

@@ -19,10 +19,10 @@ import torch
 
 from gpt2lab.config import ModelConfig, SystemConfig
 from gpt2lab.data.hellaswag_tokens import load_questions
-from gpt2lab.hellaswag import HellaSwag, summarize
+from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
+from gpt2lab.evaluation.results import Results
 from gpt2lab.model import GPT, build_model
 from gpt2lab.parallel import Strategy
-from gpt2lab.results import Results
 from gpt2lab.runtime import Runtime
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -13,8 +13,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2lab.errors import CheckpointError
-from gpt2lab.hf import load_hf
-from gpt2lab.hf_config import read_hf_config
+from gpt2lab.huggingface.config import read_hf_config
+from gpt2lab.huggingface.folder import load_hf
 from test_evaluate import EVALUATE, door
 from tiny import write_shards
 

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 import launch
-from gpt2lab import importing
+from gpt2lab.checkpoints import importing
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.flags import parse
 from test_run import Run

@@ -13,21 +13,28 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gpt2lab"
 
 
 def _rows(table: str) -> list[list[str]]:
-    return [row.split() for row in table.strip().splitlines()]
+    """Read a table of one row a line; an indented line goes on with the row above it."""
+    return [row.split() for row in table.strip().replace("\n ", " ").splitlines()]
 
 
 # Lowest first: a module imports only from rows above its own line here, so there are no cycles. A new module goes
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
-gpt2lab bench data planning  errors faults fmt heartbeat interval paths spikes stop  planning.contention
-config deadline door hardware manifest state  data.order data.pieces data.sources data.tokenizer
-history hf_config progress results  data.encode  planning.loss_prediction planning.profiles
+bench checkpoints data evaluation gpt2lab huggingface planning reliability runs
+errors faults fmt interval paths  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
+config door hardware state  checkpoints.manifest  data.order data.pieces data.sources data.tokenizer
+  reliability.deadline
+data.encode  evaluation.results  huggingface.config  planning.loss_prediction planning.profiles  runs.history
+  runs.progress
 data.hellaswag_items data.hellaswag_source
-catalog plan presets schedule  data.hellaswag_tokens data.shards
-disk flags listing target  data.shard_writer data.verifier  planning.communication planning.memory planning.timing
-data.adopt data.audit data.merge data.unfinished data.windows  init_from
-compare model_card overview plots start summary  data.prepare  planning.calibration planning.job planning.machine
-dry_run resume_command  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
+plan presets schedule  checkpoints.catalog  data.hellaswag_tokens data.shards
+flags  checkpoints.disk checkpoints.listing  data.shard_writer data.verifier  evaluation.target
+  planning.communication planning.memory planning.timing
+data.adopt data.audit data.merge data.unfinished data.windows  huggingface.init_from
+start  data.prepare  evaluation.compare  huggingface.model_card  planning.calibration planning.job planning.machine
+  runs.overview runs.plots runs.summary
+dry_run  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
+  runs.resume_command
 planning.estimate
 planning.deadline planning.explain planning.setting
 planning.report_json planning.report_text
@@ -40,20 +47,42 @@ TORCH_ROWS = _rows("""
 loss rng
 model optim runtime telemetry
 exact_reduce
-checkpoint hf parallel run_folder sample stragglers  data.loader
-control drift facts hellaswag rebuild receipt rewind saver train_step validation weights
-completion evaluate export foreign health measurements parts step_log  bench.data bench.hellaswag bench.sample
-trainer trials
-importing preflight pretrain
+parallel  checkpoints.checkpoint  data.loader  evaluation.sample  huggingface.folder  reliability.stragglers
+  runs.folder
+train_step  checkpoints.saver checkpoints.weights  evaluation.hellaswag evaluation.validation  reliability.control
+  reliability.drift reliability.facts reliability.receipt reliability.rewind  runs.tensorboard
+measurements parts step_log  bench.data bench.hellaswag bench.sample  checkpoints.foreign  evaluation.completion
+  evaluation.evaluate  huggingface.export  reliability.health
+trainer  reliability.trials
+pretrain  checkpoints.importing  reliability.preflight
 """)
 ROWS = QUICK_ROWS + TORCH_ROWS
 ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}
 
 # What stands behind --help, --list_checkpoints, --dry_run and a refusal.
 INSTANT = [
-    *("errors", "fmt", "config", "presets", "schedule", "plan", "paths", "manifest", "faults"),
-    *("catalog", "history", "listing", "flags", "start", "dry_run", "summary", "door"),
-    "results",
+    *(
+        "errors",
+        "fmt",
+        "config",
+        "presets",
+        "schedule",
+        "plan",
+        "paths",
+        "checkpoints.manifest",
+        "faults",
+    ),
+    *(
+        "checkpoints.catalog",
+        "runs.history",
+        "checkpoints.listing",
+        "flags",
+        "start",
+        "dry_run",
+        "runs.summary",
+        "door",
+    ),
+    "evaluation.results",
     *("data.tokenizer", "data.shards", "data.order"),
 ]
 MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {

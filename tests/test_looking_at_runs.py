@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab import overview, plots
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.flags import parse
 from gpt2lab.pretrain import pretrain
-from gpt2lab.resume_command import plan_continuation, write
-from gpt2lab.run_folder import RunFolder
+from gpt2lab.runs import overview, plots
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.resume_command import plan_continuation, write
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

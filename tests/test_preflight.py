@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import launch
-from gpt2lab import preflight, trials
 from gpt2lab.flags import parse
+from gpt2lab.reliability import preflight, trials
 from test_run import Run
 
 Usage = namedtuple("Usage", "total used free")

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gpt2lab.flags import parse
 from gpt2lab.pretrain import pretrain
-from gpt2lab.run_folder import RunFolder
+from gpt2lab.runs.folder import RunFolder
 from launch import REPOSITORY, steps
 from test_evaluate import door
 

@@ -269,7 +269,7 @@ def test_one_flipped_bit_is_found_and_the_previous_checkpoint_used(
     name: str, place: float, two_checkpoints: Path, tmp_path: Path
 ) -> None:
     """The damage is named and kept for inspection, whichever file it hit and wherever."""
-    from gpt2lab import catalog
+    from gpt2lab.checkpoints import catalog
 
     run = tmp_path / "run"
     shutil.copytree(two_checkpoints / "runs" / "run", run)

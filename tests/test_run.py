@@ -19,14 +19,16 @@ import safetensors.torch
 import torch
 
 import launch
-from gpt2lab import catalog, checkpoint, flags, history, manifest
+from gpt2lab import flags
+from gpt2lab.checkpoints import catalog, checkpoint, manifest
 from gpt2lab.config import ModelConfig
 from gpt2lab.data.loader import Loader
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, NonFiniteError, SaveError
+from gpt2lab.evaluation.sample import generate, sample_text
+from gpt2lab.evaluation.validation import Validation
 from gpt2lab.model import GPT, build_model
 from gpt2lab.pretrain import pretrain
-from gpt2lab.sample import generate, sample_text
-from gpt2lab.validation import Validation
+from gpt2lab.runs import history
 from tiny import TRAIN_SHARDS, VAL_SHARDS, make_tokens, write_shards
 
 T, S, STEP_TOKENS = 16, 8, 128

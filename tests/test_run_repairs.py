@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab import fmt, history, manifest
+from gpt2lab import fmt
+from gpt2lab.checkpoints import manifest
 from gpt2lab.config import OptimConfig
 from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError
 from gpt2lab.flags import parse
+from gpt2lab.runs import history
+from gpt2lab.runs.summary import describe_run
 from gpt2lab.schedule import lr_at
 from gpt2lab.start import decide
-from gpt2lab.summary import describe_run
 from test_run import Run
 
 
@@ -74,7 +76,7 @@ def test_typing_the_value_that_people_see_is_no_change(run: Run) -> None:
 def test_steps_of_a_start_that_saved_nothing_are_not_the_runs(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpt2lab.saver.Saver.rescue", lambda *args: False)
+    monkeypatch.setattr("gpt2lab.checkpoints.saver.Saver.rescue", lambda *args: False)
     monkeypatch.setenv("FAULT", "step:enospc@4")
     with pytest.raises(OSError, match="No space"):
         run.train("--max_steps=6", "--eval_freq=0", "--checkpoint_freq=0")
@@ -115,7 +117,7 @@ def test_an_evaluation_made_due_by_a_resume_labels_the_step_that_is_on_disk(run:
 
 
 def test_a_second_process_in_the_same_run_is_refused_by_name(run: Run) -> None:
-    from gpt2lab.run_folder import RunFolder
+    from gpt2lab.runs.folder import RunFolder
 
     run.train("--max_steps=2", "--stop_after_steps=1")
     holder = RunFolder(run.path)
@@ -190,6 +192,6 @@ def test_a_checkpoint_that_does_not_load_moves_nothing_aside(
     def fail(*args: object, **kwargs: object) -> None:
         raise CheckpointError("does not load")
 
-    monkeypatch.setattr("gpt2lab.checkpoint.load", fail)
+    monkeypatch.setattr("gpt2lab.checkpoints.checkpoint.load", fail)
     assert "does not load" in str(run.refused("--resume=2"))
     assert sorted(run.checkpoints()) == [1, 2, 3, 4]

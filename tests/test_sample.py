@@ -13,13 +13,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2lab.bench.sample import compare_with_rerun, describe
-from gpt2lab.completion import Completer, Style
 from gpt2lab.config import ModelConfig
 from gpt2lab.data.tokenizer import gpt2_encoding
+from gpt2lab.evaluation.completion import Completer, Style
+from gpt2lab.evaluation.sample import _pick, draw
 from gpt2lab.flags import parse
 from gpt2lab.model import GPT, build_model
 from gpt2lab.pretrain import pretrain
-from gpt2lab.sample import _pick, draw
 from launch import REPOSITORY
 from test_evaluate import door
 from tiny import VOCAB

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.control import Control, Request
-from gpt2lab.deadline import Deadline, find_deadlines, find_due, parse_moment
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.heartbeat import Heartbeat
+from gpt2lab.reliability.control import Control, Request
+from gpt2lab.reliability.deadline import Deadline, find_deadlines, find_due, parse_moment
+from gpt2lab.reliability.heartbeat import Heartbeat
+from gpt2lab.reliability.stop import Signals, launcher_grace_seconds
 from gpt2lab.runtime import Runtime
-from gpt2lab.stop import Signals, launcher_grace_seconds
 
 NOW = datetime(2026, 11, 21, 18, 0, tzinfo=timezone(timedelta(hours=1)))
 
 
 def ends_as(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own: these signals end processes."""
-    head = "import os, signal, time\nfrom gpt2lab.stop import Signals\nme = os.getpid()\ns = Signals()\n"
+    head = "import os, signal, time\nfrom gpt2lab.reliability.stop import Signals\nme = os.getpid()\ns = Signals()\n"
     src = str(Path(__file__).resolve().parents[1] / "src")
     return subprocess.run(
         [sys.executable, "-c", head + code],

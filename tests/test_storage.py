@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import launch
-from gpt2lab import catalog, checkpoint, dry_run, manifest
+from gpt2lab import dry_run
+from gpt2lab.checkpoints import catalog, checkpoint, manifest
 from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.flags import parse
 from gpt2lab.model import build_model

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab import flags, history
+from gpt2lab import flags
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.pretrain import pretrain
+from gpt2lab.runs import history
 from gpt2lab.telemetry import Telemetry
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.

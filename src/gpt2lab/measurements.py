@@ -9,19 +9,19 @@ from pathlib import Path
 
 from gpt2lab import fmt, rng
 from gpt2lab.config import Config
-from gpt2lab.control import Control
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError, NonFiniteError
-from gpt2lab.hellaswag import HellaSwag, summarize
+from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
+from gpt2lab.evaluation.results import Results, keep_results
+from gpt2lab.evaluation.sample import sample_text
+from gpt2lab.evaluation.validation import Validation
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
-from gpt2lab.progress import Progress
-from gpt2lab.results import Results, keep_results
+from gpt2lab.reliability.control import Control
+from gpt2lab.runs.progress import Progress
 from gpt2lab.runtime import Runtime
-from gpt2lab.sample import sample_text
 from gpt2lab.state import TrainState
 from gpt2lab.telemetry import Telemetry
-from gpt2lab.validation import Validation
 
 
 @dataclass(frozen=True)

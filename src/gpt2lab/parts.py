@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from gpt2lab import rng
+from gpt2lab.checkpoints.weights import load_initial
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError
-from gpt2lab.facts import facts_of
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import resolve_compile
-from gpt2lab.receipt import Receipt, check_resume, load_state
+from gpt2lab.reliability.facts import facts_of
+from gpt2lab.reliability.receipt import Receipt, check_resume, load_state
 from gpt2lab.runtime import Runtime, resolve_dtype
 from gpt2lab.start import Start
 from gpt2lab.state import TrainState
-from gpt2lab.weights import load_initial
 
 
 @dataclass(frozen=True)

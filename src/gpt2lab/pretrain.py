@@ -8,16 +8,17 @@ import os
 import time
 from typing import Any
 
-from gpt2lab import catalog, history, paths, summary
+from gpt2lab import paths
+from gpt2lab.checkpoints import catalog
+from gpt2lab.checkpoints.manifest import folder_name
+from gpt2lab.checkpoints.saver import Saver
 from gpt2lab.config import to_flat
-from gpt2lab.control import Control
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.evaluation.hellaswag import HellaSwag
+from gpt2lab.evaluation.validation import Validation
 from gpt2lab.flags import Command
-from gpt2lab.heartbeat import EXIT_CODE, Heartbeat
-from gpt2lab.hellaswag import HellaSwag
-from gpt2lab.manifest import folder_name
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
@@ -32,14 +33,15 @@ from gpt2lab.plan import describe
 from gpt2lab.planning import auto, scoring
 from gpt2lab.planning.contention import Watch
 from gpt2lab.planning.run_clock import RunClock
-from gpt2lab.run_folder import RunFolder
+from gpt2lab.reliability.control import Control
+from gpt2lab.reliability.heartbeat import EXIT_CODE, Heartbeat
+from gpt2lab.reliability.stop import Signals, end_with_parent, show_stacks_on_request
+from gpt2lab.runs import history, summary
+from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runtime import Runtime
-from gpt2lab.saver import Saver
 from gpt2lab.start import Start, decide, with_hellaswag
-from gpt2lab.stop import Signals, end_with_parent, show_stacks_on_request
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.trainer import Trainer
-from gpt2lab.validation import Validation
 
 
 def pretrain(command: Command, *, began: float | None = None) -> None:

@@ -14,21 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2lab import catalog, history, paths
-from gpt2lab.catalog import CheckpointInfo
+from gpt2lab import paths
+from gpt2lab.checkpoints import catalog
+from gpt2lab.checkpoints.catalog import CheckpointInfo
+from gpt2lab.checkpoints.disk import Room, look_for_room
+from gpt2lab.checkpoints.manifest import folder_name
 from gpt2lab.config import LENGTHS, Config, find_problems, override, policy_of, to_flat
 from gpt2lab.data.hellaswag_items import read_items
 from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.deadline import Deadline, find_deadlines
-from gpt2lab.disk import Room, look_for_room
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.flags import Command
-from gpt2lab.init_from import InitialWeights, begin_from
-from gpt2lab.manifest import folder_name
+from gpt2lab.huggingface.init_from import InitialWeights, begin_from
 from gpt2lab.plan import Plan, make_plan
+from gpt2lab.reliability.deadline import Deadline, find_deadlines
+from gpt2lab.runs import history
 from gpt2lab.schedule import default_warmup
 
 # Where a run lives is a fact of this start, never a setting that was saved.

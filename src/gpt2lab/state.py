@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2lab import spikes
+from gpt2lab.reliability import spikes
 
 NOT_FINITE = "not finite"
 

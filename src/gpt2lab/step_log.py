@@ -9,7 +9,7 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.order import Order
 from gpt2lab.hardware import peak_flops
 from gpt2lab.planning.run_clock import RunClock
-from gpt2lab.progress import is_due
+from gpt2lab.runs.progress import is_due
 from gpt2lab.runtime import Runtime
 from gpt2lab.start import Start
 from gpt2lab.state import TrainState

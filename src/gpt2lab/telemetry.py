@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gpt2lab.errors import SaveError
-from gpt2lab.history import METRICS
+from gpt2lab.runs.history import METRICS
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

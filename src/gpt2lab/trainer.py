@@ -13,29 +13,30 @@ from typing import Literal
 import torch
 from torch import nn
 
-from gpt2lab import catalog, rng
-from gpt2lab.control import Control
+from gpt2lab import rng
+from gpt2lab.checkpoints import catalog
+from gpt2lab.checkpoints.saver import Saver
 from gpt2lab.data.loader import GlobalBatch, Loader
-from gpt2lab.drift import check_drift
 from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError
 from gpt2lab.faults import faultpoint
-from gpt2lab.health import accepts, report_health
-from gpt2lab.heartbeat import Heartbeat
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
 from gpt2lab.planning.run_clock import RunClock
-from gpt2lab.progress import is_due
-from gpt2lab.rewind import rewind
+from gpt2lab.reliability.control import Control
+from gpt2lab.reliability.drift import check_drift
+from gpt2lab.reliability.health import accepts, report_health
+from gpt2lab.reliability.heartbeat import Heartbeat
+from gpt2lab.reliability.rewind import rewind
+from gpt2lab.reliability.spikes import is_spike
+from gpt2lab.reliability.stop import launcher_grace_seconds
+from gpt2lab.reliability.stragglers import Stragglers
+from gpt2lab.runs.progress import is_due
 from gpt2lab.runtime import Runtime, is_lost_peer
-from gpt2lab.saver import Saver
 from gpt2lab.schedule import lr_at
-from gpt2lab.spikes import is_spike
 from gpt2lab.start import Start
 from gpt2lab.state import NOT_FINITE, TrainState
 from gpt2lab.step_log import StepLog
-from gpt2lab.stop import launcher_grace_seconds
-from gpt2lab.stragglers import Stragglers
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.train_step import train_step
 

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src"), str(Path(__fil
 import torch  # noqa: E402
 
 import launch  # noqa: E402
-from gpt2lab import catalog  # noqa: E402
+from gpt2lab.checkpoints import catalog  # noqa: E402
 from gpt2lab.flags import parse  # noqa: E402
 from gpt2lab.pretrain import pretrain  # noqa: E402
 

@@ -67,7 +67,7 @@ def test_row_05_sigterm_within_an_evaluation(run: FaultRun, tmp_path: Path) -> N
     """Of two processes, one hears it; both leave the evaluation at the same batch."""
     slow = python_program(
         tmp_path,
-        "import time\nfrom gpt2lab.validation import Validation\n"
+        "import time\nfrom gpt2lab.evaluation.validation import Validation\n"
         "plain = Validation._measure_windows\n"
         "def slowed(self, *a):\n    time.sleep(0.25)\n    return plain(self, *a)\n"
         "Validation._measure_windows = slowed",

@@ -15,7 +15,7 @@ from gpt2lab import fmt
 from gpt2lab.config import ModelName, SystemConfig
 from gpt2lab.data.hellaswag_items import STYLES, Style
 from gpt2lab.data.hellaswag_tokens import load_questions
-from gpt2lab.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score
 from gpt2lab.model import GPT, build_model
 from gpt2lab.parallel import Strategy
 from gpt2lab.presets import preset

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 
 from gpt2lab.config import ModelName, SystemConfig
+from gpt2lab.evaluation.sample import draw
 from gpt2lab.model import build_model
 from gpt2lab.parallel import Strategy
 from gpt2lab.presets import preset
 from gpt2lab.runtime import Runtime, resolve_dtype
-from gpt2lab.sample import draw
 
 _EVERY = 32  # of the re-run's lengths, one in so many is timed
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gpt2lab.checkpoints.manifest import sync_folder, write_durably
 from gpt2lab.data import tokenizer
 from gpt2lab.data.shard_writer import measure_shard
 from gpt2lab.data.shards import (
@@ -19,7 +20,6 @@ from gpt2lab.data.shards import (
 )
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError
-from gpt2lab.manifest import sync_folder, write_durably
 
 
 def adopt(folder: Path) -> dict[str, Any]:

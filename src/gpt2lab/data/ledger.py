@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2lab import history, paths
+from gpt2lab import paths
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS, gpt2_encoding
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.runs import history
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import history
 from gpt2lab.config import ModelConfig
 from gpt2lab.planning import contention
 from gpt2lab.planning.timing import Measured, Rates, fit, work
+from gpt2lab.runs import history
 
 FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start

@@ -9,7 +9,7 @@ from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.plan import count_parameters, flops_per_token
 from gpt2lab.planning.memory import Dtype
-from gpt2lab.progress import count_due, frequencies
+from gpt2lab.runs.progress import count_due, frequencies
 
 
 @dataclass(frozen=True)

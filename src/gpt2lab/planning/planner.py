@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import hardware
+from gpt2lab.checkpoints.manifest import replace_durably
 from gpt2lab.errors import ConfigError
 from gpt2lab.hardware import Hardware
-from gpt2lab.manifest import replace_durably
 from gpt2lab.planning import (
     alternatives,
     explain,

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt, history, paths
+from gpt2lab import fmt, paths
 from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.interval import Interval
 from gpt2lab.plan import count_parameters, flops_per_token
 from gpt2lab.planning import memory
 from gpt2lab.planning.report_json import blank, bounds
-from gpt2lab.progress import Progress, frequencies
+from gpt2lab.runs import history
+from gpt2lab.runs.progress import Progress, frequencies
 
 MILESTONES = (0.1, 0.25, 0.5, 0.75, 1.0)
 

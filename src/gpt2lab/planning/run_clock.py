@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt, history
+from gpt2lab import fmt
 from gpt2lab.config import Config
 from gpt2lab.interval import Interval
 from gpt2lab.planning.remaining import spent_seconds
-from gpt2lab.progress import Progress, frequencies
+from gpt2lab.runs import history
+from gpt2lab.runs.progress import Progress, frequencies
 
 _LINE_EVERY = 60.0  # seconds
 

@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt, hardware, history
+from gpt2lab import fmt, hardware
+from gpt2lab.checkpoints.manifest import replace_durably
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.manifest import replace_durably
 from gpt2lab.planning import calibration, profiles, report_json
 from gpt2lab.planning.estimate import estimate
 from gpt2lab.planning.here import Seen, here, look
 from gpt2lab.planning.job import Job
 from gpt2lab.planning.memory import Dtype
 from gpt2lab.planning.remaining import read_json, spent_seconds
+from gpt2lab.runs import history
 from gpt2lab.start import Start
 
 FILE = "estimate.json"

@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt, hardware, history
+from gpt2lab import fmt, hardware
 from gpt2lab.errors import ConfigError
 from gpt2lab.planning import contention, machine, measuring, profiles, report_json
 from gpt2lab.planning.ask import Ask
 from gpt2lab.planning.contention import Watch
 from gpt2lab.planning.setting import Setting
+from gpt2lab.runs import history
 
 STEPS = 120
 GOOD = (90.0, 110.0)  # percent that the forecast may be of what came

@@ -1,0 +1,182 @@
+"""Prompts in, texts out: what scripts/sample.py does with a model."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from gpt2lab import rng
+from gpt2lab.checkpoints.weights import load_weights
+from gpt2lab.config import SystemConfig
+from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
+from gpt2lab.errors import ConfigError, DataError, SaveError
+from gpt2lab.evaluation.sample import draw
+from gpt2lab.evaluation.target import find_target
+from gpt2lab.parallel import Strategy
+from gpt2lab.runtime import Runtime, resolve_dtype
+
+
+@dataclass(frozen=True)
+class Style:
+    """How texts are drawn; see `sample.draw`."""
+
+    num_samples: int
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One text, without its prompt."""
+
+    text: str
+    tokens: int
+    ended: bool  # by the model itself, with end-of-text
+
+
+class Completer:
+    """A model that continues prompts, and a count of how fast."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        checkpoint_dir: Path,
+        device: Literal["auto", "cpu", "cuda"],
+        dtype: Literal["auto", "fp32", "bf16"],
+        style: Style,
+    ) -> None:
+        """Load what `name` means.
+
+        Raises: CheckpointError, ConfigError, DataError.
+        """
+        target = find_target(name, checkpoint_dir)
+        if target.model_config().vocab_size < NUM_TOKENS:
+            raise ConfigError(
+                f"{name}: vocab_size {target.model_config().vocab_size} is below GPT-2's {NUM_TOKENS}: "
+                f"its ids mean no text"
+            )
+        runtime = Runtime()
+        runtime.use(SystemConfig(device=device))
+        self._strategy = Strategy(
+            runtime, compile=False, dtype=resolve_dtype(dtype, runtime.device)
+        )
+        self._encoding = gpt2_encoding()
+        self._model = load_weights(target).eval().to(runtime.device)
+        self.style, self.warnings = style, target.warnings
+        self.tokens, self.seconds = 0, 0.0
+        self.outgrew = False  # some text was longer than the context
+
+    def encode(self, prompt: str, where: str = "the prompt") -> list[int]:
+        """Return the ids of a prompt.
+
+        Raises: ConfigError if they do not fit into the context.
+        """
+        ids, limit = self._encoding.encode_ordinary(prompt), self._model.config.context_length
+        if len(ids) > limit:
+            raise ConfigError(
+                f"{where} has {len(ids)} tokens, the model's context holds {limit}; shorten it"
+            )
+        return ids
+
+    def complete(self, ids: list[int], *, number: int = 0) -> list[Completion]:
+        """Return `num_samples` continuations of prompt `number`; each depends on the seed, the prompt and its place."""
+        rows = list(self._draw(ids, number, list(range(self.style.num_samples))))
+        found = []
+        for drawn in map(list, zip(*rows, strict=True)):
+            ended = END_OF_TEXT in drawn
+            text = drawn[: drawn.index(END_OF_TEXT)] if ended else drawn
+            found.append(Completion(self._encoding.decode(text), len(text), ended))
+        return found
+
+    def stream(self, ids: list[int], *, number: int, place: int) -> Iterator[str]:
+        """Yield the text that `complete` has at `place`, piece by piece as it comes."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # ids may end within a letter
+        for (drawn,) in self._draw(ids, number, [place]):
+            if drawn != END_OF_TEXT:
+                yield decoder.decode(self._encoding.decode_single_token_bytes(drawn))
+        yield decoder.decode(b"", final=True)
+
+    def _draw(self, ids: list[int], number: int, places: list[int]) -> Iterator[list[int]]:
+        style, began = self.style, time.monotonic()
+        generators = [
+            torch.Generator().manual_seed(rng.fold_seed(style.seed, number, place))
+            for place in places
+        ]
+        length = max(1, len(ids))
+        with self._strategy.autocast():
+            for drawn in draw(
+                self._model,
+                ids,
+                max_new_tokens=style.max_new_tokens,
+                generators=generators,
+                temperature=style.temperature,
+                top_k=style.top_k,
+                top_p=style.top_p,
+            ):
+                length += 1
+                self.tokens += len(drawn)
+                yield drawn
+        self.outgrew |= length - 1 > self._model.config.context_length
+        self.seconds += time.monotonic() - began
+
+    def describe_speed(self) -> str:
+        """Say what was drawn and how fast, prompts included, for people."""
+        note = (
+            f"; beyond {self._model.config.context_length} tokens the oldest half of a text was forgotten"
+            if self.outgrew
+            else ""
+        )
+        return (
+            f"{self.tokens:,} tokens in {self.seconds:.1f} s, "
+            f"{self.tokens / max(self.seconds, 1e-9):,.1f} tokens/s{note}"
+        )
+
+
+def complete_file(completer: Completer, source: Path, out: Path) -> None:
+    """Continue every line of `source`; `out` gets one JSON object a text, and appears when all is done.
+
+    Keys: prompt, text (without the prompt), line (from 1), sample (from 0), tokens, ended.
+
+    Raises: ConfigError before anything is computed; SaveError.
+    """
+    if out.exists():
+        raise ConfigError(f"{out}: exists already; choose another --out")
+    try:
+        prompts = source.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{source}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source}: not UTF-8 text ({error})") from error
+    if not prompts:
+        raise DataError(f"{source}: empty; one prompt a line is read")
+    encoded = [
+        completer.encode(prompt, f"{source} line {number}")
+        for number, prompt in enumerate(prompts, start=1)
+    ]
+    temporary = out.with_name(f".tmp-{out.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+                for sample, found in enumerate(completer.complete(ids, number=number)):
+                    place = {"line": number + 1, "sample": sample}
+                    line = {"prompt": prompt, "text": found.text, **place}
+                    line |= {"tokens": found.tokens, "ended": found.ended}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        os.rename(temporary, out)
+    except OSError as error:
+        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
+    finally:
+        temporary.unlink(missing_ok=True)

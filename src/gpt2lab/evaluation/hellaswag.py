@@ -1,0 +1,224 @@
+"""HellaSwag accuracy: which of four endings does the model find likeliest? Zellers et al. 2019, arXiv:1905.07830.
+
+The four endings of an item lie behind one copy of their context in one row. A mask hides them from each other and
+their positions all go on from the context's end, so each is scored as if it stood there alone, and the context is
+computed once instead of four times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from gpt2lab.data.hellaswag_items import STYLES
+from gpt2lab.data.hellaswag_tokens import Questions
+from gpt2lab.errors import NonFiniteError
+from gpt2lab.evaluation.results import Results, mean_and_error
+from gpt2lab.model import GPT
+from gpt2lab.parallel import Strategy
+from gpt2lab.runtime import Runtime
+
+METRICS = ("acc", "acc_norm", "acc_token_norm")
+# Tokens of one forward pass, padding included, and targets of one projection onto the vocabulary (4 bytes x 50304
+# each). Fixed by the device, never by the number of processes: the same batches everywhere, hence the same sums.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
+_HEAD_ROWS = {"cpu": 1024, "cuda": 4096}
+_SHORTEST = 0.85  # of a batch's longest row: below, the padding would cost more than a batch more
+_MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths that masked attention kernels like
+
+
+@dataclass(frozen=True)
+class Row:
+    """One context and the endings that share it; `slots` say which of all endings they are."""
+
+    context: np.ndarray  # (n,) ids, n >= 1
+    endings: tuple[np.ndarray, ...]
+    slots: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Count the positions; an ending's last token is only ever a target."""
+        return len(self.context) + sum(max(len(ending) - 1, 0) for ending in self.endings)
+
+
+class HellaSwag:
+    """The items in rows and batches, and the processes that share them."""
+
+    def __init__(
+        self,
+        questions: Questions,
+        *,
+        context_length: int,
+        strategy: Strategy,
+        runtime: Runtime,
+        batch_tokens: int | None = None,
+    ) -> None:
+        self._questions, self._strategy, self._runtime = questions, strategy, runtime
+        rows = [
+            row
+            for number, style in enumerate(STYLES)
+            for row in make_rows(
+                questions.pieces(style),
+                context_length=context_length,
+                first_slot=4 * len(questions) * number,
+            )
+        ]
+        budget = batch_tokens or BATCH_TOKENS[runtime.device.type]
+        self._batches = cut_batches(rows, batch_tokens=budget)
+
+    def measure(
+        self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
+    ) -> Results | None:
+        """Return which items each metric gets right; all processes share the work and get the result.
+
+        `acc`: highest sum of log-probabilities. `acc_norm`: per character of the ending, as the reference harness
+        does. `acc_token_norm`: per token, on the tutorial's text. Log-probabilities are fp32, over the real ids only.
+        Of equal scores the first ending is taken, as numpy's argmax does for the harness. None if `interrupted`,
+        asked before each batch, told all to stop.
+
+        Raises: NonFiniteError: among such scores the first would always win.
+        """
+        world = self._runtime.world_size
+        sums = np.zeros(len(STYLES) * 4 * len(self._questions))
+        was_training = model.training
+        model.eval()
+        try:
+            for first in range(0, len(self._batches), world):
+                if interrupted():
+                    return None
+                mine = self._batches[first : first + world][self._runtime.rank :][:1]
+                for batch in mine:  # one, or none in the last round
+                    with torch.inference_mode(), self._strategy.autocast():
+                        slots, scores = score(model, batch)
+                    sums[slots] = scores
+        finally:
+            model.train(was_training)
+        sums = np.sum(self._runtime.gather(sums), axis=0)  # one process has each, others 0
+        if not np.isfinite(sums).all():
+            raise NonFiniteError("HellaSwag scores are not finite: broken weights")
+        harness, tutorial = sums.reshape(len(STYLES), len(self._questions), 4)
+        return judge(self._questions, harness=harness, tutorial=tutorial)
+
+
+def make_rows(pieces: list[list[np.ndarray]], *, context_length: int, first_slot: int) -> list[Row]:
+    """Put each item into one row, or into four where the model's context is too short for that.
+
+    As in the reference harness, context and ending are cut on the left to the last `context_length` + 1 tokens (the
+    last is only a target). A cut depends on the ending's length, so such an item has no common context.
+    """
+    longest, rows = context_length + 1, []
+    for number, (context, *endings) in enumerate(pieces):
+        slots = tuple(range(first_slot + 4 * number, first_slot + 4 * number + 4))
+        if len(context) + max(len(ending) for ending in endings) <= longest:
+            rows.append(Row(context, tuple(endings), slots))
+            continue
+        for ending, slot in zip(endings, slots, strict=True):
+            kept = np.concatenate([context, ending])[-longest:]
+            split = max(1, len(kept) - len(ending))
+            rows.append(Row(kept[:split], (kept[split:],), (slot,)))
+    return rows
+
+
+def cut_batches(rows: list[Row], *, batch_tokens: int) -> list[list[Row]]:
+    """Return batches of rows of similar length, longest first, none above `batch_tokens` unless by a single row."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=len, reverse=True):
+        width = len(batches[-1][0]) if batches else 0
+        is_full = not batches or (len(batches[-1]) + 1) * width > batch_tokens
+        if is_full or len(row) < _SHORTEST * width:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def score(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slots of all endings in the rows and the summed log-probability of each, in nats, float64."""
+    device = next(model.parameters()).device
+    multiple = _MULTIPLE_OF[device.type]
+    width = -(-len(rows[0]) // multiple) * multiple  # the first row is the longest
+    tokens = np.zeros((len(rows), width), dtype=np.int64)
+    positions = np.zeros_like(tokens)
+    segments = np.full_like(tokens, -1)  # context 0, endings 1 .. 4, padding -1
+    sources, targets, owners = (
+        [],
+        [],
+        [],
+    )  # of each scored token: where it is predicted, its id, its ending
+    slots = [slot for row in rows for slot in row.slots]
+    owner = 0
+    for number, row in enumerate(rows):
+        n = end = len(row.context)
+        tokens[number, :n], positions[number, :n], segments[number, :n] = (
+            row.context,
+            np.arange(n),
+            0,
+        )
+        for segment, ending in enumerate(row.endings, start=1):
+            start, end = end, end + max(len(ending) - 1, 0)
+            tokens[number, start:end] = ending[:-1]
+            positions[number, start:end] = np.arange(n, n + end - start)
+            segments[number, start:end] = segment
+            predicted_at = np.concatenate([[n - 1], np.arange(start, end)])[: len(ending)]
+            sources.append(number * width + predicted_at)
+            targets.append(ending)
+            owners.append(np.full(len(ending), owner))
+            owner += 1
+    hidden = model.hidden(
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(positions).to(device),
+        see_own_text(torch.from_numpy(segments).to(device)),
+    )  # (B, width, C)
+    picked = hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(sources)).to(device)]  # (P, C)
+    ids = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)  # (P,)
+    size = _HEAD_ROWS[device.type]
+    losses = [
+        F.cross_entropy(model.scores(some).float(), wanted, reduction="none")
+        for some, wanted in zip(torch.split(picked, size), torch.split(ids, size), strict=True)
+    ]
+    nats = torch.cat(losses).double().cpu().numpy()  # (P,); sync
+    sums = -np.bincount(np.concatenate(owners), weights=nats, minlength=len(slots))
+    return np.array(slots), sums
+
+
+def see_own_text(segments: torch.Tensor) -> torch.Tensor:
+    """Return which positions see which, (B, T, T) bool: earlier ones of the context (0) and of the own segment."""
+    T = segments.size(1)
+    earlier = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
+    query, key = segments[:, :, None], segments[:, None, :]
+    return earlier & ((key == 0) | (key == query))
+
+
+def judge(questions: Questions, *, harness: np.ndarray, tutorial: np.ndarray) -> Results:
+    """Turn the summed log-probabilities (N, 4) of both texts into right or wrong, 1.0 or 0.0, for each metric."""
+    with np.errstate(
+        divide="ignore", invalid="ignore"
+    ):  # an ending that was all brackets has no characters
+        scores = {
+            "acc": harness,
+            "acc_norm": harness / questions.ending_chars,
+            "acc_token_norm": tutorial / questions.lengths["tutorial"][:, 1:],
+        }
+    return Results(
+        kind="hellaswag",
+        units={"n": len(questions), "items": questions.fingerprint},
+        per_unit={
+            name: (values.argmax(axis=1) == questions.labels).astype(np.float64)
+            for name, values in scores.items()
+        },
+        details={
+            "labels": questions.labels,
+            "harness_nats": harness.astype(np.float32),
+            "tutorial_nats": tutorial.astype(np.float32),
+        },
+    )
+
+
+def summarize(results: Results) -> dict[str, float | int | None]:
+    """Return the event's numbers: n, and each accuracy with its standard error."""
+    summary: dict[str, float | int | None] = {"n": results.n}
+    for name, right in results.per_unit.items():
+        summary[name], summary[f"{name}_se"] = mean_and_error(right)
+    return summary

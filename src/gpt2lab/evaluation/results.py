@@ -1,0 +1,101 @@
+"""What an evaluation found, unit by unit, kept in a small file so that two can be compared in pairs. No torch.
+
+A unit is a HellaSwag item or a validation window. Comparing the same units is far sharper than comparing two means:
+what makes a unit hard for one model mostly makes it hard for the other too, and cancels in the difference.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gpt2lab.checkpoints.manifest import replace_durably
+from gpt2lab.errors import DataError
+
+Kind = Literal["validation", "hellaswag"]
+KINDS: tuple[Kind, ...] = ("validation", "hellaswag")
+FORMAT = "gpt2lab-results/1"
+
+
+@dataclass(frozen=True)
+class Results:
+    """One evaluation: `per_unit` maps each metric to an (n,) array, `units` is what identifies the set."""
+
+    kind: Kind
+    units: dict[
+        str, Any
+    ]  # equal for two evaluations of the same units, else they cannot be compared
+    per_unit: dict[str, np.ndarray]  # metric -> (n,) float64
+    details: dict[str, np.ndarray]  # more, for people who look closer
+    step: int | None = None
+
+    @property
+    def n(self) -> int:
+        """Count the units."""
+        return len(next(iter(self.per_unit.values())))
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
+    """Return the mean of (n,) values and its standard error, s / sqrt(n) with s over n - 1; None for a single one."""
+    error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+    return float(values.mean()), error
+
+
+def file_of_step(run_dir: Path, kind: Kind, step: int) -> Path:
+    """Name the file in which a run keeps one evaluation."""
+    return run_dir / kind / f"step_{step:08d}.npz"
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write the file in one step, replacing an older one.
+
+    Raises: OSError.
+    """
+    head = {
+        "format": FORMAT,
+        "kind": results.kind,
+        "units": results.units,
+        "step": results.step,
+        "metrics": list(results.per_unit),
+    }
+    arrays: dict[str, Any] = {**results.per_unit, **results.details}
+    content = io.BytesIO()
+    np.savez_compressed(content, head=np.array(json.dumps(head)), **arrays)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_durably(path, content.getvalue())
+
+
+def keep_results(run_dir: Path, results: Results, step: int) -> str | None:
+    """Write what was found after `step` into the run's folder; return what went wrong, for it is no reason to stop."""
+    path = file_of_step(run_dir, results.kind, step)
+    try:
+        write_results(path, replace(results, step=step))
+    except OSError as error:
+        return f"{path}: not written ({error.strerror})"
+    return None
+
+
+def read_results(path: Path) -> Results:
+    """Read one evaluation.
+
+    Raises: DataError naming the file.
+    """
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            arrays = dict(file)
+        head = json.loads(str(arrays.pop("head")))
+        if head["format"] != FORMAT:
+            raise DataError(f"{path}: format {head['format']!r}, this version reads {FORMAT!r}")
+        per_unit = {name: arrays.pop(name) for name in head["metrics"]}
+        return Results(head["kind"], head["units"], per_unit, arrays, head["step"])
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: not evaluation results of gpt2lab ({error})") from error

@@ -1,0 +1,153 @@
+"""An exported model's README.md: what it is, what it saw, what was measured, what was foretold. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import __version__, fmt
+from gpt2lab.config import Config, override
+from gpt2lab.data.tokenizer import NUM_TOKENS
+from gpt2lab.evaluation.target import Target
+from gpt2lab.runs import history
+
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gpt2
+- gpt2lab
+---
+
+# {title}
+
+GPT-2, exported by gpt2lab {version} from {source}.
+
+| | |
+| --- | --- |
+{rows}
+
+Weights are {dtype}, the head is the token embedding, and there are no padding rows. When this folder was written,
+transformers' logits were compared with gpt2lab's own: largest difference {max_abs_diff:.1e} of logits up to
+{max_abs_logit:.1f} (fp32{rounded}).
+
+```python
+from transformers import {classes}
+
+model = AutoModelForCausalLM.from_pretrained("this folder, or its name on the Hub"){tokenizer}
+```
+"""
+
+
+def write_card(
+    target: Target,
+    out: Path,
+    folder: Path,
+    *,
+    dtype: str,
+    parameters: int,
+    max_abs_diff: float,
+    max_abs_logit: float,
+) -> None:
+    """Write README.md into `folder`, which will be `out`; a number that the run does not have is left out."""
+    shape = target.model_config()
+    rows = {
+        "parameters": f"{parameters:,}",
+        "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
+        f"context {shape.context_length}, vocabulary {min(shape.vocab_size, NUM_TOKENS):,}",
+    }
+    source = f"the Hugging Face model `{target.name}`"
+    if target.checkpoint is not None:
+        manifest = target.checkpoint.manifest
+        source = f"step {manifest['step']:,} of the run `{manifest['run']}`"
+        rows |= _trained_on(manifest) | _measured(target) | _foretold(target.folder.parent)
+    is_gpt2 = shape.vocab_size >= NUM_TOKENS
+    if not is_gpt2:
+        rows["tokenizer"] = "none: the vocabulary is not GPT-2's"
+    card = _CARD.format(
+        title=out.name,
+        version=__version__,
+        source=source,
+        rows="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
+        dtype=dtype,
+        max_abs_diff=max_abs_diff,
+        max_abs_logit=max_abs_logit,
+        rounded="" if dtype == "float32" else f", of the weights rounded to {dtype}",
+        classes="AutoModelForCausalLM" + (", AutoTokenizer" if is_gpt2 else ""),
+        tokenizer=(
+            '\ntokenizer = AutoTokenizer.from_pretrained("the same")'
+            '\nids = tokenizer("Once upon a time", return_tensors="pt")'
+            "\nprint(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))"
+            if is_gpt2
+            else ""
+        ),
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _trained_on(manifest: dict[str, Any]) -> dict[str, str]:
+    config = override(Config(), manifest["config"])
+    rows = {}
+    if manifest.get("initial_weights"):
+        rows["initial weights"] = f"`{manifest['initial_weights']['init_from']}`"
+    return rows | {
+        "training data": f"`{config.data.data_dir.name}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
+        "training tokens": f"{manifest['tokens']:,} in {manifest['step']:,} steps of "
+        f"{config.batch.total_batch_size:,}, max_lr {config.optim.max_lr:g}, {config.system.dtype}",
+    }
+
+
+def _measured(target: Target) -> dict[str, str]:
+    """Return what the run's evaluations say of this step, or HellaSwag of the last step before it that has one."""
+    assert target.checkpoint is not None
+    step, manifest = target.checkpoint.step, target.checkpoint.manifest
+    events = history.read_events(target.folder.parent)
+    rows = {}
+    loss = history.current(events, "eval").get(step)
+    if loss is not None and loss["val_loss"] is not None:
+        bits = loss.get("bits_per_byte")
+        rows["validation loss"] = (
+            f"{loss['val_loss']:.4f}{_error(loss['val_loss_se'])} nats/token"
+            f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {loss['val_tokens']:,} tokens"
+        )
+    elif manifest.get("val_loss") is not None:
+        rows["validation loss"] = f"{manifest['val_loss']:.4f} nats/token"
+    scores = {at: e for at, e in history.current(events, "hellaswag").items() if at <= step}
+    if scores:
+        found = scores[max(scores)]
+        note = "" if max(scores) == step else f", measured at step {max(scores):,}"
+        rows["HellaSwag"] = (
+            ", ".join(
+                f"{name} {found[name]:.4f}{_error(found[f'{name}_se'])}"
+                for name in ("acc", "acc_norm", "acc_token_norm")
+            )
+            + f" on {found['n']:,} items{note}"
+        )
+    return rows
+
+
+def _foretold(run_dir: Path) -> dict[str, str]:
+    """Return what was planned, beside what came, where the run's estimate.json has both."""
+    try:
+        content = json.loads((run_dir / "estimate.json").read_bytes())
+        planned, actual = content["estimate"], content["actual"]
+        low, value, high, came = (
+            fmt.duration(3600 * hours)
+            for hours in (
+                *(planned["low_hours"], planned["estimated_hours"], planned["high_hours"]),
+                actual["hours"],
+            )
+        )
+        return {"time": f"planned {value} ({low} ... {high}), actual {came}"}
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # not there, not finished, or another version's
+        return {}
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f" +- {value:.4f}"

@@ -1,0 +1,112 @@
+"""A run's folder on disk: lock, config.json, run.json, status.json. The first process's business alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from gpt2lab import __version__
+from gpt2lab.checkpoints import catalog
+from gpt2lab.checkpoints.manifest import replace_durably
+from gpt2lab.config import Config, to_flat
+from gpt2lab.errors import ConfigError
+from gpt2lab.paths import REPOSITORY
+
+
+class RunFolder:
+    """The folder of one run, locked for as long as the process lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Create and lock the folder, and sweep what a killed process left half-written.
+
+        Raises: ConfigError if it cannot be written to or another process trains in it.
+        """
+        self.path = path
+        self.facts: dict[str, Any] = {}  # of this start, in every status
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = open(path / "run.lock", "a+")  # noqa: SIM115 - held until the process ends
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot write there ({error.strerror}); choose another --checkpoint_dir"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "another process"
+            self._lock.close()
+            raise ConfigError(
+                f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
+            ) from error
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+        catalog.sweep(path)
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        self._lock.close()
+
+    def write_config(self, config: Config, facts: dict[str, Any]) -> None:
+        """Write config.json (the settings of this start) and run.json (what it runs on)."""
+        replace_durably(self.path / "config.json", json.dumps(to_flat(config), indent=1) + "\n")
+        replace_durably(self.path / "run.json", json.dumps(facts, indent=1) + "\n")
+
+    def write_status(
+        self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None
+    ) -> None:
+        """Replace status.json: running | completed | stopped | failed, and how a start ended.
+
+        torchrun reports 1 for every stop by signal; this file carries the trainer's own verdict. A start that was
+        killed leaves `running` behind, with the process that is no more.
+        """
+        infos, _ = catalog.list_checkpoints(self.path)
+        status = {
+            "state": state,
+            "step": step,
+            "reason": reason,
+            "exit_code": exit_code,
+            "checkpoint": str(infos[-1].path) if infos else None,
+            **self.facts,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+        }
+        replace_durably(self.path / "status.json", json.dumps(status, indent=1) + "\n")
+
+
+def provenance() -> dict[str, Any]:
+    """Return the versions that a result depends on, and the commit where there is one."""
+    import numpy
+    import torch
+
+    return {
+        "gpt2lab": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "git": _git_commit(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def _git_commit() -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None

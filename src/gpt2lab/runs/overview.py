@@ -1,0 +1,140 @@
+"""All runs of a folder at a glance, read from their files while they train. No torch, nothing is locked."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import fmt
+from gpt2lab.checkpoints import catalog
+from gpt2lab.errors import GPT2LabError
+from gpt2lab.runs import history
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run as it stands; None where it has not said."""
+
+    run_name: str
+    state: str  # running | killed | stopped | completed | failed | not begun
+    exit_code: int | None
+    step: int | None
+    last_step: int | None
+    loss: float | None  # nats/token
+    val_loss: float | None
+    tokens_per_second: float | None
+    remaining_seconds: float | None  # from now
+    checkpoint_step: int | None
+    checkpoint_seconds: float | None  # since it was committed
+    heartbeat_seconds: float | None  # since the run last wrote to its metrics
+    problem: str | None
+
+
+def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
+    """Return the status of every run in a folder, the one that wrote last at the end."""
+    if not checkpoint_dir.is_dir():
+        return []
+    runs = [path for path in checkpoint_dir.iterdir() if (path / "config.json").is_file()]
+    return [read_run(run) for run in sorted(runs, key=_last_write)]
+
+
+def read_run(run_dir: Path) -> RunStatus:
+    """Return the status of one run; what cannot be read is a problem of that run, not of the table."""
+    now, problem = time.time(), None
+    events: list[dict[str, Any]] = []
+    try:
+        events = history.read_events(run_dir)
+    except GPT2LabError as error:
+        problem = str(error)
+    status = _read_status(run_dir)
+    steps, evals = history.current(events, "step"), history.current(events, "eval")
+    begun = [event for event in events if event["event"] == "begin"]
+    newest = steps[max(steps)] if steps else {}
+    infos, damaged = catalog.list_checkpoints(run_dir)
+    if damaged and problem is None:
+        problem = f"damaged checkpoint: {damaged[-1]}"
+    state = status.get("state", "not begun")
+    if state == "running" and not _is_locked(run_dir):
+        state = "killed"
+    remaining = newest.get("remaining_seconds")
+    if state == "running" and remaining is not None:
+        remaining = max(0.0, remaining - (now - newest["time"]))
+    return RunStatus(
+        run_name=run_dir.name,
+        state=state,
+        exit_code=status.get("exit_code"),
+        step=newest.get("step"),
+        last_step=begun[-1]["max_steps"] if begun else None,
+        loss=newest.get("loss"),
+        val_loss=evals[max(evals)]["val_loss"] if evals else None,
+        tokens_per_second=newest.get("tokens_per_second"),
+        remaining_seconds=remaining,
+        checkpoint_step=infos[-1].step if infos else None,
+        checkpoint_seconds=max(0.0, now - infos[-1].created) if infos else None,
+        heartbeat_seconds=max(0.0, now - _last_write(run_dir)) if events else None,
+        problem=problem,
+    )
+
+
+def describe(runs: list[RunStatus]) -> str:
+    """Write the runs as a table, with a line below for each problem."""
+    header = ("run", "state", "step", "loss", "val loss", "tok/s", "eta", "saved", "last write")
+    rows = [
+        (
+            run.run_name,
+            run.state if not run.exit_code else f"{run.state} ({run.exit_code})",
+            "n/a" if run.step is None else f"{run.step:,}/{run.last_step:,}",
+            _number(run.loss, ".4f"),
+            _number(run.val_loss, ".4f"),
+            _number(run.tokens_per_second, ",.0f"),
+            fmt.duration(run.remaining_seconds) if run.state == "running" else "-",
+            "-"
+            if run.checkpoint_seconds is None
+            else f"{run.checkpoint_step:,}, {fmt.duration(run.checkpoint_seconds)} ago",
+            "-" if run.heartbeat_seconds is None else f"{fmt.duration(run.heartbeat_seconds)} ago",
+        )
+        for run in runs
+    ]
+    problems = [f"{run.run_name}: {run.problem}" for run in runs if run.problem]
+    return "\n".join([fmt.table(header, rows), *problems])
+
+
+def as_json(runs: list[RunStatus]) -> dict[str, Any]:
+    """Return the runs as one object."""
+    return {"runs": [dataclasses.asdict(run) for run in runs]}
+
+
+def _number(value: float | None, layout: str) -> str:
+    return "n/a" if value is None else format(value, layout)
+
+
+def _read_status(run_dir: Path) -> dict[str, Any]:
+    try:
+        status = json.loads((run_dir / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def _last_write(run_dir: Path) -> float:
+    try:
+        return (run_dir / history.METRICS).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_locked(run_dir: Path) -> bool:
+    """Tell whether a process trains in the folder: it holds the lock for as long as it lives."""
+    try:
+        with open(run_dir / "run.lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

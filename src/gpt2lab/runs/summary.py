@@ -1,0 +1,83 @@
+"""What a run came to, read back from its metrics: the report at the end of every start. No torch."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoints import catalog, listing
+from gpt2lab.runs import history
+
+
+def describe_run(run_dir: Path) -> str:
+    """Write a run's report: losses, speed, sample, checkpoints, and the commands to go on."""
+    events = history.read_events(run_dir)
+    steps = history.current(events, "step")
+    evals = history.current(events, "eval")
+    samples = history.current(events, "sample")
+    lines = ["", f"run {run_dir.name}"]
+    if steps:
+        first, last = steps[min(steps)], steps[max(steps)]
+        lines.append(
+            f"  training loss     {_number(first['loss'])} at step {first['step']:,} -> {_number(last['loss'])} "
+            f"at step {last['step']:,} ({last['tokens']:,} tokens)"
+        )
+    measured = [event for event in evals.values() if event["val_loss"] is not None]
+    if measured:
+        final = evals[max(evals)]
+        best = min(measured, key=lambda event: event["val_loss"])
+        error = "" if final["val_loss_se"] is None else f" +- {final['val_loss_se']:.4f}"
+        lines.append(
+            f"  validation loss   {_number(evals[min(evals)]['val_loss'])} at step {min(evals):,} -> "
+            f"{_number(final['val_loss'])}{error} at step {final['step']:,}; best {_number(best['val_loss'])} "
+            f"at step {best['step']:,}"
+        )
+    if steps:
+        seconds = sum(event["step_seconds"] for event in steps.values())
+        rate = statistics.median(event["tokens_per_second"] for event in steps.values())
+        lines.append(
+            f"  speed             {rate:,.0f} tokens/s (median step), {fmt.duration(seconds)} in steps"
+        )
+    if samples:
+        lines.append(f"  sample            {samples[max(samples)]['text']!r}")
+    infos, _ = catalog.list_checkpoints(run_dir)
+    if infos:
+        lines.append("  checkpoints")
+        lines += ["    " + line for line in listing.checkpoint_table(infos).splitlines()]
+    lines.append(f"  go on             {_command_to_go_on(run_dir, events)}")
+    folder = shlex.quote(paths.for_people(run_dir.parent))
+    if (run_dir / "tensorboard").exists():
+        lines.append(f"  look at it        {paths.program('tensorboard')} --logdir {folder}")
+    else:
+        lines.append("  look at it        train with --use_tensorboard, then: make tensorboard")
+    return "\n".join(lines)
+
+
+def _command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
+    """Return a command that really goes on: a complete run needs more steps to do anything."""
+    last_start = [event for event in events if event["event"] == "begin"][-1]
+    command = command_to_resume(run_dir, world_size=last_start["world_size"])
+    if events[-1]["event"] == "done":
+        command += f" --max_steps {2 * last_start['max_steps']} --allow_change max_steps"
+    return command
+
+
+def command_to_resume(run_dir: Path, *, world_size: int) -> str:
+    """Return the command line that continues a run on this machine."""
+    start = (
+        f"{paths.program('torchrun')} --nproc_per_node={world_size}"
+        if world_size > 1
+        else paths.program("python")
+    )
+    script = shlex.quote(paths.for_people(paths.REPOSITORY / "src" / "train.py"))
+    command = f"{start} {script} --run_name {shlex.quote(run_dir.name)} --resume latest"
+    if run_dir.parent != paths.REPOSITORY / "checkpoints":
+        command += f" --checkpoint_dir {shlex.quote(paths.for_people(run_dir.parent))}"
+    return command
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
