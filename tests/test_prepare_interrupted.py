@@ -7,9 +7,12 @@ import gzip
 import json
 import os
 import random
+import signal
+import struct
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +156,21 @@ def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
         assert interrupted < 60
     assert interrupted >= 3
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
+
+
+def _die_within_the_answer(pipe: Connection) -> None:
+    pipe.recv()
+    os.write(pipe.fileno(), struct.pack("!i", 1000) + b"a few bytes of the thousand")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_killed_within_its_answer_ends_the_work_with_one_line(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "_work", _die_within_the_answer)
+    with pytest.raises(DataError, match="a tokenising process died"):
+        run_prepare(corpus, tmp_path / "out", num_workers=2)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("small_steps")

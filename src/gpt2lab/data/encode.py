@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -67,24 +66,72 @@ def encode(
 def _encode_by_many(
     jobs: Iterator[tuple[list[Piece], Batch]], num_workers: int
 ) -> Generator[Batch, None, None]:
-    # Started afresh, not forked: a fork copies locks that threads of this process may hold.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), initializer=_start_worker)
+    workers = [_Worker() for _ in range(num_workers)]
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def by_the_next(pieces: list[Piece]) -> np.ndarray:
+        worker = idle.get()
+        try:
+            return worker.encode(pieces)
+        finally:
+            idle.put(worker)
+
     waiting: deque[tuple[Future[np.ndarray], Batch]] = deque()
+    threads = ThreadPoolExecutor(num_workers)
     try:
         for pieces, unread in jobs:
-            waiting.append((pool.submit(encode_pieces, pieces), unread))
+            waiting.append((threads.submit(by_the_next, pieces), unread))
             if len(waiting) > _IN_FLIGHT * num_workers:
                 future, unread = waiting.popleft()
                 yield replace(unread, ids=future.result())
         while waiting:
             future, unread = waiting.popleft()
             yield replace(unread, ids=future.result())
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a tokenising process died (out of memory?); run the same line again with fewer --num_workers"
-        ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.process.kill()  # ends a thread that waits for its answer
+        threads.shutdown(wait=True, cancel_futures=True)
+
+
+class _Worker:
+    """A process that tokenises, on a pipe whose far end it alone holds.
+
+    So the death of either side is an end of file for the other, even within a message. The executors of the standard
+    library share one pipe for all results, and wait for ever on the answer that a killed process had half written.
+    """
+
+    def __init__(self) -> None:
+        context = get_context("spawn")  # a fork copies locks that threads of this process may hold
+        self.pipe, far_end = context.Pipe()
+        self.process = context.Process(target=_work, args=(far_end,), daemon=True)
+        self.process.start()
+        far_end.close()
+
+    def encode(self, pieces: list[Piece]) -> np.ndarray:
+        try:
+            self.pipe.send(pieces)
+            ids = self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                "a tokenising process died (out of memory?); run the same line again with fewer --num_workers"
+            ) from error
+        if isinstance(ids, Exception):
+            raise ids
+        return ids
+
+
+def _work(pipe: Connection) -> None:
+    """Answer each list of pieces with its ids; leave Ctrl+C to the parent, and end when it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            pieces = pipe.recv()
+            try:
+                pipe.send(encode_pieces(pieces))
+            except Exception as error:  # raised again where the answer is awaited
+                pipe.send(error)
 
 
 def encode_pieces(pieces: list[Piece]) -> np.ndarray:
@@ -150,17 +197,3 @@ def _pieces(
             continue
         empty += is_empty
     yield None, place, bad, empty
-
-
-def _start_worker() -> None:
-    """Load the vocabulary, leave Ctrl+C to the parent, and end when the parent is gone, however it went."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-    gpt2_encoding()
