@@ -35,6 +35,10 @@ class Evaluate:
     hellaswag_limit: int | None = option(
         None, "score a fixed random subset of N items, 0 = all; default as the run, else all"
     )
+    hellaswag_metrics: Literal["all", "harness", "tutorial"] | None = option(
+        None,
+        "harness = acc, acc_norm; tutorial = acc_token_norm; half the time each; default as the run, else all",
+    )
     batch_size: int = option(8, "validation windows per forward pass; only rounding depends on it")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option(
@@ -67,6 +71,7 @@ def main(argv: list[str]) -> int:
             hellaswag=flags.hellaswag,
             hellaswag_path=typed(flags.hellaswag_path),
             hellaswag_limit=flags.hellaswag_limit,
+            hellaswag_metrics=flags.hellaswag_metrics,
             val=typed(flags.val),
             val_tokens=flags.val_tokens,
             batch_size=flags.batch_size,

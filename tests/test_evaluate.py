@@ -96,6 +96,10 @@ def test_evaluate_repeats_the_runs_own_numbers(folder: Path) -> None:
     }
     for name, value in both["hellaswag"].items():
         assert value == scores[name]
+    one_text = ("--hellaswag", "--hellaswag_metrics=harness")
+    assert door(EVALUATE, "a", *one_text, "--json", folder=folder)["hellaswag"] == both[
+        "hellaswag"
+    ] | {"acc_token_norm": None, "acc_token_norm_se": None}
     earlier = door(EVALUATE, "runs/a/step_00000002", "--json", folder=folder)
     assert (earlier["step"], earlier["hellaswag"]) == (2, None)
     assert earlier["val_loss"] == last(folder, "a", "eval", 2)["val_loss"]

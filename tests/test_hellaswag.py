@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2lab.config import ModelConfig, SystemConfig
+from gpt2lab.config import HellaSwagMetrics, ModelConfig, SystemConfig
 from gpt2lab.data.hellaswag_items import STYLES
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import gpt2_encoding
@@ -65,7 +65,11 @@ def on_cpu(rank: int = 0, world: int = 1) -> Runtime:
 
 
 def measure(
-    model: GPT, path: Path, runtime: Runtime | None = None, batch_tokens: int | None = None
+    model: GPT,
+    path: Path,
+    runtime: Runtime | None = None,
+    batch_tokens: int | None = None,
+    metrics: HellaSwagMetrics = "all",
 ) -> Results:
     runtime = runtime or on_cpu()
     result = HellaSwag(
@@ -73,6 +77,7 @@ def measure(
         context_length=model.config.context_length,
         strategy=Strategy(runtime, compile=False, dtype="fp32"),
         runtime=runtime,
+        metrics=metrics,
         batch_tokens=batch_tokens,
     ).measure(model)
     assert result is not None
@@ -88,6 +93,19 @@ def logprob(model: GPT, context: list[int], ending: list[int]) -> float:
             scores = model.logits(ids)[0, -1, :50257].double()
         total += float(scores[token] - scores.logsumexp(0))
     return total
+
+
+def test_one_text_alone_gives_its_metrics_and_leaves_out_the_other(
+    model: GPT, tmp_path: Path
+) -> None:
+    path = write_items(tmp_path / "items.jsonl")
+    both = summarize(measure(model, path))
+    harness = summarize(measure(model, path, metrics="harness"))
+    tutorial = summarize(measure(model, path, metrics="tutorial"))
+    lineage = {name: value for name, value in both.items() if name.startswith("acc_token_norm")}
+    assert None not in both.values()
+    assert harness == both | dict.fromkeys(lineage)
+    assert tutorial == dict.fromkeys(both) | {"n": 12} | lineage
 
 
 def test_accuracies_equal_brute_force(model: GPT, tmp_path: Path) -> None:

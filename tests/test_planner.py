@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2lab import hardware
+from gpt2lab.config import override
 from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
 from gpt2lab.interval import Interval, total
 from gpt2lab.planning import calibration, planner, profiles, remaining, scoring, timing
@@ -22,7 +23,7 @@ from gpt2lab.planning.ask import Ask, job_of
 from gpt2lab.planning.calibration import Kind
 from gpt2lab.planning.deadline import Window, steps_that_fit, verdict
 from gpt2lab.planning.estimate import Estimate, estimate
-from gpt2lab.planning.events import EventCosts
+from gpt2lab.planning.events import EventCosts, event_costs
 from gpt2lab.planning.job import Job
 from gpt2lab.planning.loss_prediction import effective_tokens, predicted_loss
 from gpt2lab.planning.machine import Machine, named
@@ -218,6 +219,40 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(
     assert busy.sigma(amount) > rates.sigma(amount)
     other = Kind("z", 1, 2, "fp32", False)
     assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
+
+
+def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
+    """An item in one text that costs as much as training on 100 tokens, foretold for two texts and for one."""
+    config = preset("gpt2-nano")
+    steps = {
+        "event": "step",
+        "attempt": 1,
+        "time": 1.0,
+        "step_seconds": 0.5,
+        "peak_memory_bytes": 1,
+    }
+    events = [steps | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 21)]
+    token = 0.5 / config.batch.total_batch_size
+    events.append({"event": "hellaswag", "attempt": 1, "n": 30, "seconds": 30 * 2 * 100 * token})
+    environment = {"device": "x", "world_size": 1, "threads": 2, "dtype": "fp32"}
+    line = calibration.record_of(
+        events,
+        environment | {"compile": "off", "mini_batch_size": config.batch.mini_batch_size},
+        vars(config.model) | vars(config.batch) | {"hellaswag_metrics": "all"},
+        others=0.0,
+        source="run",
+    )
+    assert line is not None
+    assert line["ratios"]["hellaswag"] == pytest.approx(100)
+    for metrics, texts in (("all", 2), ("harness", 1)):
+        asked = override(config, {"hellaswag_metrics": metrics, "hellaswag_limit": 30})
+        job = Job(asked, max_steps=10, world=1, dtype="bf16", compiled=False)
+        a_card = on("H100", compiled=False)
+        costs = event_costs(job, a_card, KNOWN, ratios=line["ratios"])
+        one = work(config.model, micro_batch=job.micro_batch, accumulation=1)
+        training = a_card.rates.seconds((*one[:4], 0.0, one[5])) / job.micro_batch
+        expected = 30 * texts * 100 * training / config.model.context_length
+        assert costs.seconds["hellaswag"] == pytest.approx(expected)
 
 
 # -- hardware --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from gpt2lab.errors import ConfigError
 
 Policy = Literal["free", "guarded", "fixed"]
+HellaSwagMetrics = Literal["all", "harness", "tutorial"]
 ModelName = Literal[
     "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-nano", "gpt2-micro", "gpt2-mini"
 ]
@@ -152,6 +153,10 @@ class EvalConfig:
         "--hellaswag flag is given, its validation set is downloaded once to data/hellaswag/",
     )
     hellaswag_limit: int = free(0, "score a fixed random subset of N HellaSwag items; 0 = all")
+    hellaswag_metrics: HellaSwagMetrics = free(
+        "all",
+        "harness = acc and acc_norm, tutorial = acc_token_norm; each of the two texts costs half of all",
+    )
 
 
 @dataclass(frozen=True)

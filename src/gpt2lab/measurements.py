@@ -92,11 +92,13 @@ class Measurements:
         summary = summarize(results)
         self.telemetry.event("hellaswag", state.step, **summary, seconds=seconds)
         self.keep(results, state.step)
-        error = "n/a" if summary["acc_norm_se"] is None else f"{summary['acc_norm_se']:.4f}"
+        scores = ", ".join(
+            f"{name} {summary[name]:.4f}"
+            + ("" if summary[f"{name}_se"] is None else f" +- {summary[f'{name}_se']:.4f}")
+            for name in results.per_unit
+        )
         self.telemetry.say(
-            f"{self.place(state)} | HellaSwag acc_norm {summary['acc_norm']:.4f} +- {error}, "
-            f"acc {summary['acc']:.4f}, acc_token_norm {summary['acc_token_norm']:.4f} "
-            f"on {results.n:,} items | {fmt.duration(seconds)}"
+            f"{self.place(state)} | HellaSwag {scores} on {results.n:,} items | {fmt.duration(seconds)}"
         )
 
     def keep(self, results: Results, step: int) -> None:

@@ -247,6 +247,7 @@ def _build_hellaswag(start: Start, strategy: Strategy, runtime: Runtime) -> Hell
         context_length=config.model.context_length,
         strategy=strategy,
         runtime=runtime,
+        metrics=config.eval.hellaswag_metrics,
     )
 
 

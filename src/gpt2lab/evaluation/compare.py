@@ -60,7 +60,12 @@ def compare(
     a, b = found
     for kind in both:
         _refuse_other_units(kind, a[kind], b[kind])
-    return [_difference(metric, a[kind], b[kind]) for kind in both for metric in a[kind].per_unit]
+    return [
+        _difference(metric, a[kind], b[kind])
+        for kind in both
+        for metric in a[kind].per_unit
+        if metric in b[kind].per_unit
+    ]
 
 
 def find_results(name: str, checkpoint_dir: Path) -> dict[Kind, Results]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoints.weights import load_weights
-from gpt2lab.config import Config, ModelConfig, SystemConfig, override
+from gpt2lab.config import Config, HellaSwagMetrics, ModelConfig, SystemConfig, override
 from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.order import Order
@@ -17,14 +17,12 @@ from gpt2lab.data.shards import open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError
-from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
+from gpt2lab.evaluation.hellaswag import METRICS, HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, write_results
 from gpt2lab.evaluation.target import Target, find_target
 from gpt2lab.evaluation.validation import Validation
 from gpt2lab.parallel import Strategy
 from gpt2lab.runtime import Runtime, native_bf16, resolve_dtype
-
-_HELLASWAG_KEYS = ("acc", "acc_norm", "acc_token_norm")
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class Wanted:
     hellaswag: bool
     hellaswag_path: Path | None
     hellaswag_limit: int | None
+    hellaswag_metrics: HellaSwagMetrics | None
     val: Path | None
     val_tokens: int | None
     batch_size: int
@@ -174,6 +173,7 @@ def _hellaswag(
         context_length=model.context_length,
         strategy=strategy,
         runtime=runtime,
+        metrics=wanted.hellaswag_metrics or settings.hellaswag_metrics,
     )
 
 
@@ -200,7 +200,7 @@ def describe(report: Report) -> str:
             f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens"
         )
     scores = numbers["hellaswag"]
-    for name in _HELLASWAG_KEYS if scores else ():
+    for name in (key for key in METRICS if scores and scores[key] is not None):
         lines.append(
             f"  {name:15}  {scores[name]:.4f} +- {_error(scores[f'{name}_se'])} on {scores['n']:,} HellaSwag items"
         )

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from gpt2lab.data.hellaswag_items import STYLES
+from gpt2lab.config import HellaSwagMetrics
+from gpt2lab.data.hellaswag_items import STYLES, Style
 from gpt2lab.data.hellaswag_tokens import Questions
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.evaluation.results import Results, mean_and_error
@@ -54,12 +55,14 @@ class HellaSwag:
         context_length: int,
         strategy: Strategy,
         runtime: Runtime,
+        metrics: HellaSwagMetrics = "all",
         batch_tokens: int | None = None,
     ) -> None:
         self._questions, self._strategy, self._runtime = questions, strategy, runtime
+        self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
         rows = [
             row
-            for number, style in enumerate(STYLES)
+            for number, style in enumerate(self._styles)
             for row in make_rows(
                 questions.pieces(style),
                 context_length=context_length,
@@ -75,14 +78,14 @@ class HellaSwag:
         """Return which items each metric gets right; all processes share the work and get the result.
 
         `acc`: highest sum of log-probabilities. `acc_norm`: per character of the ending, as the reference harness
-        does. `acc_token_norm`: per token, on the tutorial's text. Log-probabilities are fp32, over the real ids only.
-        Of equal scores the first ending is taken, as numpy's argmax does for the harness. None if `interrupted`,
-        asked before each batch, told all to stop.
+        does. `acc_token_norm`: per token, on the tutorial's text, so it costs as much as the other two together.
+        Log-probabilities are fp32, over the real ids only. Of equal scores the first ending is taken, as numpy's
+        argmax does for the harness. None if `interrupted`, asked before each batch, told all to stop.
 
         Raises: NonFiniteError: among such scores the first would always win.
         """
         world = self._runtime.world_size
-        sums = np.zeros(len(STYLES) * 4 * len(self._questions))
+        sums = np.zeros(len(self._styles) * 4 * len(self._questions))
         was_training = model.training
         model.eval()
         try:
@@ -99,8 +102,8 @@ class HellaSwag:
         sums = np.sum(self._runtime.gather(sums), axis=0)  # one process has each, others 0
         if not np.isfinite(sums).all():
             raise NonFiniteError("HellaSwag scores are not finite: broken weights")
-        harness, tutorial = sums.reshape(len(STYLES), len(self._questions), 4)
-        return judge(self._questions, harness=harness, tutorial=tutorial)
+        by_style = sums.reshape(len(self._styles), len(self._questions), 4)
+        return judge(self._questions, dict(zip(self._styles, by_style, strict=True)))
 
 
 def make_rows(pieces: list[list[np.ndarray]], *, context_length: int, first_slot: int) -> list[Row]:
@@ -191,16 +194,16 @@ def see_own_text(segments: torch.Tensor) -> torch.Tensor:
     return earlier & ((key == 0) | (key == query))
 
 
-def judge(questions: Questions, *, harness: np.ndarray, tutorial: np.ndarray) -> Results:
-    """Turn the summed log-probabilities (N, 4) of both texts into right or wrong, 1.0 or 0.0, for each metric."""
-    with np.errstate(
-        divide="ignore", invalid="ignore"
-    ):  # an ending that was all brackets has no characters
-        scores = {
-            "acc": harness,
-            "acc_norm": harness / questions.ending_chars,
-            "acc_token_norm": tutorial / questions.lengths["tutorial"][:, 1:],
-        }
+def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:
+    """Turn the summed log-probabilities (N, 4) of each text into right or wrong, 1.0 or 0.0, for its metrics."""
+    scores = {}
+    # An ending that was all brackets has no characters.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        if "harness" in sums:
+            scores["acc"] = sums["harness"]
+            scores["acc_norm"] = sums["harness"] / questions.ending_chars
+        if "tutorial" in sums:
+            scores["acc_token_norm"] = sums["tutorial"] / questions.lengths["tutorial"][:, 1:]
     return Results(
         kind="hellaswag",
         units={"n": len(questions), "items": questions.fingerprint},
@@ -210,15 +213,17 @@ def judge(questions: Questions, *, harness: np.ndarray, tutorial: np.ndarray) ->
         },
         details={
             "labels": questions.labels,
-            "harness_nats": harness.astype(np.float32),
-            "tutorial_nats": tutorial.astype(np.float32),
+            **{f"{style}_nats": nats.astype(np.float32) for style, nats in sums.items()},
         },
     )
 
 
 def summarize(results: Results) -> dict[str, float | int | None]:
-    """Return the event's numbers: n, and each accuracy with its standard error."""
+    """Return the event's numbers: n, and each accuracy with its standard error, None where it was not asked for."""
     summary: dict[str, float | int | None] = {"n": results.n}
-    for name, right in results.per_unit.items():
-        summary[name], summary[f"{name}_se"] = mean_and_error(right)
+    for name in METRICS:
+        right = results.per_unit.get(name)
+        summary[name], summary[f"{name}_se"] = (
+            (None, None) if right is None else mean_and_error(right)
+        )
     return summary

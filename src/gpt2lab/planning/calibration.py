@@ -66,13 +66,19 @@ def record_of(
     tokens = config["total_batch_size"]
     micro = environment["mini_batch_size"]
     evals = [e for e in mine if e["event"] == "eval" and e["seconds"] > 0]
+    scored = [e for e in mine if e["event"] == "hellaswag" and e["seconds"] > 0]
     saves = [e for e in mine if e["event"] == "checkpoint" and e["seconds"] > 0]
     world = environment["world_size"]
     ratios = {"compile": max(0.0, steps[0]["step_seconds"] - step)}
+    token = step / (tokens / world)
     if evals:
-        token = step / (tokens / world)
         ratios["eval"] = statistics.median(
             e["seconds"] / (e["val_tokens"] / world) / token for e in evals
+        )
+    if scored:
+        texts = 2 if config.get("hellaswag_metrics", "all") == "all" else 1
+        ratios["hellaswag"] = statistics.median(
+            e["seconds"] / (e["n"] / world) / texts / token for e in scored
         )
     if saves:
         ratios["checkpoint"] = statistics.median(e["bytes"] / e["seconds"] for e in saves)
@@ -138,7 +144,7 @@ def calibrate(
     used = (quiet or mine)[-200:]
     rates = fit(prior, [_measured(record) for record in used], spread=spread)
     ratios: dict[str, float] = {}
-    for name in ("eval", "checkpoint", "compile", "start"):
+    for name in ("eval", "hellaswag", "checkpoint", "compile", "start"):
         values = [r["ratios"][name] for r in used if r.get("ratios", {}).get(name) is not None]
         if values:
             ratios[name] = statistics.median(values)

@@ -13,7 +13,9 @@ from gpt2lab.planning.machine import Machine
 from gpt2lab.planning.timing import work
 
 HELLASWAG_ITEMS = 10_042
-HELLASWAG_TOKENS = 2 * 4 * 90  # of one item: two styles, four endings, about 90 tokens each
+HELLASWAG_TOKENS = (
+    155  # of one item in one of the two texts, its context once: the mean of 200 items
+)
 # How far each may be off before it was measured, as the deviation of its logarithm.
 GUESS, MEASURED = 0.5, 0.1
 
@@ -37,7 +39,8 @@ def event_costs(
     """Return the cost of each kind of event.
 
     `ratios` come from runs of this machine (calibration.py): eval: seconds of evaluating a token relative to training
-    on it; checkpoint: bytes a second; sample: relative to reading all weights once a token; compile, start: seconds.
+    on it; hellaswag: the same of one item in one text; checkpoint: bytes a second; sample: relative to reading all
+    weights once a token; compile, start: seconds.
     """
     known, k = dict(ratios or {}), hardware.constants
     model, rates = job.config.model, machine.rates
@@ -56,13 +59,16 @@ def event_costs(
         model.n_layer * k["sample_seconds_per_layer"],
     )
     items = job.config.eval.hellaswag_limit or HELLASWAG_ITEMS
-    hellaswag_item = max(
-        HELLASWAG_TOKENS * forward, 2 * model.n_layer * k["sample_seconds_per_layer"]
+    texts = 2 if job.config.eval.hellaswag_metrics == "all" else 1
+    hellaswag_item = texts * (
+        training_token * known["hellaswag"]
+        if "hellaswag" in known
+        else max(HELLASWAG_TOKENS * forward, model.n_layer * k["sample_seconds_per_layer"])
     )
     seconds = {
         "eval": val_tokens * forward,
         "sample": token_by_token * known.get("sample", 1.0),
-        "hellaswag": items / job.world * hellaswag_item * known.get("hellaswag", 1.0),
+        "hellaswag": items / job.world * hellaswag_item,
         "checkpoint": checkpoint_bytes(model)
         / known.get("checkpoint", k["checkpoint_bytes_per_second"]),
         "compile": known.get("compile", k["compile_seconds"]) if job.compiled else 0.0,
