@@ -122,9 +122,9 @@ def across_shapes(
         Measured(work(config, micro_batch=B, accumulation=A), taken)
         for (config, B, A), taken in zip(cases, seconds, strict=True)
     ]
-    prior = timing.processor(machine.matmul_flops(), hardware.load())
+    prior = timing.processor(machine.core_flops(), hardware.load(), bf16=False)
     if __name__ == "__main__":
-        print(fit(prior, seen, spread=1.0).seconds_per_unit, machine.matmul_flops())
+        print(fit(prior, seen, spread=1.0).seconds_per_unit, machine.core_flops())
     rows = []
     for fold in range(folds):
         others = [m for i, m in enumerate(seen) if i % folds != fold]

@@ -177,7 +177,7 @@ def test_rates_are_recovered_from_runs_of_different_shapes() -> None:
         for L, C, V, T in shapes
     ]
     seen = [Measured(w := work(m, micro_batch=4, accumulation=1), truth.seconds(w)) for m in models]
-    prior = timing.processor(1e11, KNOWN)
+    prior = timing.processor(1e11, KNOWN, bf16=False)
     rates = fit(prior, seen[:-1], spread=1.0)
     assert rates.seconds(seen[-1].work) == pytest.approx(seen[-1].seconds, rel=0.1)
     assert rates.sigma(seen[-1].work) < prior.sigma(seen[-1].work)
@@ -209,7 +209,7 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn": ')
     records = calibration.read(tmp_path)
     assert len(records) == 3
-    prior = timing.processor(1e11, KNOWN)
+    prior = timing.processor(1e11, KNOWN, bf16=False)
     kind = Kind("x", 1, 2, "fp32", False)
     rates, ratios = calibration.calibrate(prior, records, kind, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)

@@ -77,9 +77,10 @@ def here(
     kind = Kind(name, processes, used, dtype, compiled)
     same = [record for record in records if record.get("device") == name]
     if on_cpu:
-        speed = machine.matmul_flops()
-        prior = timing.processor(speed, hardware)
-        note = f"a numpy matmul ran at {speed / 1e9:,.0f} GFLOP/s"
+        cores = min(used or 1, machine.cores())
+        speed = cores * machine.core_flops()
+        prior = timing.processor(speed, hardware, bf16=dtype == "bf16" and seen.native_bf16)
+        note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {machine.cores()} cores"
     elif gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
         prior = timing.roofline(gpu, hardware, compiled=compiled)
         note = f"hardware.json version {hardware.version}"

@@ -103,10 +103,14 @@ def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
     )
 
 
-def processor(matmul_flops: float, hardware: Hardware) -> Rates:
-    """Return a CPU's rates from how fast it multiplies matrices: a wide guess until a run was measured."""
+def processor(matmul_flops: float, hardware: Hardware, *, bf16: bool) -> Rates:
+    """Return a CPU's rates from how fast it multiplies fp32 matrices: a wide guess until a run was measured.
+
+    `bf16`: the run multiplies in bf16 and the processor has instructions for it.
+    """
     k = hardware.constants
-    per_flop = 1 / (k["cpu_matmul_efficiency"] * matmul_flops)
+    speedup = k["cpu_bf16_speedup"] if bf16 else 1.0
+    per_flop = 1 / (k["cpu_matmul_efficiency"] * speedup * matmul_flops)
     sigma = k["sigma_cpu_matmul"]
     return Rates(
         seconds_per_unit=(
