@@ -14,10 +14,12 @@ from gpt2lab import flags
 from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.interval import Interval
-from gpt2lab.planning import calibration
+from gpt2lab.planning import auto, calibration
+from gpt2lab.planning.job import Job
 from gpt2lab.planning.run_clock import RunClock
 from gpt2lab.pretrain import pretrain
 from gpt2lab.reliability.deadline import Deadline, find_deadlines, find_due
+from gpt2lab.start import decide
 from launch import events, steps, train
 
 
@@ -112,6 +114,32 @@ def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed:
     assert settled.fresh().batch.mini_batch_size == 2
     replaced = command.with_flags("--max_tokens=9", instead_of=("max_steps",))
     assert (replaced.fresh().length.max_steps, replaced.fresh().length.max_tokens) == (None, 9)
+
+
+def test_the_poorest_process_decides_the_mini_batch_of_all(
+    tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = []
+
+    def search(job: Job, folder: Path, *, memory_bytes: float, **_: object) -> dict[str, int]:
+        offered.append(memory_bytes)
+        return {"mini_batch_size": 2}
+
+    monkeypatch.setattr(auto.measuring, "find_batch_size", search)
+    plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
+    command = flags.parse([*plain, "--mini_batch_size=auto"])
+    start = decide(command, world_size=1, set_aside=False)
+    settled = auto.fitted(command, start, [8e9, None, 2e9, 4e9])
+    assert offered == [2e9]
+    assert settled is not None
+    assert settled.fresh().batch.mini_batch_size == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    quarter = auto.free_memory(command, start)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert quarter == pytest.approx(auto.free_memory(command, start) / 4, rel=0.1)
+    typed = flags.parse(tiny_flags)
+    assert auto.free_memory(typed, start) is None
+    assert auto.fitted(typed, start, [None]) is None
 
 
 @pytest.mark.slow

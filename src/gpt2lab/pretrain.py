@@ -60,7 +60,8 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
     folder: RunFolder | None = None
     try:
         start = _decide(command, runtime)
-        fitted = runtime.decided_by_first(lambda: auto.fitted(command, start))
+        memory = runtime.gather(auto.free_memory(command, start))
+        fitted = runtime.decided_by_first(lambda: auto.fitted(command, start, memory))
         if fitted is not None:
             start = _decide(fitted, runtime)
         if start.is_complete:

@@ -5,6 +5,9 @@ Each ends as a plain number on the command line, so that the checkpoint stores i
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 from gpt2lab import hardware
 from gpt2lab.config import LENGTHS
 from gpt2lab.errors import ConfigError
@@ -22,22 +25,44 @@ MAX_BATCH = 128
 _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
 
 
-def fitted(command: Command, start: Start) -> Command | None:
+def free_memory(command: Command, start: Start) -> float | None:
+    """Return the bytes that this process could use, for a search; None where none is asked for, or unknown."""
+    if not _finds(command, start):
+        return None
+    seen = _look(start)
+    if not seen.is_cpu:
+        return min(gpu.memory_free for gpu in seen.gpus)  # the fullest card of this node
+    available = machine.available_memory()
+    return available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if available else None
+
+
+def fitted(command: Command, start: Start, memory: Sequence[float | None]) -> Command | None:
     """Return the command with what it left open settled, None if it left nothing open.
+
+    `memory`: what `free_memory` said on each process; what the poorest can do, all can.
 
     Raises: ConfigError or NoSourceError if that cannot be done here.
     """
-    finds = command.finds_mini_batch and start.checkpoint is None
+    finds = _finds(command, start)
     if not finds and not command.verbs.fit_schedule:
         return None
-    seen = Seen(()) if start.config.system.device == "cpu" else look()
+    seen = _look(start)
     if finds:
-        command = command.with_flags(f"--mini_batch_size={_find_mini_batch(start, seen)}")
+        least = min((some for some in memory if some is not None), default=None)
+        command = command.with_flags(f"--mini_batch_size={_find_mini_batch(start, seen, least)}")
     if command.verbs.fit_schedule:
         command = command.with_flags(
             f"--max_steps={_steps_in_window(start, seen)}", instead_of=LENGTHS
         )
     return command
+
+
+def _finds(command: Command, start: Start) -> bool:
+    return command.finds_mini_batch and start.checkpoint is None
+
+
+def _look(start: Start) -> Seen:
+    return Seen(()) if start.config.system.device == "cpu" else look()
 
 
 def _job(start: Start, seen: Seen) -> Job:
@@ -49,15 +74,9 @@ def _job(start: Start, seen: Seen) -> Job:
     return job_of_start(start, dtype="bf16" if bf16 else "fp32", compiled=compiled)
 
 
-def _find_mini_batch(start: Start, seen: Seen) -> int:
-    job = _job(start, seen)
-    if seen.is_cpu:
-        available = machine.available_memory()
-        free = available / job.world if available else None
-    else:
-        free = min(gpu.memory_free for gpu in seen.gpus)  # what the fullest card can do, all can
+def _find_mini_batch(start: Start, seen: Seen, free: float | None) -> int:
     found = measuring.find_batch_size(
-        job,
+        _job(start, seen),
         start.run_dir.parent,
         max_batch=MAX_BATCH,
         memory_bytes=free,

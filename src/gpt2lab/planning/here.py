@@ -32,6 +32,11 @@ class Seen:
         return not self.gpus
 
     @property
+    def busiest_gpu(self) -> float:
+        """Return how busy the busiest GPU was, 0 to 1: with others' work, as none of ours ran yet."""
+        return max((gpu.utilization or 0.0 for gpu in self.gpus), default=0.0) / 100
+
+    @property
     def native_bf16(self) -> bool:
         """Tell whether bf16 runs in hardware here."""
         if self.is_cpu:

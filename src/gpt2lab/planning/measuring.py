@@ -112,16 +112,18 @@ def probe(setting: Setting, profile: Profile, *, seconds: float) -> Trial:
             f"only {len(trial.steps)} steps in {seconds:.0f} s: too few to go by; raise --seconds or lower "
             f"--mini_batch_size"
         )
-    others = trial.others or 0.0
+    on_cores, on_gpus = trial.others or 0.0, setting.seen.busiest_gpu
+    others = max(on_cores, on_gpus)
+    busy = f"others used {others:.0%} of its {'cores' if on_cores >= on_gpus else 'GPU'}"
     if others > REFUSED:
         raise NoSourceError(
-            f"this machine is busy: others used {others:.0%} of its cores while measuring; measure when it is idle"
+            f"this machine is busy: {busy} while measuring; measure when it is idle"
         )
     record = calibration.record_of(
         trial.events,
         trial.environment,
         trial.config,
-        others=trial.others,
+        others=None if trial.others is None else others,
         source="probe",
         fewest=FEWEST_STEPS,
     )
@@ -129,7 +131,7 @@ def probe(setting: Setting, profile: Profile, *, seconds: float) -> Trial:
     setting.ask.folder().mkdir(parents=True, exist_ok=True)
     calibration.append(setting.ask.folder(), record)
     if others > contention.BUSY:
-        say(f"! machine busy: others used {others:.0%} of its cores; the interval is wider")
+        say(f"! machine busy: {busy}; the interval is wider")
     return trial
 
 
