@@ -15,9 +15,10 @@ import pytest
 
 import launch
 from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.evaluation.target import find_folder
 from gpt2lab.flags import parse
 from gpt2lab.pretrain import pretrain
-from gpt2lab.runs import overview, plots
+from gpt2lab.runs import history, overview, plots
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.resume_command import plan_continuation, write
 
@@ -47,6 +48,31 @@ def script(name: str, *words: object) -> tuple[int, str, str]:
     command = [sys.executable, str(SCRIPTS / name), *map(str, words)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return answer.returncode, answer.stdout, answer.stderr
+
+
+def test_a_name_means_the_same_run_to_every_door_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, here = tmp_path / "runs", tmp_path / "here"
+    for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, meant in {
+        "r": runs / "r",  # not here/r
+        "r/step_00000002": runs / "r" / "step_00000002",
+        "./r": here / "r",
+        "../runs/r": here / ".." / "runs" / "r",
+        "~/runs/r": runs / "r",
+        "only_here": here / "only_here",
+        str(runs / "r"): runs / "r",
+    }.items():
+        assert history.find_run(name, checkpoint_dir=runs) == meant
+        assert find_folder(name, runs) == meant
+    assert find_folder("hf:r", runs) is None
+    assert find_folder("gpt2", runs) is None
+    with pytest.raises(ConfigError, match="no run of this name"):
+        history.find_run("gpt2", checkpoint_dir=runs)
 
 
 # -- status ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2lab import paths
 from gpt2lab.checkpoints import catalog, manifest
 from gpt2lab.checkpoints.catalog import CheckpointInfo
 from gpt2lab.config import Config, ModelConfig, override
@@ -38,7 +37,7 @@ class Target:
 
 
 def find_target(name: str, checkpoint_dir: Path) -> Target:
-    """Return what `name` means: a folder, else a run in `checkpoint_dir`, else a model on the Hugging Face Hub.
+    """Return what `name` means: a run in `checkpoint_dir`, else a folder, else a model on the Hugging Face Hub.
 
     A run means its newest checkpoint whose every byte verifies; `hf:NAME` always means the Hub.
 
@@ -60,13 +59,13 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
-    """Return the folder that a path or a run's name means, or None if it can only be a name on the Hub.
+    """Return the folder that a run's name or a path means, or None if it can only be a name on the Hub.
 
     Raises: CheckpointError if it can be neither.
     """
-    for folder in (paths.from_working_directory(Path(name)), checkpoint_dir / name):
-        if folder.is_dir() and not name.startswith(HUB):
-            return folder
+    folder = None if name.startswith(HUB) else history.find_folder(name, checkpoint_dir)
+    if folder is not None:
+        return folder
     if re.fullmatch(rf"({HUB})?[\w.-]+(/[\w.-]+)?", name) is None:
         raise CheckpointError(f"{name}: no such folder, nor a run in {checkpoint_dir}")
     return None

@@ -14,16 +14,28 @@ METRICS = "metrics.jsonl"
 _KEYS = {"event", "time", "attempt", "step"}
 
 
+def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
+    """Return the folder that a run's name (also RUN/step_...) or a path means, None if there is none.
+
+    A run's name wins over a folder of the working directory, so that it means the same everywhere; ./NAME is a path.
+    """
+    path = paths.from_working_directory(Path(name))
+    places = [path] if name.startswith((".", "~", "/")) else [checkpoint_dir / name, path]
+    return next((place for place in places if place.is_dir()), None)
+
+
 def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
     """Return the folder of a run given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
 
     Raises: ConfigError if there is no such folder.
     """
     runs = checkpoint_dir or paths.from_repository(Path("checkpoints"))
-    for folder in (runs / run, paths.from_working_directory(Path(run))):
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"{run}: no run of this name in {paths.for_people(runs)}, and no such folder")
+    folder = find_folder(run, runs)
+    if folder is None:
+        raise ConfigError(
+            f"{run}: no run of this name in {paths.for_people(runs)}, and no such folder"
+        )
+    return folder
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
