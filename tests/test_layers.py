@@ -40,6 +40,7 @@ planning.deadline planning.explain planning.setting
 planning.report_json planning.report_text
 planning.alternatives planning.remaining
 planning.gpu_report planning.measuring planning.remedies planning.run_clock planning.scoring
+  runs.report
 planning.auto planning.self_test
 planning.planner
 """)  # never torch: what lists, plans, refuses and reads answers in under half a second

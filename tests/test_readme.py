@@ -39,6 +39,7 @@ COMMANDS: dict[str, str | None] = {
     "python scripts/status.py": "",
     "python scripts/resume_command.py gpt2-124m --output slurm": "--num_gpus 1",
     "python scripts/plot.py gpt2-124m": "",
+    "python scripts/report.py gpt2-124m": "",
     "python scripts/evaluate.py gpt2-124m": "--device=cpu",
     "python scripts/compare.py run_a run_b": None,  # tests/test_evaluate.py
     'python scripts/sample.py gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",

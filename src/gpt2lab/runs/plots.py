@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from gpt2lab.runs import history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -59,23 +61,41 @@ def draw(runs: list[Curves], path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing or the file cannot be written.
     """
+    figure = _figure(runs)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def draw_svg(runs: list[Curves]) -> bytes:
+    """Draw one or several runs over each other as SVG, all text as outlines.
+
+    Raises: ConfigError if matplotlib is missing.
+    """
+    file = io.BytesIO()
+    _figure(runs).savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _figure(runs: list[Curves]) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"plots need matplotlib: pip install matplotlib ({error})") from error
     metrics = [m for m in REFERENCES if any(_has(run, m) for run in runs)]
     panels = ["loss", *metrics, "lr", "speed"]
-    figure = Figure(figsize=(12, 3.4 * ((len(panels) + 1) // 2)), layout="constrained")
+    rows = (len(panels) + 1) // 2
+    figure = Figure(figsize=(12, 3.4 * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, 2)
     for index, panel in enumerate(panels):
-        axes = figure.add_subplot((len(panels) + 1) // 2, 2, index + 1)
+        is_alone = index + 1 == len(panels) and index % 2 == 0
+        axes = figure.add_subplot(grid[index // 2, slice(0, 2) if is_alone else index % 2])
         _draw_panel(axes, panel, runs)
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+    return figure
 
 
 def _has(run: Curves, metric: str) -> bool:

@@ -47,7 +47,7 @@ def describe_run(run_dir: Path) -> str:
     if infos:
         lines.append("  checkpoints")
         lines += ["    " + line for line in listing.checkpoint_table(infos).splitlines()]
-    lines.append(f"  go on             {_command_to_go_on(run_dir, events)}")
+    lines.append(f"  go on             {command_to_go_on(run_dir, events)}")
     folder = shlex.quote(paths.for_people(run_dir.parent))
     if (run_dir / "tensorboard").exists():
         lines.append(f"  look at it        {paths.program('tensorboard')} --logdir {folder}")
@@ -56,7 +56,7 @@ def describe_run(run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
+def command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
     """Return a command that really goes on: a complete run needs more steps to do anything."""
     last_start = [event for event in events if event["event"] == "begin"][-1]
     command = command_to_resume(run_dir, world_size=last_start["world_size"])

@@ -1,0 +1,269 @@
+"""A run on one HTML page that needs no network and runs no script, whatever text the model wrote. No torch.
+
+The page is report.html, filled by jinja2, which escapes every value. The pictures are data in the page, and its
+Content-Security-Policy forbids everything but them and the page's own style sheet.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import __version__, fmt
+from gpt2lab.checkpoints import catalog
+from gpt2lab.checkpoints.manifest import replace_durably
+from gpt2lab.config import LEAVES, Config, to_flat
+from gpt2lab.errors import ConfigError
+from gpt2lab.plan import count_parameters
+from gpt2lab.planning.remaining import read_json, spent_seconds
+from gpt2lab.presets import preset
+from gpt2lab.runs import history, overview, plots, summary
+
+_TEMPLATE = Path(__file__).with_suffix(".html")
+_STYLE = Path(__file__).with_suffix(".css")
+_SAMPLES = 16  # shown, spread evenly over the run
+
+Event = dict[str, Any]
+Events = list[Event]
+
+
+def write_report(run_dir: Path, out: Path) -> None:
+    """Write a run's page in one step: readers see the old one or the whole new one.
+
+    Raises: ConfigError if the folder is not a run's, a package is missing or `out` cannot be written;
+    GPT2LabError if the metrics are damaged.
+    """
+    page = render(run_dir)
+    try:
+        # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark.
+        replace_durably(out, page.encode("utf-8", "replace"))
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
+
+
+def render(run_dir: Path) -> str:
+    """Return a run's page.
+
+    Raises: ConfigError, GPT2LabError.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ConfigError(f"reports need jinja2: pip install jinja2 ({error})") from error
+    config, events = history.read_config(run_dir), history.read_events(run_dir)
+    style = _STYLE.read_text()
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(_TEMPLATE.read_text())
+    facts = read_json(run_dir / "run.json") or {}
+    infos, damaged = catalog.list_checkpoints(run_dir)
+    samples = history.current(events, "sample")
+    return template.render(
+        style=style,
+        style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+        run=run_dir.name,
+        title=_title(config, events),
+        status=overview.read_run(run_dir),
+        version=__version__,
+        written=_clock(time.time()),
+        tiles=_tiles(events),
+        curves=_curves(run_dir, events),
+        forecast=_forecast(run_dir, events),
+        samples=[(step, samples[step]["text"]) for step in _spread(sorted(samples), _SAMPLES)],
+        all_samples=len(samples),
+        starts=_starts(events),
+        settings=_settings(config),
+        checkpoints=[_checkpoint(info) for info in infos],
+        warnings=[_warning(e) for e in events if e["event"] in ("warning", "rewind")],
+        damaged=[str(error) for error in damaged],
+        environment=_environment(facts),
+        command=summary.command_to_go_on(run_dir, events) if _begins(events) else None,
+    )
+
+
+def _title(config: Config, events: Events) -> str:
+    model = config.model
+    trained = f"{fmt.count(count_parameters(model))} parameters, context {model.context_length}"
+    begun = f", begun {_clock(events[0]['time'])}" if events else ""
+    return f"{model.model}, {trained}, on {config.data.data_dir.name}{begun}"
+
+
+def _begins(events: Events) -> Events:
+    return [event for event in events if event["event"] == "begin"]
+
+
+def _tiles(events: Events) -> list[tuple[str, str, str]]:
+    """Return (what, value, note) of the numbers that come first."""
+    steps, evals = history.current(events, "step"), history.current(events, "eval")
+    scores = history.current(events, "hellaswag")
+    tiles = []
+    if steps:
+        first, last = steps[min(steps)], steps[max(steps)]
+        note = f"{_number(first['loss'])} at step {first['step']:,}"
+        tiles.append(("training loss", _number(last["loss"]), note))
+    measured = [event for event in evals.values() if event["val_loss"] is not None]
+    if measured:
+        last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
+        note = f"± {_number(last['val_loss_se'])}; best {best['val_loss']:.4f} at step {best['step']:,}"
+        tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
+    if scores:
+        last, (value, name) = scores[max(scores)], plots.REFERENCES["acc_norm"][0]
+        note = f"± {_number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
+        tiles.append(("HellaSwag acc_norm", _number(last["acc_norm"]), note))
+    if steps:
+        last, goal = steps[max(steps)], _begins(events)[-1]["max_steps"]
+        tiles.append(("tokens", fmt.count(last["tokens"]), f"step {last['step']:,} of {goal:,}"))
+        rates = [event["tokens_per_second"] for event in steps.values()]
+        mfu = [event["mfu"] for event in steps.values() if event.get("mfu") is not None]
+        note = f"median step; MFU {statistics.median(mfu):.1%}" if mfu else "median step"
+        tiles.append(("tokens/s", f"{statistics.median(rates):,.0f}", note))
+        starts, trained = (
+            history.last_attempt(events),
+            sum(e["step_seconds"] for e in steps.values()),
+        )
+        note = f"{fmt.duration(trained)} in steps; {starts} start{'s' if starts > 1 else ''}"
+        tiles.append(("time", fmt.duration(spent_seconds(events)), note))
+    return tiles
+
+
+def _curves(run_dir: Path, events: Events) -> str | None:
+    """Return the plots as the address of a picture that is its own content."""
+    if not history.current(events, "step"):
+        return None
+    picture = base64.b64encode(plots.draw_svg([plots.read_curves(run_dir)])).decode()
+    return f"data:image/svg+xml;base64,{picture}"
+
+
+def _forecast(run_dir: Path, events: Events) -> list[tuple[str, str, str, str, str]]:
+    """Return (what, foretold, its 80 % interval, actual, verdict) for all that estimate.json and the run both tell."""
+    document = read_json(run_dir / "estimate.json") or {}
+    steps = history.current(events, "step")
+    rows: list[tuple[str, str, str, str, str]] = []
+    if not steps or not isinstance(document.get("estimate"), dict):
+        return rows
+    span, rate = document["estimate"], document.get("throughput") or {}
+    actual = document.get("actual")
+    hours = actual["hours"] if actual else spent_seconds(events) / 3600
+    rows.append(
+        _compared(
+            "time",
+            (span["estimated_hours"], span["low_hours"], span["high_hours"]),
+            hours,
+            lambda value: fmt.duration(3600 * value),
+            is_final=actual is not None,
+        )
+    )
+    if rate.get("value") is not None:
+        median = statistics.median(event["tokens_per_second"] for event in steps.values())
+        foretold = (rate["value"], rate["low"], rate["high"])
+        rows.append(_compared("tokens/s", foretold, median, lambda value: f"{value:,.0f}"))
+    needed = (document.get("memory") or {}).get("total")
+    peak = max((e["peak_memory_bytes"] or 0 for e in steps.values()), default=0)
+    if needed and peak:
+        share = f"{needed / peak:.0%} of the actual"
+        rows.append(("memory", fmt.num_bytes(needed), "-", fmt.num_bytes(peak), share))
+    loss, evals = document.get("loss") or {}, history.current(events, "eval")
+    if loss.get("value") is not None and evals:
+        measured = _number(evals[max(evals)]["val_loss"])
+        interval = f"{loss['low']:.2f} … {loss['high']:.2f}"
+        note = f"foretold for {loss['data']}"
+        rows.append(("validation loss", f"{loss['value']:.2f}", interval, measured, note))
+    return rows
+
+
+def _compared(
+    what: str,
+    foretold: tuple[float, float, float],
+    actual: float,
+    write: Callable[[float], str],
+    *,
+    is_final: bool = True,
+) -> tuple[str, str, str, str, str]:
+    value, low, high = foretold
+    verdict = "inside" if low <= actual <= high else "outside"
+    if not is_final:
+        verdict = "so far"
+    return what, write(value), f"{write(low)} … {write(high)}", write(actual), verdict
+
+
+def _starts(events: Events) -> list[Event]:
+    """Return each start: when, from which step, on how many processes, what it changed, how it ended."""
+    starts: list[Event] = []
+    for begin in _begins(events):
+        of = [event for event in events if event["attempt"] == begin["attempt"]]
+        resume = next((event for event in of if event["event"] == "resume"), {})
+        ends = [event for event in of if event["event"] in ("stop", "done")]
+        steps = [event["step"] for event in of if event["event"] == "step"]
+        starts.append(
+            {
+                "number": begin["attempt"],
+                "when": _clock(begin["time"]),
+                "from_step": begin["step"],
+                "to_step": max(steps, default=begin["step"]),
+                "world_size": begin["world_size"],
+                "level": resume.get("level", "fresh"),
+                "changes": [
+                    (name, _setting(old), _setting(new))
+                    for name, (old, new) in (resume.get("changes") or {}).items()
+                ],
+                "end": ends[-1]["reason"] if ends else "no end recorded",
+            }
+        )
+    return starts
+
+
+def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
+    """Return (name, value, the preset's value, whether they differ) of every setting."""
+    plain = to_flat(preset(config.model.model))
+    rows = []
+    for name, value in to_flat(config).items():
+        differs = value != plain[name] and LEAVES[name][0] != "checkpoint"
+        rows.append((name, _setting(value), _setting(plain[name]), differs))
+    return rows
+
+
+def _setting(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _checkpoint(info: catalog.CheckpointInfo) -> tuple[str, ...]:
+    kind = ", ".join(dict.fromkeys([info.kind, *info.labels]))
+    loss, size = _number(info.val_loss), fmt.num_bytes(info.num_bytes)
+    return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, _clock(info.created)
+
+
+def _warning(event: Event) -> tuple[str, str, str]:
+    if event["event"] == "rewind":
+        message = f"went back from step {event['spike_step']:,} to step {event['step']:,}"
+    else:
+        message = event["message"]
+    return f"{event['step']:,}", _clock(event["time"]), message
+
+
+def _environment(facts: Event) -> list[tuple[str, str]]:
+    rows = {**(facts.get("environment") or {}), **(facts.get("provenance") or {})}
+    rows |= {"data_fingerprint": facts.get("data_fingerprint")}
+    rows |= facts.get("initial_weights") or {}
+    if isinstance(rows.get("command"), list):
+        rows["command"] = " ".join(rows["command"])
+    return [(name, str(value)) for name, value in rows.items() if value is not None]
+
+
+def _spread(steps: list[int], count: int) -> list[int]:
+    """Return at most `count` of the steps, the first and the last among them."""
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
