@@ -17,6 +17,10 @@ ifneq ($(UNKNOWN),)
 $(error unknown variable $(UNKNOWN); known: $(KNOWN))
 endif
 
+# $(call number,NAME): refuse a value that no program could take, before anything is started.
+number = $(if $(shell echo '$($1)' | grep -xE '[0-9]+'),,$(error $1=$($1) is not a number))
+$(call number,GPUS)$(call number,PORT)$(call number,MINUTES)
+
 PY    := $(VENV)/bin/python
 MANY  := $(filter-out 0 1,$(GPUS))
 START := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY)) src/train.py
@@ -25,11 +29,15 @@ EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0)
 NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
+FAST  := accuracy counts flags health layers model order pieces progress receipt schedule tokenizer train_step
+
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart data train resume list status dry-run estimate gpu-info memory-check eval sample export plot tensorboard test test-slow test-faults faults soak lint clean
+.PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
+	memory-check eval eval-quick sample export plot report tensorboard tensorboard-stop \
+	test test-fast test-slow test-faults faults soak lint clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z -]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 18
 	@echo 'variables: GPUS=N  MODEL=gpt2  RUN=name  SOURCE=python-stdlib  PORT=6006  ARGS="--any --flags"'
 
 $(VENV)/.installed: requirements.txt
@@ -56,6 +64,9 @@ data: install  ## prepare token shards: SOURCE=fineweb-edu | python-stdlib | fil
 train: install  ## start a run on all GPUs (or GPUS=N), or on the CPU
 	$(START) $(FLAGS)
 
+train-tb: tensorboard  ## start a run that TensorBoard shows while it trains
+	$(START) --use_tensorboard $(FLAGS)
+
 resume: install  ## continue the newest run (or RUN=name)
 	$(START) --resume latest $(FLAGS)
 
@@ -64,6 +75,9 @@ list: install  ## list the checkpoints of all runs
 
 dry-run: install  ## print what a run would do and need
 	@$(PY) src/train.py --dry_run $(FLAGS)
+
+check preflight: install  ## try disk, memory, data, a step and the network for a run: GO or NO-GO
+	@$(START) --preflight $(FLAGS)
 
 estimate: install  ## how long the newest run still takes; ARGS="--gpu H100 --tokens 10B" to predict one
 	@$(PY) scripts/estimate_time.py $(FLAGS)
@@ -80,6 +94,9 @@ status: install  ## all runs at a glance; ARGS="--watch 5" keeps it on the scree
 eval: install  ## evaluate RUN=name, as in training; ARGS="--hellaswag" too
 	@$(PY) scripts/evaluate.py $(NAMED) $(ARGS)
 
+eval-quick: install  ## the same on 131,072 tokens, and with ARGS=--hellaswag on 200 items
+	@$(PY) scripts/evaluate.py $(NAMED) --val_tokens 131072 --hellaswag_limit 200 $(ARGS)
+
 sample: install  ## continue prompts with RUN=name, line by line, or ARGS='--prompt "Once"'
 	@$(PY) scripts/sample.py $(NAMED) $(or $(ARGS),--interactive)
 
@@ -89,11 +106,20 @@ export: $(VENV)/.installed-dev  ## write RUN=name as a Hugging Face folder expor
 plot: $(VENV)/.installed-dev  ## draw the curves of RUN=name
 	@$(PY) scripts/plot.py $(NAMED) $(ARGS)
 
-tensorboard: install  ## look at the runs in a browser: PORT=6006, this machine only
-	$(VENV)/bin/tensorboard --logdir checkpoints --host localhost --port $(PORT)
+report: $(VENV)/.installed-dev  ## write all that is known of RUN=name as one HTML page
+	@$(PY) scripts/report.py $(NAMED) $(ARGS)
+
+tensorboard: install  ## show the runs in a browser of this machine, in the background: PORT=6006
+	@$(PY) scripts/show_tensorboard.py --port $(PORT)
+
+tensorboard-stop: install  ## end it
+	@$(PY) scripts/show_tensorboard.py --stop
 
 test: $(VENV)/.installed-dev  ## run the tests that take minutes
 	$(PY) -m pytest $(ARGS)
+
+test-fast: $(VENV)/.installed-dev  ## run the tests that start no program and train nothing
+	$(PY) -m pytest $(FAST:%=tests/test_%.py) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
 	$(PY) -m pytest -m slow $(ARGS)
@@ -115,4 +141,4 @@ lint: $(VENV)/.installed-dev  ## check layout, style and types
 
 clean:  ## remove caches and .venv; never data or checkpoints
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

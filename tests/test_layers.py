@@ -23,7 +23,7 @@ QUICK_ROWS = _rows("""
 bench checkpoints data evaluation gpt2lab huggingface planning reliability runs
 errors faults fmt interval paths  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
 config door hardware state  checkpoints.manifest  data.order data.pieces data.sources data.tokenizer
-  reliability.deadline
+  reliability.deadline  runs.tensorboard_server
 data.encode  evaluation.results  huggingface.config  planning.loss_prediction planning.profiles  runs.history
   runs.progress
 data.hellaswag_items data.hellaswag_source

@@ -1,0 +1,116 @@
+"""The Makefile: every target is a thin line over a program that exists, and a slip of the finger starts nothing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import REPOSITORY
+
+# Target -> what its last line must hold, for GPUS=1 RUN=x. Those of the issue's daily verbs, and the others.
+LINES = {
+    "data": "scripts/prepare_data.py fineweb-edu",
+    "train": "src/train.py --run_name x",
+    "train-tb": "src/train.py --use_tensorboard --run_name x",
+    "resume": "src/train.py --resume latest --run_name x",
+    "list": "src/train.py --list_checkpoints --run_name x",
+    "dry-run": "src/train.py --dry_run --run_name x",
+    "check": "src/train.py --preflight --run_name x",
+    "preflight": "src/train.py --preflight --run_name x",
+    "estimate": "scripts/estimate_time.py --run_name x",
+    "gpu-info": "scripts/gpu_info.py",
+    "memory-check": "scripts/memory_check.py",
+    "status": "scripts/status.py",
+    "eval": "scripts/evaluate.py x",
+    "eval-quick": "scripts/evaluate.py x --val_tokens 131072 --hellaswag_limit 200",
+    "sample": "scripts/sample.py x --interactive",
+    "export": "scripts/export_hf.py x --out exports/x",
+    "plot": "scripts/plot.py x",
+    "report": "scripts/report.py x",
+    "tensorboard": "scripts/show_tensorboard.py --port 6006",
+    "tensorboard-stop": "scripts/show_tensorboard.py --stop",
+    "test": "-m pytest",
+    "test-slow": "-m pytest -m slow",
+    "test-faults": "-m pytest tests/faults -m fault",
+}
+
+
+def make(*words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    """Show what make would run, and run nothing."""
+    command = ["make", "-n", "--no-print-directory", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize("target", LINES)
+def test_a_target_is_a_thin_line_over_a_program_that_exists(target: str) -> None:
+    shown = make(target, "VENV=/nowhere", "GPUS=1", "RUN=x")
+    assert shown.returncode == 0, shown.stderr
+    line = shown.stdout.splitlines()[-1]
+    assert line.startswith("/nowhere/bin/")
+    assert LINES[target] in re.sub(r"\s+", " ", line)
+    for program in re.findall(r"(?:src|scripts)/\w+\.py", shown.stdout):
+        assert (REPOSITORY / program).is_file()
+
+
+def test_every_target_is_in_the_help_and_in_this_test() -> None:
+    text = (REPOSITORY / "Makefile").read_text()
+    targets = {
+        word for line in re.findall(r"^([a-z -]+):.*## ", text, re.M) for word in line.split()
+    }
+    elsewhere = {"help", "install", "quickstart", "test-fast", "faults", "soak", "lint", "clean"}
+    assert targets == set(LINES) | elsewhere
+    (phony,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)", text, re.M)
+    assert targets == set(phony.replace("\\", "").split())
+
+
+def test_the_fast_tests_are_files() -> None:
+    line = make("test-fast", "VENV=/nowhere").stdout.splitlines()[-1]
+    files = re.findall(r"tests/\w+\.py", line)
+    assert len(files) > 10
+    assert all((REPOSITORY / file).is_file() for file in files)
+
+
+def test_variables_arrive_and_wrong_ones_are_refused() -> None:
+    shown = make("train", "GPUS=4", "MODEL=gpt2-mini", "RUN=x", "ARGS=--mini_batch_size 8").stdout
+    assert (
+        "--nproc_per_node=4 src/train.py --model gpt2-mini --run_name x --mini_batch_size 8"
+        in shown
+    )
+    for words, message in (
+        (("train", "GPU=4"), "unknown variable GPU"),
+        (("train", "GPUS=four"), "GPUS=four is not a number"),
+        (("tensorboard", "PORT=x"), "PORT=x is not a number"),
+        *(((target,), "which run? RUN=name") for target in ("eval", "export", "report", "sample")),
+    ):
+        wrong = make(*words, "VENV=/nowhere")
+        assert wrong.returncode != 0
+        assert message in wrong.stderr
+        assert "/nowhere/bin/python scripts" not in wrong.stdout
+
+
+def test_clean_never_touches_data_or_checkpoints(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    kept = [
+        *("data/mine/x.npy", "data/__pycache__/x", "checkpoints/run/step_00000001/manifest.json"),
+        *("checkpoints/__pycache__/x", "exports/run/model.safetensors", "src/gpt2lab/x.py"),
+    ]
+    gone = ["src/gpt2lab/__pycache__/x.pyc", ".pytest_cache/x", ".venv/bin/python"]
+    for name in [*kept, *gone, "scripts/x.py", "tests/x.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    done = subprocess.run(
+        ["make", "clean"], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / name).exists() for name in kept)
+    assert not any((tmp_path / name).exists() for name in gone)
+
+
+def test_ci_runs_what_the_readme_begins_with() -> None:
+    ci = (REPOSITORY / ".ci" / "run").read_text()
+    assert "make quickstart" in ci
+    assert "make test" in ci
