@@ -33,7 +33,7 @@ flags  checkpoints.disk checkpoints.listing  data.shard_writer data.verifier  ev
 data.adopt data.audit data.merge data.unfinished data.windows  huggingface.init_from
 start  data.prepare  evaluation.compare  huggingface.model_card  planning.calibration planning.job planning.machine
   runs.overview runs.plots runs.summary
-dry_run  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
+data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
   runs.resume_command
 planning.estimate
 planning.deadline planning.explain planning.setting
@@ -41,7 +41,8 @@ planning.report_json planning.report_text
 planning.alternatives planning.remaining
 planning.gpu_report planning.measuring planning.remedies planning.run_clock planning.scoring
   runs.report
-planning.auto planning.self_test
+planning.card_presets planning.self_test
+dry_run  planning.auto
 planning.planner
 """)  # never torch: what lists, plans, refuses and reads answers in under half a second
 TORCH_ROWS = _rows("""

@@ -9,14 +9,19 @@ from gpt2lab import paths
 from gpt2lab.config import to_flat
 from gpt2lab.flags import Command
 from gpt2lab.plan import describe
+from gpt2lab.planning import card_presets
 from gpt2lab.start import decide
 
 
 def print_plan(command: Command) -> int:
     """Print the resolved plan, as text or as one JSON object, and return the exit code."""
-    start = decide(command, world_size=int(os.environ.get("WORLD_SIZE", "1")), set_aside=False)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    start = decide(command, world_size=world_size, set_aside=False)
     if os.environ.get("RANK", "0") != "0":
         return 0
+    fitted = card_presets.fitted(command, start)
+    if fitted is not None:
+        start = decide(fitted, world_size=world_size, set_aside=False)
     plan = start.plan
     if command.verbs.json:
         facts = {

@@ -9,7 +9,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -83,6 +83,11 @@ class Verbs:
     )
     trust: bool = option(
         False, "with --import_checkpoint: read a file whose settings are pickled objects"
+    )
+    preset: Literal["1x4090", "1xa100", "1xh200", "4xh200", "8xh100"] | None = option(
+        None,
+        "cards to train on: sets the mini batch that fits them, where none was typed, and says what speed to expect; "
+        "tokens per step stay",
     )
     allow_change: str | None = option(
         None, "comma-separated settings a resume may change; `data` for other data"

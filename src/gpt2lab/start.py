@@ -184,7 +184,10 @@ def _fit_mini_batch(
     Tokens per step and the curve stay as they are. With dropout the cut decides the masks, so nothing is touched.
     """
     batch, T = config.batch, config.model.context_length
-    typed = {"mini_batch_size", "total_batch_size"} & command.typed and not command.finds_mini_batch
+    is_open = command.finds_mini_batch or (
+        command.verbs.preset is not None and "mini_batch_size" not in command.typed
+    )
+    typed = {"mini_batch_size", "total_batch_size"} & command.typed and not is_open
     share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one process
     if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
         return config, ()

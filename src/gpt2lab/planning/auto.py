@@ -1,4 +1,4 @@
-"""What a fresh start may settle by itself: `--mini_batch_size auto` and `--fit_schedule`. No torch.
+"""What a start may settle by itself: `--preset`, `--mini_batch_size auto` and `--fit_schedule`. No torch.
 
 Each ends as a plain number on the command line, so that the checkpoint stores it and a resume uses it again.
 """
@@ -13,7 +13,7 @@ from gpt2lab.config import LENGTHS
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import Command
 from gpt2lab.plan import CPU_COMPILE_FROM_STEPS
-from gpt2lab.planning import calibration, machine, measuring, profiles
+from gpt2lab.planning import calibration, card_presets, machine, measuring, profiles
 from gpt2lab.planning.deadline import Window, steps_that_fit
 from gpt2lab.planning.estimate import MEMORY_TARGET, estimate
 from gpt2lab.planning.here import Seen, here, look
@@ -43,10 +43,11 @@ def fitted(command: Command, start: Start, memory: Sequence[float | None]) -> Co
 
     Raises: ConfigError or NoSourceError if that cannot be done here.
     """
+    preset = card_presets.fitted(command, start)
     finds = _finds(command, start)
     if not finds and not command.verbs.fit_schedule:
-        return None
-    seen = _look(start)
+        return preset
+    command, seen = preset or command, _look(start)
     if finds:
         least = min((some for some in memory if some is not None), default=None)
         command = command.with_flags(f"--mini_batch_size={_find_mini_batch(start, seen, least)}")

@@ -28,6 +28,7 @@ from gpt2lab.parts import (
     fit_to_hardware,
     refuse_mixed_hardware,
 )
+from gpt2lab.planning import card_presets
 from gpt2lab.planning.estimate import MEMORY_TARGET, device_memory
 from gpt2lab.planning.here import Seen, here, look
 from gpt2lab.planning.scoring import job_of_start
@@ -63,12 +64,16 @@ def preflight(command: Command) -> int:
     return 1 if failed else 0
 
 
+def _decide(command: Command, world_size: int) -> Start:
+    start = decide(command, world_size=world_size, set_aside=False)
+    fitted = card_presets.fitted(command, start)
+    return decide(fitted, world_size=world_size, set_aside=False) if fitted else start
+
+
 def _check_all(command: Command, runtime: Runtime) -> list[Check]:
     """Run the checks in order; one that later ones rest on ends the list where it fails."""
     try:
-        start = runtime.decided_by_first(
-            lambda: decide(command, world_size=runtime.world_size, set_aside=False)
-        )
+        start = runtime.decided_by_first(lambda: _decide(command, runtime.world_size))
         start = runtime.everywhere(lambda: fit_to_hardware(start, runtime))
         refuse_mixed_hardware(start, runtime)
     except GPT2LabError as refusal:
