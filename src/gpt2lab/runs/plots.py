@@ -93,6 +93,7 @@ def _figure(runs: list[Curves]) -> Figure:
         axes = figure.add_subplot(grid[index // 2, slice(0, 2) if is_alone else index % 2])
         _draw_panel(axes, panel, runs)
         axes.set_xlabel("step")
+        axes.set_xlim(0, 1.01 * max(max(run.steps) for run in runs))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     return figure

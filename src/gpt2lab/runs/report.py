@@ -56,7 +56,7 @@ def render(run_dir: Path) -> str:
     except ImportError as error:
         raise ConfigError(f"reports need jinja2: pip install jinja2 ({error})") from error
     config, events = history.read_config(run_dir), history.read_events(run_dir)
-    style = _STYLE.read_text()
+    status, style = overview.read_run(run_dir), _STYLE.read_text()
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_TEMPLATE.read_text())
@@ -68,7 +68,7 @@ def render(run_dir: Path) -> str:
         style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
         run=run_dir.name,
         title=_title(config, events),
-        status=overview.read_run(run_dir),
+        status=status,
         version=__version__,
         written=_clock(time.time()),
         tiles=_tiles(events),
@@ -76,7 +76,7 @@ def render(run_dir: Path) -> str:
         forecast=_forecast(run_dir, events),
         samples=[(step, samples[step]["text"]) for step in _spread(sorted(samples), _SAMPLES)],
         all_samples=len(samples),
-        starts=_starts(events),
+        starts=_starts(events, is_running=status.state == "running"),
         settings=_settings(config),
         checkpoints=[_checkpoint(info) for info in infos],
         warnings=[_warning(e) for e in events if e["event"] in ("warning", "rewind")],
@@ -113,8 +113,8 @@ def _tiles(events: Events) -> list[tuple[str, str, str]]:
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
         last, (value, name) = scores[max(scores)], plots.REFERENCES["acc_norm"][0]
-        note = f"± {_number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
-        tiles.append(("HellaSwag acc_norm", _number(last["acc_norm"]), note))
+        note = f"acc_norm ± {_number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
+        tiles.append(("HellaSwag", _number(last["acc_norm"]), note))
     if steps:
         last, goal = steps[max(steps)], _begins(events)[-1]["max_steps"]
         tiles.append(("tokens", fmt.count(last["tokens"]), f"step {last['step']:,} of {goal:,}"))
@@ -191,7 +191,7 @@ def _compared(
     return what, write(value), f"{write(low)} … {write(high)}", write(actual), verdict
 
 
-def _starts(events: Events) -> list[Event]:
+def _starts(events: Events, *, is_running: bool) -> list[Event]:
     """Return each start: when, from which step, on how many processes, what it changed, how it ended."""
     starts: list[Event] = []
     for begin in _begins(events):
@@ -214,6 +214,8 @@ def _starts(events: Events) -> list[Event]:
                 "end": ends[-1]["reason"] if ends else "no end recorded",
             }
         )
+    if starts and is_running:
+        starts[-1]["end"] = "goes on"
     return starts
 
 
