@@ -24,6 +24,7 @@ class Plot:
         metadata={"help": "names in checkpoints/, or folders"}
     )
     out: Path | None = option(None, "PNG to write; default plot.png in the run's folder")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +35,8 @@ def main(argv: list[str]) -> int:
 
     if not flags.runs:
         raise ConfigError("which run? plot.py RUN [RUN ...]; scripts/status.py lists them")
-    folders = [history.find_run(name) for name in flags.runs]
+    runs = paths.from_working_directory(flags.checkpoint_dir) if flags.checkpoint_dir else None
+    folders = [history.find_run(name, checkpoint_dir=runs) for name in flags.runs]
     if len(folders) > 1 and flags.out is None:
         raise ConfigError("several runs: say where to write with --out FILE.png")
     out = paths.from_working_directory(flags.out) if flags.out else folders[0] / "plot.png"

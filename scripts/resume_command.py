@@ -7,6 +7,7 @@ python scripts/resume_command.py checkpoints/gpt2-124m/step_00005000 --max_lr 3e
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional
@@ -24,18 +25,24 @@ class ResumeCommand:
     target: Positional[str] = field(metadata={"help": "run, or folder of a checkpoint"})
     num_gpus: int | None = option(None, "processes; default as many as before")
     output: Literal["command", "script", "slurm"] = option("command", "what to print")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
     flags = run_tyro(ResumeCommand, argv, passed_on=trainer_flags)
+    from gpt2lab import paths
     from gpt2lab.runs import resume_command
 
+    runs = flags.checkpoint_dir
     if flags.num_gpus is not None and flags.num_gpus < 1:
         raise ConfigError(f"num_gpus {flags.num_gpus} must be at least 1")
     found = resume_command.plan_continuation(
-        flags.target, num_gpus=flags.num_gpus, argv=trainer_flags
+        flags.target,
+        num_gpus=flags.num_gpus,
+        argv=trainer_flags,
+        checkpoint_dir=paths.from_working_directory(runs) if runs else None,
     )
     for name, (before, now) in found.changes.items():
         print(f"changed: {name} {before} -> {now}", file=sys.stderr)

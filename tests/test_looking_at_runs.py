@@ -166,7 +166,7 @@ def test_many_steps_become_few_points_that_are_medians() -> None:
 
 
 def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_path: Path) -> None:
-    code, said, error = script("plot.py", run_dir)
+    code, said, error = script("plot.py", "r", "--checkpoint_dir", run_dir.parent)
     assert (code, said.strip()) == (0, str(run_dir / "plot.png")), error
     other = shutil.copytree(run_dir, run_dir.with_name("other"))
     code, _, error = script("plot.py", run_dir, other, "--out", tmp_path / "both.png")
@@ -228,7 +228,8 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(
 
 def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
     more = ["--max_steps", "14", "--allow_change", "max_steps"]
-    code, command, notes = script("resume_command.py", run_dir, *more)
+    by_name = ["r", "--checkpoint_dir", run_dir.parent]
+    code, command, notes = script("resume_command.py", *by_name, *more)
     assert (code, notes) == (0, "changed: max_steps 12 -> 14\n")
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

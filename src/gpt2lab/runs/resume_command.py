@@ -50,14 +50,16 @@ class Continuation:
     changes: dict[str, list[Any]]
 
 
-def plan_continuation(target: str, *, num_gpus: int | None, argv: list[str]) -> Continuation:
+def plan_continuation(
+    target: str, *, num_gpus: int | None, argv: list[str], checkpoint_dir: Path | None = None
+) -> Continuation:
     """Return the command that continues a run, or one of its checkpoints, with `argv` as changed settings.
 
     All that the trainer would refuse is refused here, and nothing is written.
 
     Raises: GPT2LabError.
     """
-    folder = history.find_run(target)
+    folder = history.find_run(target, checkpoint_dir=checkpoint_dir)
     chosen, run_dir = "latest", folder
     if folder.name.startswith("step_") and (folder / "manifest.json").exists():
         chosen, run_dir = str(catalog.open_checkpoint(folder).step), folder.parent
