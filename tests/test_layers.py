@@ -21,13 +21,13 @@ def _rows(table: str) -> list[list[str]]:
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
 bench checkpoints data evaluation gpt2lab huggingface planning reliability runs
-errors faults fmt interval paths  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
+errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
 config door hardware state  checkpoints.manifest  data.order data.pieces data.sources data.tokenizer
   reliability.deadline  runs.tensorboard_server
 data.encode  evaluation.results  huggingface.config  planning.loss_prediction planning.profiles  runs.history
   runs.progress
 data.hellaswag_items data.hellaswag_source
-plan presets schedule  checkpoints.catalog  data.hellaswag_tokens data.shards
+plan presets schedule wandb_mirror  checkpoints.catalog  data.hellaswag_tokens data.shards
 flags  checkpoints.disk checkpoints.listing  data.shard_writer data.verifier  evaluation.target
   planning.communication planning.memory planning.timing
 data.adopt data.audit data.merge data.unfinished data.windows  huggingface.init_from
@@ -48,7 +48,7 @@ planning.planner
 TORCH_ROWS = _rows("""
 loss rng
 model optim runtime telemetry
-exact_reduce
+exact_reduce histograms
 parallel  checkpoints.checkpoint  data.loader  evaluation.sample  huggingface.folder  reliability.stragglers
   runs.folder
 train_step  checkpoints.saver checkpoints.weights  evaluation.hellaswag evaluation.validation  reliability.control

@@ -8,9 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.numpy import load_file
 
+import launch
 from gpt2lab import flags
-from gpt2lab.errors import GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.histograms import histogram
 from gpt2lab.pretrain import pretrain
 from gpt2lab.runs import history
 from gpt2lab.telemetry import Telemetry
@@ -161,7 +165,8 @@ def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys) -> None:
 def open_tensorboard(run_dir: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(run_dir / "tensorboard"))
+    everything = {"histograms": 0, "scalars": 0, "tensors": 0}
+    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance=everything)
     accumulator.Reload()
     return accumulator
 
@@ -201,6 +206,64 @@ def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_pat
     assert set(texts) == {2, 4}
     (settings,) = written.Tensors("hparams/text_summary")
     assert "| n_embd | 32 |" in settings.tensor_proto.string_val[0].decode()
+
+
+def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path) -> None:
+    common = [*tiny_flags, "--max_steps=4", "--eval_freq=4", "--use_tensorboard", "--run_name"]
+    pretrain(flags.parse([*common, "plain"]))
+    pretrain(flags.parse([*common, "watched", "--histogram_freq=3"]))
+    plain, watched = tmp_path / "runs" / "plain", tmp_path / "runs" / "watched"
+    assert launch.losses(watched) == launch.losses(plain)
+    assert launch.parameter_hash(watched, 4) == launch.parameter_hash(plain, 4)
+    assert open_tensorboard(plain).Tags()["histograms"] == []
+    written = open_tensorboard(watched)
+    weights = load_file(watched / "step_00000004" / "model.safetensors")
+    expected = {f"{kind}/{name}" for name in weights for kind in ("Parameters", "Gradients")}
+    assert set(written.Tags()["histograms"]) == expected
+    for name, tensor in weights.items():
+        third, last = written.Histograms(f"Parameters/{name}")
+        assert (third.step, last.step) == (3, 4)
+        found = last.histogram_value
+        assert found.num == tensor.size == sum(found.bucket)
+        assert (found.min, found.max) == (float(tensor.min()), float(tensor.max()))
+        inner = ((tensor > found.bucket_limit[20]) & (tensor <= found.bucket_limit[40])).sum()
+        assert sum(found.bucket[21:41]) == pytest.approx(inner, abs=0.01 * tensor.size + 2)
+    # The norm of step 4 is of the gradients before clipping; here nothing is clipped.
+    squares = [
+        written.Histograms(tag)[-1].histogram_value.sum_squares
+        for tag in expected
+        if tag.startswith("Gradients/")
+    ]
+    norm = launch.steps(watched)[4]["grad_norm"]
+    assert math.sqrt(sum(squares)) == pytest.approx(min(norm, 1.0), rel=1e-4)
+
+
+def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram() -> None:
+    assert histogram(torch.tensor([1.0, math.nan])) is None
+    assert histogram(torch.tensor([1.0, math.inf])) is None
+    same = histogram(torch.full((3, 2), 2.0))
+    assert same is not None
+    assert (same.low, same.high, same.sum, same.sum_of_squares) == (2, 2, 12, 24)
+    assert sum(same.counts) == 6
+
+
+def test_histograms_without_tensorboard_are_refused(tiny_flags, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="histogram_freq 5 needs --use_tensorboard"):
+        pretrain(flags.parse([*tiny_flags, "--histogram_freq=5"]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> None:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    pretrain(flags.parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
+    content = open_tensorboard(tmp_path / "runs" / "tiny").summary_metadata
+    data = plugin_data_pb2.HParamsPluginData.FromString(
+        content["_hparams_/session_start_info"].plugin_data.content
+    )
+    settings = data.session_start_info.hparams
+    assert settings["n_embd"].number_value == 32
+    assert settings["dtype"].string_value == "fp32"
 
 
 def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path) -> None:

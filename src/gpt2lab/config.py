@@ -181,6 +181,13 @@ class LogConfig:
 
     log_freq: int = free(10, "steps between console lines")
     use_tensorboard: bool = free(False, "mirror the metrics to TensorBoard files in the run folder")
+    histogram_freq: int = free(
+        0, "steps between histograms of weights and gradients in TensorBoard; 0 = none"
+    )
+    use_wandb: bool = free(
+        False,
+        "mirror the metrics to Weights & Biases, from a process of its own (pip install wandb)",
+    )
 
 
 @dataclass(frozen=True)
@@ -318,7 +325,7 @@ def find_problems(config: Config) -> list[str]:
         "checkpoint_freq": 0,
         "sample_tokens": 1,
     }
-    at_least |= {"hellaswag_limit": 0, "drift_check_freq": 0}
+    at_least |= {"hellaswag_limit": 0, "drift_check_freq": 0, "histogram_freq": 0}
     for name, least in at_least.items():
         check(
             flat[name] is None or flat[name] >= least,
@@ -341,6 +348,10 @@ def find_problems(config: Config) -> list[str]:
             flat["n_embd"] % flat["n_head"] == 0,
             f"n_embd {flat['n_embd']} is not a multiple of n_head {flat['n_head']}",
         )
+    check(
+        flat["histogram_freq"] <= 0 or flat["use_tensorboard"],
+        f"histogram_freq {flat['histogram_freq']} needs --use_tensorboard, where histograms are shown",
+    )
     lengths = [name for name in LENGTHS if flat[name] is not None]
     check(
         len(lengths) <= 1,

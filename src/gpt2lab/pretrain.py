@@ -19,6 +19,7 @@ from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.validation import Validation
 from gpt2lab.flags import Command
+from gpt2lab.histograms import Histograms
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
@@ -115,6 +116,7 @@ def _run(
         attempt=start.attempt,
         tensorboard_from=parts.state.step if start.config.log.use_tensorboard else None,
         hparams=to_flat(start.config),
+        use_wandb=start.config.log.use_wandb,
     )
     heartbeat = Heartbeat(
         start.run_dir,
@@ -216,6 +218,9 @@ def _assemble(
         optimizers=optimizers,
         loader=parts.loader,
         measurements=measurements,
+        histograms=Histograms(
+            model, telemetry, config.log.histogram_freq, last_step=start.plan.max_steps
+        ),
         strategy=strategy,
         runtime=runtime,
         telemetry=telemetry,

@@ -1,4 +1,4 @@
-"""One event in, every place it belongs to out: metrics.jsonl (the truth), console, log.txt, TensorBoard.
+"""One event in, every place it belongs to out: metrics.jsonl (the truth), console, log.txt, TensorBoard, W&B.
 
 Only the first process has anything to write to; the others hold a Telemetry without a folder.
 """
@@ -16,26 +16,15 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gpt2lab.errors import SaveError
 from gpt2lab.runs.history import METRICS
+from gpt2lab.tags import tags_of
+from gpt2lab.wandb_mirror import WandbMirror, is_installed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# event -> {field: (TensorBoard tag, factor)}
-_SCALARS: dict[str, dict[str, tuple[str, float]]] = {
-    "step": {
-        "loss": ("Loss/train", 1.0),
-        "lr": ("Learning_Rate/lr", 1.0),
-        "grad_norm": ("Gradient/norm", 1.0),
-        "step_seconds": ("Performance/step_time_ms", 1000.0),
-        "tokens_per_second": ("Performance/tokens_per_sec", 1.0),
-        "epoch": ("Training/epoch", 1.0),
-        "elapsed_seconds": ("training/elapsed_hours", 1 / 3600),
-        "remaining_seconds": ("training/remaining_hours", 1 / 3600),
-        "on_track": ("training/on_track", 1.0),
-    },
-    "eval": {"val_loss": ("Loss/validation", 1.0)},
-    "hellaswag": {"acc_norm": ("Evaluation/hellaswag_accuracy", 1.0)},
-}
+    from gpt2lab.histograms import Histogram
+
+_RESULTS = ("Loss/train", "Loss/validation", "Evaluation/hellaswag_accuracy")  # by which to compare
 
 
 class Telemetry:
@@ -48,6 +37,7 @@ class Telemetry:
         attempt: int,
         tensorboard_from: int | None = None,
         hparams: dict[str, Any] | None = None,
+        use_wandb: bool = False,
     ) -> None:
         """Open the sinks of `run_dir` (None: no sinks); TensorBoard events after `tensorboard_from` are replaced."""
         self._attempt = attempt
@@ -55,6 +45,7 @@ class Telemetry:
         self._metrics: IO[bytes] | None = None
         self._log: IO[str] | None = None
         self._tensorboard: SummaryWriter | None = None
+        self._wandb: WandbMirror | None = None
         if run_dir is None:
             return
         _cut_torn_line(run_dir / METRICS)
@@ -64,6 +55,8 @@ class Telemetry:
             self._tensorboard = _open_tensorboard(
                 run_dir, after_step=tensorboard_from, hparams=hparams or {}
             )
+        if use_wandb:
+            self._wandb = _open_wandb(run_dir, attempt=attempt, settings=hparams or {})
 
     def event(self, event: str, step: int, /, **fields: Any) -> None:
         """Append one event to metrics.jsonl and mirror its numbers to TensorBoard."""
@@ -90,6 +83,31 @@ class Telemetry:
             os.fsync(self._metrics.fileno())
         if self._tensorboard is not None:
             mirror(self._tensorboard, event, step, values)
+        if self._wandb is not None and (problem := self._wandb.problem()) is not None:
+            self._wandb = None
+            self.warn(problem, step)
+
+    @property
+    def takes_histograms(self) -> bool:
+        """Tell whether there is a place for histograms."""
+        return self._tensorboard is not None
+
+    def histogram(self, tag: str, step: int, found: Histogram) -> None:
+        """Write a histogram to TensorBoard, the only place for it."""
+        if self._tensorboard is None:
+            return
+        width = (found.high - found.low) / len(found.counts)
+        self._tensorboard.add_histogram_raw(
+            tag,
+            min=found.low,
+            max=found.high,
+            num=sum(found.counts),
+            sum=found.sum,
+            sum_squares=found.sum_of_squares,
+            bucket_limits=[found.low + width * (i + 1) for i in range(len(found.counts))],
+            bucket_counts=list(found.counts),
+            global_step=step,
+        )
 
     def say(self, text: str) -> None:
         """Show text on the console and keep it in log.txt; losing either does not end a run."""
@@ -111,7 +129,11 @@ class Telemetry:
         self.event("warning", step, message=text)
 
     def close(self) -> None:
-        """Flush and close every sink."""
+        """Flush and close every sink; W&B may take some seconds to send the rest."""
+        if self._wandb is not None:
+            problem, self._wandb = self._wandb.close(), None
+            if problem is not None:
+                self.say(f"warning: {problem}")
         for sink in (self._metrics, self._log, self._tensorboard):
             if sink is not None:
                 with contextlib.suppress(
@@ -125,15 +147,22 @@ def mirror(
     writer: SummaryWriter, event: str, step: int, values: dict[str, Any], when: float | None = None
 ) -> None:
     """Write an event's numbers and texts under their TensorBoard tags; `when` in Unix seconds, default now."""
-    for name, (tag, factor) in _SCALARS.get(event, {}).items():
-        if values.get(name) is not None:
-            writer.add_scalar(tag, values[name] * factor, step, walltime=when)
-    if event == "sample" and values.get("text") is not None:
-        writer.add_text("Generated_Samples/text", values["text"], step, walltime=when)
+    for tag, value in tags_of(event, values).items():
+        if isinstance(value, str):
+            writer.add_text(tag, value, step, walltime=when)
+        else:
+            writer.add_scalar(tag, value, step, walltime=when)
 
 
 def mirror_settings(writer: SummaryWriter, hparams: dict[str, Any]) -> None:
-    """Write the settings of a run as a table of text."""
+    """Write the settings of a run as a table of text, and for the HPARAMS tab, which compares runs."""
+    from torch.utils.tensorboard.summary import hparams as summaries
+
+    plain = {name: "-" if value is None else value for name, value in hparams.items()}
+    # add_hparams would make a run of its own beside this one.
+    into: Any = writer._get_file_writer()  # type: ignore[no-untyped-call]
+    for summary in summaries(plain, dict.fromkeys(_RESULTS, 0.0)):  # type: ignore[no-untyped-call]
+        into.add_summary(summary)
     rows = "\n".join(f"| {name} | {value} |" for name, value in hparams.items())
     writer.add_text("hparams", f"| setting | value |\n|---|---|\n{rows}", 0)
 
@@ -149,6 +178,16 @@ def _cut_torn_line(path: Path) -> None:
     with open(path, "rb+") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
+
+
+def _open_wandb(run_dir: Path, *, attempt: int, settings: dict[str, Any]) -> WandbMirror | None:
+    try:
+        if not is_installed():
+            raise OSError("it is not installed: pip install wandb")
+        return WandbMirror(run_dir, attempt=attempt, settings=settings)
+    except OSError as error:
+        print(f"warning: no mirror at W&B: {error}", file=sys.stderr)
+        return None
 
 
 def _open_tensorboard(

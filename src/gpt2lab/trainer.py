@@ -19,6 +19,7 @@ from gpt2lab.checkpoints.saver import Saver
 from gpt2lab.data.loader import GlobalBatch, Loader
 from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError
 from gpt2lab.faults import faultpoint
+from gpt2lab.histograms import Histograms
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
@@ -53,6 +54,7 @@ class Trainer:
     optimizers: list[torch.optim.Optimizer]
     loader: Loader
     measurements: Measurements
+    histograms: Histograms
     strategy: Strategy
     runtime: Runtime
     telemetry: Telemetry
@@ -150,6 +152,13 @@ class Trainer:
         policy = self.config.optim.on_spike
         faultpoint("step", number)
         lr = lr_at(number, self.config.optim, max_steps=self.last_step)
+        aside = 0.0  # seconds spent on looking at gradients, which are there before the update only
+
+        def accept(loss: float, norm: float) -> bool:
+            nonlocal aside
+            aside = self.histograms.gradients(number)
+            return accepts(loss, norm, self.state, policy)
+
         stats = train_step(
             self.wrapped,
             self.optimizers,
@@ -158,13 +167,13 @@ class Trainer:
             strategy=self.strategy,
             grad_clip=self.config.optim.grad_clip,
             seed=rng.fold_seed(self.config.data.seed, number),
-            accept=lambda loss, norm: accepts(loss, norm, self.state, policy),
+            accept=accept,
         )
         self.runtime.synchronize()
         self.stragglers.note(
             number, work_seconds=self.strategy.work_seconds(), wait_seconds=batch.wait_seconds
         )
-        seconds = time.monotonic() - began + batch.wait_seconds
+        seconds = time.monotonic() - began - aside + batch.wait_seconds
         spiked = is_spike(stats.loss, self.state.recent_losses)
         if spiked and policy == "rewind" and self.rewind(batch, stats.loss):
             return False
@@ -224,13 +233,14 @@ class Trainer:
                 self.saver.label(self.state.step, ["best"])  # the step itself is on disk
 
     def measure(self) -> None:
-        """Evaluate and sample, each if due."""
+        """Evaluate, sample and look at the weights, each if due."""
         if self.is_due(self.config.eval.eval_freq):
             self.state = self.measurements.evaluate(self.state)
         if self.is_due(self.config.eval.hellaswag_freq):
             self.measurements.evaluate_hellaswag(self.state)
         if self.is_due(self.config.eval.sample_freq):
             self.measurements.sample(self.state)
+        self.histograms.parameters(self.state.step)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
