@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from gpt2lab import fmt
+from gpt2lab import fmt, trainer
 from gpt2lab.checkpoints import manifest
 from gpt2lab.config import OptimConfig
 from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError
@@ -17,6 +20,7 @@ from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.schedule import lr_at
 from gpt2lab.start import decide
+from gpt2lab.train_step import StepStats
 from test_run import Run
 
 
@@ -195,3 +199,34 @@ def test_a_checkpoint_that_does_not_load_moves_nothing_aside(
     monkeypatch.setattr("gpt2lab.checkpoints.checkpoint.load", fail)
     assert "does not load" in str(run.refused("--resume=2"))
     assert sorted(run.checkpoints()) == [1, 2, 3, 4]
+
+
+def test_a_full_device_ends_in_one_line_with_the_lever_and_the_last_step_saved(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "train_step", _full_from_step_two(trainer.train_step))
+    refusal = run.refused("--max_steps=3")
+    assert refusal.exit_code == 1
+    assert str(refusal).startswith(
+        "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. A"
+    )
+    assert "lower --mini_batch_size" in str(refusal)
+    assert "\n" not in str(refusal)
+    assert list(run.checkpoints()) == [1]
+    monkeypatch.undo()
+    run.train("--resume=latest", "--mini_batch_size=1")
+    assert run.status()["state"] == "completed"
+
+
+def _full_from_step_two(train_step: Callable[..., StepStats]) -> Callable[..., StepStats]:
+    taken: list[StepStats] = []
+
+    def step(*args: Any, **options: Any) -> StepStats:
+        if taken:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of ..."
+            )
+        taken.append(train_step(*args, **options))
+        return taken[0]
+
+    return step

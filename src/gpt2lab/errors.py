@@ -57,6 +57,13 @@ class PeerError(GPT2LabError):
     is_local = True
 
 
+class OutOfMemoryError(GPT2LabError):
+    """The device has no room for what a step needs."""
+
+    exit_code = 1
+    is_local = True
+
+
 class TornUpdateError(Exception):
     """An error within the optimizer: some weights moved and others did not, so nothing of them may be saved."""
 

