@@ -90,6 +90,7 @@ INSTANT = [
 MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {
     *("numpy", "tyro", "tiktoken", "tiktoken_ext"),
     "huggingface_hub",  # within target.py's download: for --init_from hf:NAME alone
+    "threadpoolctl",  # within machine.core_flops: for a CPU that no run has measured
 }
 
 
