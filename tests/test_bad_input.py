@@ -167,6 +167,18 @@ CASES = {
     "bf16 without the hardware": Case(
         ["--dtype=bf16"], ("dtype bf16: this cpu has no native bf16",)
     ),
+    "fsdp for one process": Case(
+        ["--parallel=fsdp"], ("parallel fsdp: shares", "there is one", "--nproc_per_node")
+    ),
+    "zero1 for one process": Case(
+        ["--parallel=zero1", "--resume=latest"], ("parallel zero1",), lambda p: p.checkpoint(5)
+    ),
+    "unknown way to share": Case(["--parallel=zero3"], ("--parallel", "zero3", "fsdp")),
+    "exact sums under fsdp": Case(
+        ["--parallel=fsdp", "--reduce=exact"], ("reduce exact", "use --parallel ddp or zero1")
+    ),
+    "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
+    "bucket of nothing": Case(["--ddp_bucket_mb=0"], ("ddp_bucket_mb 0.0 must be above 0",)),
     "run name is hidden": Case(
         ["--run_name=.r"], ("run_name '.r' must be a plain folder name", "--checkpoint_dir")
     ),

@@ -135,7 +135,7 @@ def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
 def test_what_only_observes_or_places_a_run_is_free() -> None:
     names = """data_dir eval_freq val_tokens sample_freq hellaswag_freq checkpoint_freq log_freq
         keep_checkpoints keep_emergency_checkpoints checkpoint_dir run_name use_tensorboard device
-        compile parallel mini_batch_size"""
+        compile parallel activation_checkpointing mini_batch_size"""
     assert {policy_of(name, Config()) for name in names.split()} == {"free"}
 
 

@@ -20,7 +20,7 @@ def _rows(table: str) -> list[list[str]]:
 # Lowest first: a module imports only from rows above its own line here, so there are no cycles. A new module goes
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
-bench checkpoints data evaluation gpt2lab huggingface planning reliability runs
+bench checkpoints data evaluation gpt2lab huggingface planning reliability runs sharding
 errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
 config door hardware state  checkpoints.manifest  data.order data.pieces data.sources data.tokenizer
   reliability.deadline  runs.tensorboard_server
@@ -30,7 +30,7 @@ data.hellaswag_items data.hellaswag_source
 plan presets schedule wandb_mirror  checkpoints.catalog  data.hellaswag_tokens data.shards
 flags  checkpoints.disk checkpoints.listing  data.shard_writer data.verifier  evaluation.target
   planning.communication planning.memory planning.timing
-data.adopt data.audit data.merge data.unfinished data.windows  huggingface.init_from
+bench.sharing  data.adopt data.audit data.merge data.unfinished data.windows  huggingface.init_from
 start  data.prepare  evaluation.compare  huggingface.model_card  planning.calibration planning.job planning.machine
   runs.overview runs.plots runs.summary
 data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
@@ -53,8 +53,9 @@ parallel  checkpoints.checkpoint  data.loader  evaluation.sample  huggingface.fo
   runs.folder
 train_step  checkpoints.saver checkpoints.weights  evaluation.hellaswag evaluation.validation  reliability.control
   reliability.drift reliability.facts reliability.receipt reliability.rewind  runs.tensorboard
-measurements parts step_log  bench.data bench.hellaswag bench.sample  checkpoints.foreign  evaluation.completion
-  evaluation.evaluate  huggingface.export  reliability.health
+measurements parts step_log  bench.data bench.hellaswag bench.live_bytes bench.sample
+  bench.sharing_worker  checkpoints.foreign  evaluation.completion evaluation.evaluate  huggingface.export
+  reliability.health
 trainer  reliability.trials
 pretrain  checkpoints.importing  reliability.preflight
 """)

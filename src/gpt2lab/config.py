@@ -20,6 +20,9 @@ ModelName = Literal[
     "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-nano", "gpt2-micro", "gpt2-mini"
 ]
 
+Parallel = Literal["ddp", "zero1", "fsdp"]
+Recompute = Literal["none", "block", "selective"]
+
 T = TypeVar("T")
 
 LENGTHS = ("max_steps", "max_tokens", "num_epochs")  # the length of a run, in three units
@@ -202,7 +205,18 @@ class SystemConfig:
     compile: Literal["auto", "on", "off"] = free(
         "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
     )
-    parallel: Literal["ddp"] = free("ddp", "how processes share the work")
+    parallel: Parallel = free(
+        "ddp",
+        "what each process holds: ddp all; zero1 all but optimizer state, of which its share; fsdp its share of all",
+    )
+    activation_checkpointing: Recompute = free(
+        "none",
+        "what the backward pass computes again instead of keeping: whole blocks, or all but their matrix products",
+    )
+    ddp_bucket_mb: float = free(25.0, "MiB of gradients that ddp and zero1 sum at once")
+    fsdp_offload: bool = free(
+        False, "fsdp, CUDA only: weights and optimizer state live in the CPU's memory (slow)"
+    )
     reduce: Literal["fast", "exact"] = guarded(
         "fast", "exact: the same bits on any number of processes (slow, a gradient per micro-batch)"
     )
@@ -356,6 +370,11 @@ def find_problems(config: Config) -> list[str]:
     check(
         len(lengths) <= 1,
         f"{' and '.join(lengths)} both set the length of the run; give one of them",
+    )
+    check(flat["ddp_bucket_mb"] > 0, f"ddp_bucket_mb {flat['ddp_bucket_mb']} must be above 0")
+    check(
+        (flat["parallel"], flat["reduce"]) != ("fsdp", "exact"),
+        "reduce exact adds up whole gradients, which no process has under fsdp; use --parallel ddp or zero1",
     )
     name = flat["run_name"]
     check(

@@ -49,7 +49,8 @@ class Measurements:
         Raises: NonFiniteError.
         """
         began = time.monotonic()
-        result = self.validation.measure(self.model, interrupted=self.control.is_interrupted)
+        with self.strategy.whole(self.model) as model:
+            result = self.validation.measure(model, interrupted=self.control.is_interrupted)
         if result is None:
             return state
         seconds = time.monotonic() - began
@@ -84,7 +85,8 @@ class Measurements:
         if self.hellaswag is None:
             return
         began = time.monotonic()
-        results = self.hellaswag.measure(self.model, interrupted=self.control.is_interrupted)
+        with self.strategy.whole(self.model) as model:
+            results = self.hellaswag.measure(model, interrupted=self.control.is_interrupted)
         if results is None:
             return
         seconds = time.monotonic() - began
@@ -109,13 +111,18 @@ class Measurements:
 
     def sample(self, state: TrainState) -> None:
         """Continue the run's prompt on the first process; the others go on to wait at the next step."""
-        if self.runtime.rank != 0 or self.config.model.vocab_size < NUM_TOKENS:
+        if self.config.model.vocab_size < NUM_TOKENS:
             return
+        with self.strategy.whole(self.model) as model:
+            if self.runtime.rank == 0:
+                self._sample_from(model, state)
+
+    def _sample_from(self, model: GPT, state: TrainState) -> None:
         began = time.monotonic()
         try:
             with self.strategy.autocast():
                 text = sample_text(
-                    self.model,
+                    model,
                     self.config.eval.sample_prompt,
                     max_new_tokens=self.config.eval.sample_tokens,
                     seed=rng.fold_seed(self.config.data.seed, state.step),

@@ -3,45 +3,112 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import sysconfig
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt2lab.config import Parallel, Recompute, SystemConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.exact_reduce import ExactReduction
+from gpt2lab.model import GPT
 from gpt2lab.plan import CPU_COMPILE_FROM_STEPS
+from gpt2lab.recompute import recompute_activations
 from gpt2lab.runtime import Runtime
+from gpt2lab.sharding import fsdp, zero1
 
 
 class Strategy:
-    """Compile, then distribute; and the two moments of a step at which processes meet."""
+    """Recompute, compile, then distribute; and the moments of a step at which processes meet."""
 
     def __init__(
-        self, runtime: Runtime, *, compile: bool, dtype: str, reduce: str = "fast"
+        self,
+        runtime: Runtime,
+        *,
+        compile: bool,
+        dtype: str,
+        reduce: str = "fast",
+        parallel: Parallel = "ddp",
+        recompute: Recompute = "none",
+        bucket_mb: float = 25.0,
+        offload: bool = False,
     ) -> None:
+        """`parallel`, `bucket_mb` (DDP's) and `offload` (fsdp's) say how several processes share; one needs nothing."""
         self._exact = ExactReduction(runtime) if reduce == "exact" else None
-        # DDP averages gradients over processes; what is scaled up by this becomes their sum.
+        # DDP and FSDP average gradients over processes; what is scaled up by this becomes their sum.
         self.averaged_over = 1 if self._exact else runtime.world_size
         self.device = runtime.device
         self._runtime, self._compile, self._dtype = runtime, compile, dtype
+        self._recompute, self._bucket_mb, self._offload = recompute, bucket_mb, offload
+        self._parallel = parallel if runtime.is_distributed else "ddp"
         self._marks: list[Any] = []
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the module to train; `model` keeps its parameters and their plain names."""
+    @staticmethod
+    def of(runtime: Runtime, system: SystemConfig) -> Strategy:
+        """Return what the settings say, with dtype and compile decided."""
+        return Strategy(
+            runtime,
+            compile=system.compile == "on",
+            dtype=system.dtype,
+            reduce=system.reduce,
+            parallel=system.parallel,
+            recompute=system.activation_checkpointing,
+            bucket_mb=system.ddp_bucket_mb,
+            offload=system.fsdp_offload,
+        )
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        """All processes in one row."""
+        return init_device_mesh(self.device.type, (self._runtime.world_size,))
+
+    def prepare(self, model: GPT) -> nn.Module:
+        """Return the module to train; `model` keeps its parameters' names, under fsdp only its rows of them."""
+        recompute_activations(model, self._recompute)
         if self._compile:
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
             # use model.logits and model.hidden, so their shapes never make the step compile again.
             model.compile()
-        if self._runtime.is_distributed and self._exact is None:
-            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if self._parallel == "fsdp":
+            fsdp.shard(model, self._mesh, offload=self._offload)
+        elif self._runtime.is_distributed and self._exact is None:
+            return DistributedDataParallel(
+                model, gradient_as_bucket_view=True, bucket_cap_mb=self._bucket_mb
+            )
         return model
+
+    def share_state(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> list[torch.optim.Optimizer]:
+        """Return fresh optimizers of the prepared model, with state for what this process shall hold alone.
+
+        Raises: ConfigError for an optimizer that this mode cannot split.
+        """
+        if self._parallel == "zero1":
+            zero1.share_state(model, optimizers, self._mesh)
+        elif self._parallel == "fsdp":
+            zero1.check_elementwise(optimizers, "fsdp")
+        return optimizers
+
+    @contextlib.contextmanager
+    def whole(self, model: GPT) -> Iterator[GPT]:
+        """Lend the model with all its weights, to evaluate or to sample; all processes enter together."""
+        yield fsdp.gather_model(model, self.device) if self._parallel == "fsdp" else model
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Scale the global gradient to at most `max_norm`, and return its L2 norm before, ()."""
+        if self._parallel == "fsdp":
+            return fsdp.clip_grad_norm(model, max_norm)
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def settle(self, model: nn.Module, *, batch_size: int, context_length: int) -> None:
         """Make the first step sum like all others: two throw-away backward passes, before any weight moves.
@@ -56,10 +123,10 @@ class Strategy:
             with self.autocast():
                 loss = model(ids, ids)
             loss.backward()
-        model.zero_grad(set_to_none=True)
+        self.clear_gradients(model)
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[None]:
-        """Hold gradients back until the last micro-batch.
+        """Hold gradients back until the last micro-batch; under fsdp, never (sharding/fsdp.py says why).
 
         The context must cover the forward too: DDP decides there whether the coming backward will all-reduce.
         """
@@ -68,6 +135,14 @@ class Strategy:
         if enabled or not isinstance(model, DistributedDataParallel):
             return contextlib.nullcontext()
         return model.no_sync()
+
+    def clear_gradients(self, model: nn.Module) -> None:
+        """Begin the next step without gradients.
+
+        Those of DDP are views of its buckets and are kept at zero: without, the micro-batches before the last would sum
+        into memory of their own, as much again.
+        """
+        model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
 
     def begin_work(self) -> None:
         """Begin to time what this process does alone; processes wait for each other in the rest of a step."""

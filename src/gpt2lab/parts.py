@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from gpt2lab import rng
 from gpt2lab.checkpoints.weights import load_initial
@@ -17,7 +18,7 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
-from gpt2lab.parallel import resolve_compile
+from gpt2lab.parallel import Strategy, resolve_compile
 from gpt2lab.reliability.facts import facts_of
 from gpt2lab.reliability.receipt import Receipt, check_resume, load_state
 from gpt2lab.runtime import Runtime, resolve_dtype
@@ -31,6 +32,8 @@ class Parts:
 
     facts: dict[str, Any]
     model: GPT
+    wrapped: nn.Module  # the same weights, distributed
+    strategy: Strategy
     optimizers: list[torch.optim.Optimizer]
     loader: Loader
     validation_order: Order
@@ -44,6 +47,10 @@ def fit_to_hardware(start: Start, runtime: Runtime) -> Start:
     system, steps = start.config.system, start.plan.max_steps
     runtime.use(system)
     dtype = resolve_dtype(system.dtype, runtime.device)
+    if system.fsdp_offload and runtime.device.type != "cuda":
+        raise ConfigError(
+            "fsdp_offload: moves weights from a GPU to the CPU's memory, and this run has no GPU; leave it out"
+        )
     compiles, note = resolve_compile(system.compile, device=runtime.device, max_steps=steps)
     system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
     config = dataclasses.replace(start.config, system=system)
@@ -83,7 +90,9 @@ def build_and_load(start: Start, runtime: Runtime, model: GPT) -> Parts:
     config, device = start.config, runtime.device
     facts = facts_of(start, runtime)
     rng.seed_everything(config.data.seed)
-    optimizers = build_optimizers(model, config.optim, device=device)
+    strategy = Strategy.of(runtime, config.system)
+    wrapped = strategy.prepare(model)
+    optimizers = strategy.share_state(model, build_optimizers(model, config.optim, device=device))
     orders = {
         split: Order(
             [shard.tokens for shard in start.data.splits[split]],
@@ -109,4 +118,15 @@ def build_and_load(start: Start, runtime: Runtime, model: GPT) -> Parts:
     if start.checkpoint is not None:
         state = runtime.everywhere(lambda: load_state(start, model, optimizers, runtime))
         receipt = runtime.decided_by_first(lambda: check_resume(start, state, loader, facts))
-    return Parts(facts, model, optimizers, loader, orders["val"], readers["val"], state, receipt)
+    return Parts(
+        facts,
+        model,
+        wrapped,
+        strategy,
+        optimizers,
+        loader,
+        orders["val"],
+        readers["val"],
+        state,
+        receipt,
+    )

@@ -179,13 +179,9 @@ def _assemble(
 ) -> Trainer:
     """Put the parts of a run together, in order."""
     config, model, optimizers = start.config, parts.model, parts.optimizers
-    system = config.system
-    strategy = Strategy(
-        runtime, compile=system.compile == "on", dtype=system.dtype, reduce=system.reduce
-    )
-    wrapped = strategy.prepare(model)
+    strategy = parts.strategy
     strategy.settle(
-        wrapped,
+        parts.wrapped,
         batch_size=config.batch.mini_batch_size,
         context_length=config.model.context_length,
     )
@@ -221,7 +217,7 @@ def _assemble(
     return Trainer(
         start=start,
         model=model,
-        wrapped=wrapped,
+        wrapped=parts.wrapped,
         optimizers=optimizers,
         loader=parts.loader,
         measurements=measurements,

@@ -97,8 +97,9 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         run_dir = _fresh_folder(config)
         config = override(config, {"run_name": run_dir.name})
     _raise_problems(find_problems(config))
-    config, note = _fit_mini_batch(command, config, world_size)
-    warnings = [*warnings, *note]
+    config, note = _fit_parallel(command, config, world_size)
+    config, second = _fit_mini_batch(command, config, world_size)
+    warnings = [*warnings, *note, *second]
     data = open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
     orders = {split: _order(config, data, split) for split in data.splits}
     plan = make_plan(
@@ -174,6 +175,29 @@ def with_hellaswag(start: Start) -> Start:
         return dataclasses.replace(start, hellaswag="off", warnings=(*start.warnings, note))
     config = override(start.config, {"hellaswag_path": path})
     return dataclasses.replace(start, hellaswag="on", config=config)
+
+
+def _fit_parallel(
+    command: Command, config: Config, world_size: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Refuse a typed way to share among processes that there are not; a saved one becomes ddp, and says so.
+
+    Raises: ConfigError.
+    """
+    system, notes = config.system, []
+    if system.parallel != "ddp" and world_size == 1:
+        if "parallel" in command.typed:
+            raise ConfigError(
+                f"parallel {system.parallel}: shares what one process holds among several, and there is one; "
+                f"start it with torchrun --nproc_per_node=N, or leave it out"
+            )
+        notes.append(f"parallel {system.parallel} -> ddp: there is one process")
+        system = dataclasses.replace(system, parallel="ddp")
+    if system.fsdp_offload and system.parallel != "fsdp":
+        if "fsdp_offload" in command.typed:
+            raise ConfigError("--fsdp_offload goes with --parallel fsdp")
+        system = dataclasses.replace(system, fsdp_offload=False)
+    return dataclasses.replace(config, system=system), tuple(notes)
 
 
 def _fit_mini_batch(

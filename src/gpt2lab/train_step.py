@@ -67,15 +67,14 @@ def train_step(
         losses.append(loss.detach())
 
     max_norm = grad_clip if grad_clip > 0 else math.inf
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # () L2 before clipping
+    norm = strategy.clip_grad_norm(model, max_norm)  # () L2 before clipping
     loss_value = (strategy.sum_losses(losses) / batch.num_targets).item()  # sync
     norm_value = norm.item()
     accepted = accept(loss_value, norm_value)
     try:
-        for optimizer in optimizers:
-            if accepted:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers if accepted else []:
+            optimizer.step()
+        strategy.clear_gradients(model)
     except Exception as error:
         raise TornUpdateError(f"the optimizer failed half-way: {error}") from error
     return StepStats(loss=loss_value, grad_norm=norm_value, updated=accepted)

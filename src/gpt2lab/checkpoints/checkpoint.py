@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,53 @@ from torch import nn
 
 from gpt2lab.checkpoints import manifest as manifests
 from gpt2lab.errors import CheckpointError
+from gpt2lab.sharding.pieces import cut_like, is_spread, whole
 from gpt2lab.state import TrainState
 
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 Optimizers = list[torch.optim.Optimizer]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Content:
+    """The tensors of one checkpoint, whole and on the CPU, sorted by name."""
+
+    model: Tensors  # "wte.weight"
+    optimizer: Tensors  # "wte.weight/exp_avg"
+
+
+def collect(model: nn.Module, optimizers: Optimizers, *, keep: bool) -> Content:
+    """Return what a checkpoint holds, whatever is spread over processes put together; all of them call it together.
+
+    Without `keep` a process gives its pieces and gets nothing.
+    """
+    return Content(
+        _gather({name: parameter.detach() for name, parameter in model.named_parameters()}, keep),
+        _gather(_optimizer_tensors(model, optimizers), keep),
+    )
+
+
+def _gather(named: Tensors, keep: bool) -> Tensors:
+    found: Tensors = {}
+    for name in sorted(named):
+        tensor = whole(named[name])
+        if keep:
+            found[name] = tensor.cpu().contiguous()
+    return found
+
+
+def is_spread_out(model: nn.Module, optimizers: Optimizers) -> bool:
+    """Tell whether this process alone cannot make a checkpoint."""
+    held = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
+    return any(is_spread(tensor) for tensor in [*model.parameters(), *held])
 
 
 def save(
     run_dir: Path,
     *,
     kind: str,
-    model: nn.Module,
-    optimizers: Optimizers,
+    content: Content,
     state: TrainState,
     rng_states: list[dict[str, Any]],
     facts: dict[str, Any],
@@ -44,8 +80,8 @@ def save(
     if folder.exists():
         return folder
     with manifests.staged(run_dir, state.step) as staging:
-        staging.add(MODEL, safetensors.torch.save(model_tensors(model)))
-        staging.add(OPTIM, safetensors.torch.save(optimizer_tensors(model, optimizers)))
+        staging.add(MODEL, safetensors.torch.save(content.model))
+        staging.add(OPTIM, safetensors.torch.save(content.optimizer))
         staging.add(
             STATE,
             json.dumps({"state": state.to_dict(), "rng": rng_states}, allow_nan=False).encode(),
@@ -64,24 +100,30 @@ def save(
     return folder
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return {parameter name: fp32 tensor on the CPU}, sorted: a function of the parameters alone."""
-    named = sorted(model.named_parameters())
-    return {
-        name: parameter.detach().to("cpu", torch.float32).contiguous() for name, parameter in named
-    }
-
-
-def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
-    """Return {"parameter name/key": tensor on the CPU}, sorted, e.g. "wte.weight/exp_avg"."""
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Name what an optimizer updates, in its order; what is a piece of a parameter has its name from the group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensors = {
-        f"{names[id(parameter)]}/{key}": value.detach().cpu().contiguous()
+    return [
+        name
+        for group in optimizer.param_groups
+        for name in group.get("param_names") or [names[id(p)] for p in group["params"]]
+    ]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> Tensors:
+    """Return {"parameter name/key": tensor or this process's piece of it}."""
+    return {
+        f"{name}/{key}": value.detach()
         for optimizer in optimizers
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
+        for name, parameter in zip(
+            _parameter_names(model, optimizer), _parameters(optimizer), strict=True
+        )
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
-    return dict(sorted(tensors.items()))
 
 
 def num_bytes(model: nn.Module, optimizers: Optimizers) -> int:
@@ -141,37 +183,35 @@ def load_model(folder: Path, model: nn.Module) -> None:
     )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(cut_like(tensors[name], parameter))
 
 
 def _load_optimizers(path: Path, model: nn.Module, optimizers: Optimizers) -> None:
-    tensors, names = (
-        _read(path),
-        {id(parameter): name for name, parameter in model.named_parameters()},
-    )
-    by_name: dict[str, dict[str, torch.Tensor]] = {}
-    for full_name, tensor in tensors.items():
+    by_name: dict[str, Tensors] = {}
+    for full_name, tensor in _read(path).items():
         name, _, key = full_name.rpartition("/")
         by_name.setdefault(name, {})[key] = tensor
+    orders = [_parameter_names(model, optimizer) for optimizer in optimizers]
     wanted = {
-        names[id(p)]: p
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
+        name: parameter.shape
+        for order, optimizer in zip(orders, optimizers, strict=True)
+        for name, parameter in zip(order, _parameters(optimizer), strict=True)
     }
     moments = {
         name: values["exp_avg"].shape for name, values in by_name.items() if "exp_avg" in values
     }
-    _compare(path, moments, {name: p.shape for name, p in wanted.items()})
-    for optimizer in optimizers:
-        content = (
-            optimizer.state_dict()
-        )  # group settings are this start's; only the per-parameter state is loaded
-        order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        content["state"] = {index: by_name[name] for index, name in enumerate(order)}
-        optimizer.load_state_dict(
-            content
-        )  # torch places each tensor: a fused AdamW wants `step` on the device
+    _compare(path, moments, wanted)
+    for order, optimizer in zip(orders, optimizers, strict=True):
+        # Group settings are this start's; only the per-parameter state is loaded.
+        content = optimizer.state_dict()
+        content["state"] = {
+            index: {key: cut_like(tensor, parameter) for key, tensor in by_name[name].items()}
+            for index, (name, parameter) in enumerate(
+                zip(order, _parameters(optimizer), strict=True)
+            )
+        }
+        # torch places each tensor: a fused AdamW wants `step` on the device
+        optimizer.load_state_dict(content)
 
 
 def _compare(path: Path, found: dict[str, torch.Size], wanted: dict[str, torch.Size]) -> None:

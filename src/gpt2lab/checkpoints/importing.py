@@ -81,8 +81,7 @@ def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Pat
         saved = checkpoint.save(
             start.run_dir,
             kind="rolling",
-            model=model,
-            optimizers=optimizers,
+            content=checkpoint.collect(model, optimizers, keep=True),
             state=state,
             rng_states=[rng.capture(runtime.device)],
             facts=facts,

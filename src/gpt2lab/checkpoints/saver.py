@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from gpt2lab import fmt, rng
 from gpt2lab.checkpoints import catalog, checkpoint
@@ -56,8 +55,9 @@ class Saver:
         """
         began = time.monotonic()
         rng_states = self.runtime.gather(rng.capture(self.runtime.device))
+        content = checkpoint.collect(self.model, self.optimizers, keep=self.folder is not None)
         failure = self.runtime.decided_by_first(
-            lambda: self._write(state, kind, labels, rng_states, began)
+            lambda: self._write(state, kind, labels, content, rng_states, began)
         )
         if failure is not None and must_succeed:
             raise SaveError(f"{failure}; free space and resume from the checkpoint before")
@@ -70,19 +70,22 @@ class Saver:
     def rescue(self, state: TrainState) -> bool:
         """Save the last complete step when an error ends this process, without a word to the others; tell if it worked.
 
-        Whichever process gets the run's lock may write: the first one, or a survivor of its death.
+        What is spread over processes cannot be saved so. Whichever process gets the run's lock may write: the first
+        one, or a survivor of its death.
         """
         opened: RunFolder | None = None
         began, label = time.monotonic(), f"emergency_{state.step:08d}"
         try:
             folder = self.folder or (opened := RunFolder(self.run_dir))
-            if state.step == 0 or not weights_are_finite(self.model):
+            if state.step == 0 or checkpoint.is_spread_out(self.model, self.optimizers):
+                return False
+            content = checkpoint.collect(self.model, self.optimizers, keep=True)
+            if not weights_are_finite(content):
                 return False
             checkpoint.save(
                 folder.path,
                 kind="emergency",
-                model=self.model,
-                optimizers=self.optimizers,
+                content=content,
                 state=state,
                 rng_states=[rng.capture(self.runtime.device)],
                 facts=self.facts,
@@ -111,12 +114,13 @@ class Saver:
         state: TrainState,
         kind: str,
         labels: list[str],
+        content: checkpoint.Content,
         rng_states: list[dict[str, Any]],
         began: float,
     ) -> str | None:
         """Write, label and report on the first process; return what went wrong, or None."""
         assert self.folder is not None
-        if not weights_are_finite(self.model):
+        if not weights_are_finite(content):
             raise NonFiniteError(
                 f"step {state.step}: the weights are not finite and were not saved; "
                 f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
@@ -128,8 +132,7 @@ class Saver:
                 path = checkpoint.save(
                     self.folder.path,
                     kind=kind,
-                    model=self.model,
-                    optimizers=self.optimizers,
+                    content=content,
                     state=state,
                     rng_states=rng_states,
                     facts=self.facts,
@@ -190,6 +193,6 @@ class Saver:
         )
 
 
-def weights_are_finite(model: nn.Module) -> bool:
+def weights_are_finite(content: checkpoint.Content) -> bool:
     """Tell whether every weight is a number; what is not must never become the newest checkpoint."""
-    return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    return all(bool(torch.isfinite(weight).all()) for weight in content.model.values())

@@ -8,11 +8,13 @@ its gradient is complete only when backward ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from gpt2lab.config import ModelConfig
+from gpt2lab.config import ModelConfig, Parallel
 from gpt2lab.hardware import Link
 from gpt2lab.plan import count_parameters
 
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 BACKWARD_SHARE = 2 / 3  # of forward plus backward
 OVERLAP = 0.9  # of that, in which buckets can travel
@@ -30,6 +32,29 @@ class Exposed:
 def all_reduce_seconds(num_bytes: float, *, world: int, link: Link, message: float) -> float:
     """Return the time to all-reduce `num_bytes` in messages of `message` bytes."""
     return 2 * (world - 1) / world * num_bytes / link.rate(message)
+
+
+def step_bytes(
+    model: ModelConfig, *, parallel: Parallel, accumulation: int
+) -> dict[Collective, int]:
+    """Return the bytes of whole tensors that a step's collectives sum, gather and scatter.
+
+    Of rows that all processes can share evenly; numbers like loss and norm aside. A process sends and receives
+    `wire_share` of it.
+    """
+    gradients = 4 * count_parameters(model)
+    blocks = 4 * model.n_layer * (12 * model.n_embd**2 + 13 * model.n_embd)
+    if parallel == "fsdp":  # a block's weights for its forward and again for its backward
+        gathered = accumulation * (gradients + blocks)
+        return {"all_gather": gathered, "reduce_scatter": accumulation * gradients}
+    if parallel == "zero1":
+        return {"all_reduce": gradients, "all_gather": gradients}
+    return {"all_reduce": gradients}
+
+
+def wire_share(kind: Collective, *, world: int) -> float:
+    """Return the part of a collective's bytes that a process sends: all but its own share, twice to sum everywhere."""
+    return (2 if kind == "all_reduce" else 1) * (world - 1) / world
 
 
 def exposed(

@@ -23,6 +23,8 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "mini_batch_size": start.config.batch.mini_batch_size,
         "dtype": start.config.system.dtype,
         "compile": start.config.system.compile,
+        "parallel": start.config.system.parallel,
+        "ddp_bucket_mb": start.config.system.ddp_bucket_mb,
         "deterministic": start.config.system.deterministic or not on_gpu,
         "torch": torch.__version__,
     }

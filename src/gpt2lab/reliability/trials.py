@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from gpt2lab.config import Config
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.parallel import Strategy
 from gpt2lab.parts import Parts
 from gpt2lab.plan import flops_per_token
 from gpt2lab.runtime import Runtime
@@ -88,22 +87,19 @@ def try_step(
     config: Config, parts: Parts, batch: GlobalBatch, runtime: Runtime, max_steps: int
 ) -> StepTrial:
     """Take two real steps with the run's own parts, uncompiled, on a piece of `batch`; the parts are spoilt then."""
-    strategy = Strategy(
-        runtime, compile=False, dtype=config.system.dtype, reduce=config.system.reduce
-    )
-    model = strategy.prepare(parts.model)
     piece = _cut(batch, most=_most_tokens(config, runtime), world_size=runtime.world_size)
     for _ in range(2):  # the first makes memory and kernels ready
         began = time.monotonic()
-        stats = train_step(
-            model,
-            parts.optimizers,
-            piece,
-            lr_at(parts.state.step + 1, config.optim, max_steps=max_steps),
-            strategy=strategy,
-            grad_clip=config.optim.grad_clip,
-            seed=config.data.seed,
-        )
+        with torch.compiler.set_stance("force_eager"):
+            stats = train_step(
+                parts.wrapped,
+                parts.optimizers,
+                piece,
+                lr_at(parts.state.step + 1, config.optim, max_steps=max_steps),
+                strategy=parts.strategy,
+                grad_clip=config.optim.grad_clip,
+                seed=config.data.seed,
+            )
         runtime.synchronize()
     return StepTrial(
         tokens=piece.num_targets // runtime.world_size,

@@ -1,0 +1,50 @@
+"""Fully sharded: weights, gradients and optimizer state by rows, gathered block by block while they are needed.
+
+PyTorch's `fully_shard` (FSDP2), in the manner of ZeRO stage 3, Rajbhandari et al. 2020, arXiv:1910.02054. A block's
+weights are gathered for its forward pass, dropped, and gathered again for its backward pass, whose gradients are summed
+and split at once. That happens for every micro-batch: held back to the last one, as in the other modes, gradients would
+fill the memory that this mode is for.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from gpt2lab.model import GPT, empty_model
+from gpt2lab.sharding.pieces import whole
+
+
+def shard(model: GPT, mesh: DeviceMesh, *, offload: bool) -> None:
+    """Leave of each weight this process's rows, in place; embeddings and last norm are gathered for the whole pass.
+
+    `offload`: rows, gradients and optimizer state live in the CPU's memory, the GPU holds what it works on.
+    """
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients to at most `max_norm`; return the L2 norm of all processes' rows before, ()."""
+    rows = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    squares = nn.utils.get_total_norm(rows) ** 2
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+    torch._foreach_mul_(rows, scale)
+    return norm
+
+
+@torch.no_grad()
+def gather_model(model: GPT, device: torch.device) -> GPT:
+    """Return a plain model with all weights, on every process; all call it together."""
+    plain = empty_model(model.config).to(device)
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(whole(model.get_parameter(name)))
+    return plain

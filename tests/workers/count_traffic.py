@@ -1,0 +1,43 @@
+"""Train as src/train.py does, and tell what the collectives of the last step carried, and when."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+import gpt2lab.trainer
+from gpt2lab.bench.traffic import Traffic
+from gpt2lab.flags import parse
+from gpt2lab.parallel import Strategy
+from gpt2lab.pretrain import pretrain
+from gpt2lab.train_step import StepStats, train_step
+
+traffic = Traffic()
+begun: list[dict[str, int]] = []  # calls so far, as each micro-batch begins
+counted: list[dict[str, Any]] = []
+grad_sync = Strategy.grad_sync
+
+
+def noted_grad_sync(*args: Any, **kwargs: Any) -> Any:
+    begun.append(dict(traffic.calls))
+    return grad_sync(*args, **kwargs)
+
+
+def counted_step(*args: Any, **kwargs: Any) -> StepStats:
+    global traffic
+    traffic = Traffic()
+    begun.clear()
+    with traffic:
+        stats = train_step(*args, **kwargs)
+    counted.append({"begun": list(begun), "calls": traffic.calls, "bytes": traffic.bytes})
+    return stats
+
+
+Strategy.grad_sync = noted_grad_sync  # type: ignore[method-assign]
+gpt2lab.trainer.train_step = counted_step
+pretrain(parse(sys.argv[1:]))
+print("counted " + json.dumps(counted[-1]))

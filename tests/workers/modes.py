@@ -1,0 +1,137 @@
+"""On each of several processes: what every parallel mode must do alike, compared with plain ddp."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+import safetensors.torch
+import torch
+
+from gpt2lab.checkpoints import checkpoint
+from gpt2lab.config import ModelConfig, OptimConfig, Parallel
+from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.model import GPT, build_model
+from gpt2lab.optim import build_optimizers
+from gpt2lab.parallel import Strategy
+from gpt2lab.reliability.drift import check_drift
+from gpt2lab.runtime import Runtime
+from gpt2lab.state import TrainState
+from gpt2lab.train_step import StepStats, train_step
+
+# Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.
+CONFIG = ModelConfig(n_layer=2, n_head=1, n_embd=7, context_length=2, vocab_size=11)
+OPTIM = OptimConfig(weight_decay=0.5)
+
+
+class Trained:
+    """A model in one mode, and everything that a step of it needs."""
+
+    def __init__(self, runtime: Runtime, parallel: Parallel, *, seed: int = 0) -> None:
+        self.runtime = runtime
+        self.strategy = Strategy(runtime, compile=False, dtype="fp32", parallel=parallel)
+        self.model = build_model(CONFIG, seed=seed, device=runtime.device)
+        self.wrapped = self.strategy.prepare(self.model)
+        optimizers = build_optimizers(self.model, OPTIM, device=runtime.device)
+        self.optimizers = self.strategy.share_state(self.model, optimizers)
+        self.strategy.settle(self.wrapped, batch_size=1, context_length=2)
+
+    def step(self, number: int, *, accepted: bool = True, clip: float = 0.1) -> StepStats:
+        rank, world = self.runtime.rank, self.runtime.world_size
+        micro = []
+        for index in (rank, rank + world):
+            generator = torch.Generator().manual_seed(100 * number + index)
+            ids = torch.randint(0, 11, (1, 3), generator=generator)
+            micro.append(MicroBatch(ids[:, :-1], ids[:, 1:], index, index >= world))
+        return train_step(
+            self.wrapped,
+            self.optimizers,
+            GlobalBatch(tuple(micro), 4 * world, 0, 0, 2 * world, None, 0.0),
+            1e-2,
+            strategy=self.strategy,
+            grad_clip=clip,
+            seed=number,
+            accept=lambda loss, norm: accepted and math.isfinite(norm),
+        )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        content = checkpoint.collect(self.model, self.optimizers, keep=True)
+        return {**content.model, **content.optimizer}
+
+
+def compare(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, exact: bool = True
+) -> None:
+    rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-6)
+    assert list(one) == list(other)
+    for name in one:
+        assert one[name].shape == other[name].shape, name
+        torch.testing.assert_close(one[name], other[name], rtol=rtol, atol=atol)
+
+
+def hash_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main(folder: Path) -> None:
+    runtime = Runtime()
+    plain = Trained(runtime, "ddp")
+    stats = [plain.step(number) for number in (1, 2, 3)]
+    assert stats[0].grad_norm > 0.1, "the clip must bite"
+    expected = plain.weights()
+    content = checkpoint.collect(plain.model, plain.optimizers, keep=runtime.rank == 0)
+    if runtime.rank == 0:
+        checkpoint.save(
+            folder, kind="rolling", content=content, state=TrainState(3), rng_states=[], facts={}
+        )
+    else:
+        assert not content.model
+        assert not content.optimizer
+    runtime.gather(None)
+    saved = folder / "step_00000003"
+
+    for mode in ("zero1", "fsdp"):
+        here = Trained(runtime, mode)
+        for number, other in zip((1, 2, 3), stats, strict=True):
+            before = here.weights()
+            here.step(number, accepted=False)  # a refused update leaves nothing behind
+            compare(here.weights(), before)
+            found = here.step(number)
+            assert math.isclose(found.loss, other.loss, rel_tol=1e-6)
+            assert math.isclose(found.grad_norm, other.grad_norm, rel_tol=1e-5)
+        compare(here.weights(), expected, exact=False)
+        check_drift(here.model, runtime, 3)
+        with here.strategy.whole(here.model) as model:
+            assert type(model) is GPT
+            compare(dict(model.named_parameters()), content_of(here))
+        assert checkpoint.is_spread_out(here.model, here.optimizers)
+        held = sum(
+            (value.to_local() if hasattr(value, "to_local") else value).numel()
+            for optimizer in here.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+        )
+        total = sum(value.numel() for name, value in expected.items() if "/" in name)
+        assert held < 0.8 * total, "this process holds all of the optimizer's state"
+
+        # In and out again: the same files, byte for byte, from weights that began elsewhere.
+        again = Trained(runtime, mode, seed=1)
+        again.step(1)
+        checkpoint.load(saved, model=again.model, optimizers=again.optimizers)
+        out = checkpoint.collect(again.model, again.optimizers, keep=True)
+        assert safetensors.torch.save(out.model) == (saved / "model.safetensors").read_bytes()
+        assert safetensors.torch.save(out.optimizer) == (saved / "optim.safetensors").read_bytes()
+        print(f"{mode} agrees")
+    runtime.close()
+
+
+def content_of(trained: Trained) -> dict[str, torch.Tensor]:
+    weights = trained.weights()
+    return {name: weights[name] for name, _ in trained.model.named_parameters()}
+
+
+main(Path(sys.argv[1]))
