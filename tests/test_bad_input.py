@@ -179,6 +179,9 @@ CASES = {
     ),
     "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
     "bucket of nothing": Case(["--ddp_bucket_mb=0"], ("ddp_bucket_mb 0.0 must be above 0",)),
+    "timeout of nothing": Case(
+        ["--pg_timeout_minutes=0"], ("pg_timeout_minutes 0 must be above 0",)
+    ),
     "run name is hidden": Case(
         ["--run_name=.r"], ("run_name '.r' must be a plain folder name", "--checkpoint_dir")
     ),

@@ -102,6 +102,9 @@ class Verbs:
     stop_at: str | None = option(
         None, "stop and save before this moment: HH:MM or 2026-11-21T18:30; schedule untouched"
     )
+    pg_timeout_minutes: float = option(
+        60.0, "the process group's timeout, of this start; --hang_seconds notices a hang before"
+    )
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,8 @@ def _refuse_idle_verbs(verbs: Verbs) -> None:
             "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
             "(or --max_steps N --allow_change max_steps)"
         )
+    if not verbs.pg_timeout_minutes > 0:
+        raise ConfigError(f"pg_timeout_minutes {verbs.pg_timeout_minutes:g} must be above 0")
     if verbs.verify and not verbs.list_checkpoints:
         raise ConfigError("--verify goes with --list_checkpoints")
     if verbs.allow_change is None:

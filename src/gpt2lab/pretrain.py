@@ -59,7 +59,7 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime()
+    runtime = Runtime(timeout_minutes=command.verbs.pg_timeout_minutes)
     folder: RunFolder | None = None
     try:
         start = _decide(command, runtime)

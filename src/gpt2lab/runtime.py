@@ -30,8 +30,11 @@ Dtype = Literal["auto", "fp32", "bf16"]
 class Runtime:
     """Rank, world and device of this process."""
 
-    def __init__(self) -> None:
-        """Join the process group that torchrun describes in the environment; alone, there is none."""
+    def __init__(self, *, timeout_minutes: float = 60.0) -> None:
+        """Join the process group that torchrun describes in the environment; alone, there is none.
+
+        `timeout_minutes`: how long a collective waits for a process; heartbeat.py ends a hang before, and names it.
+        """
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -40,8 +43,7 @@ class Runtime:
         if self.is_distributed:
             # Decisions travel on gloo between CPUs, gradients on NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            # Long: heartbeat.py ends a hang before, and names it.
-            patience = datetime.timedelta(minutes=60)
+            patience = datetime.timedelta(minutes=timeout_minutes)
             # torchrun's restarts share one store: without a name of its own a start finds its dead predecessor's
             # addresses there, and never connects.
             store, rank, world_size = next(iter(rendezvous("env://")))

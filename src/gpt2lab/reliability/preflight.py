@@ -55,7 +55,7 @@ def preflight(command: Command) -> int:
     """Try everything, print the checks and the verdict; return 0 for GO and 1 for NO-GO."""
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime()
+    runtime = Runtime(timeout_minutes=command.verbs.pg_timeout_minutes)
     checks = _check_all(command, runtime)
     failed = [check.name for check in checks if check.result == "failed"]
     if runtime.rank == 0:
