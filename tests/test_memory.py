@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,25 +14,30 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from gpt2lab.config import ModelConfig, OptimConfig, SystemConfig
+import launch
+from gpt2lab.bench.live_bytes import peak_of_step
+from gpt2lab.config import ModelConfig, OptimConfig, Recompute, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy
-from gpt2lab.planning.memory import PARTS, largest_micro_batch, predict
+from gpt2lab.planning.memory import PARTS, Sharing, largest_micro_batch, predict
 from gpt2lab.runtime import Runtime
 from gpt2lab.train_step import train_step
 
 CPU = torch.device("cpu")
+WORKERS = Path(__file__).parent / "workers"
 
 
 class Alone(Strategy):
     """The trainer's own strategy on one process, which tells a tracker of each forward pass."""
 
-    def __init__(self, dtype: str, tracker: MemTracker | None = None) -> None:
+    def __init__(
+        self, dtype: str, tracker: MemTracker | None = None, recompute: Recompute = "none"
+    ) -> None:
         runtime = Runtime()
         runtime.use(SystemConfig(device="cpu"))
-        super().__init__(runtime, compile=False, dtype=dtype)
+        super().__init__(runtime, compile=False, dtype=dtype, recompute=recompute)
         self.tracker = tracker
 
     def autocast(self) -> torch.autocast:
@@ -109,7 +116,7 @@ SEEN = [
 @pytest.mark.parametrize(("name", "dtype"), SEEN)
 def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name: str, dtype: str) -> None:
     config, B, A = SHAPES[name]
-    memory = predict(config, micro_batch=B, accumulation=A, dtype=dtype, distributed=False)
+    memory = predict(config, micro_batch=B, accumulation=A, dtype=dtype, sharing=Sharing())
     assert memory.tensors == pytest.approx(tracked_peak(config, B, A, dtype), rel=0.005)
 
 
@@ -130,54 +137,66 @@ def test_memory_is_affine_in_layers_and_batch_so_small_shapes_speak_for_large_on
         micro_batch=B,
         accumulation=2,
         dtype="bf16",
-        distributed=False,
+        sharing=Sharing(),
     )
     assert memory.tensors == pytest.approx(extrapolated, rel=0.005)
 
 
+REAL = [
+    (shape(3, 128, 4, 128, 4096), 4, 1),
+    (shape(2, 192, 3, 64, 8192), 3, 2),
+    (shape(4, 256, 4, 128, 1000), 4, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("config", "B", "A"),
+    ("config", "B", "A", "recompute"),
     [
-        (shape(3, 128, 4, 128, 4096), 4, 1),
-        (shape(2, 192, 3, 64, 8192), 3, 2),
-        (shape(4, 256, 4, 128, 1000), 4, 2),
+        *((*case, "none") for case in REAL),
+        *((*REAL[2], how) for how in ("block", "selective")),
+        pytest.param(*REAL[0], "block", marks=pytest.mark.slow),
+        pytest.param(*REAL[1], "selective", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_peak_is_that_of_real_steps_to_three_percent(
-    config: ModelConfig, B: int, A: int, dtype: str
+    config: ModelConfig, B: int, A: int, recompute: Recompute, dtype: str
 ) -> None:
     model = build_model(config, seed=0, device=CPU)
+    strategy = Alone(dtype, recompute=recompute)
+    wrapped = strategy.prepare(model)
     optimizers = build_optimizers(model, OptimConfig(), device=CPU)
-    batch = batch_of(config, B, A)
+    found = peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
+    memory = predict(
+        config,
+        micro_batch=B,
+        accumulation=A,
+        dtype=dtype,  # type: ignore[arg-type]
+        sharing=Sharing(recompute=recompute),
+    )
+    assert memory.tensors == pytest.approx(found, rel=0.03)
 
-    def step() -> None:
-        train_step(
-            model,
-            optimizers,
-            batch,
-            1e-3,
-            strategy=Alone(dtype),  # type: ignore[arg-type]
-            grad_clip=1.0,
-            seed=0,
+
+def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None:
+    """All modes and ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
+
+    fsdp's buffers come and go with gloo's threads, hence the wider margin.
+    """
+    done = launch.train([], world=2, program=WORKERS / "live_bytes.py")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
+    assert len(lines) == 24
+    for case in lines:
+        config = ModelConfig(**case["model"])
+        memory = predict(
+            config,
+            micro_batch=case["B"],
+            accumulation=case["A"],
+            dtype=case["dtype"],
+            sharing=Sharing(2, case["parallel"], case["recompute"]),
         )
-
-    step()
-    held = sum(p.nbytes for p in model.parameters())
-    held += sum(t.nbytes for o in optimizers for s in o.state.values() for t in s.values())
-    held += sum(m.tokens.nbytes for m in batch.micro_batches)
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        step()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = [event for event in events if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    now = peak = 0
-    for event in changes:
-        now += event.nbytes()
-        peak = max(peak, now)
-    assert changes
-    memory = predict(config, micro_batch=B, accumulation=A, dtype=dtype, distributed=False)
-    assert memory.tensors == pytest.approx(held + peak, rel=0.03)
+        margin = 0.05 if case["parallel"] == "fsdp" else 0.01
+        assert memory.tensors == pytest.approx(case["peak"], rel=margin), case
 
 
 # -- what must be true of any shape ------------------------------------------------------------------------------
@@ -193,9 +212,9 @@ sizes = st.builds(
 )
 
 
-def peak(config: ModelConfig, B: int, A: int, dtype: str, *, distributed: bool = False) -> int:
+def peak(config: ModelConfig, B: int, A: int, dtype: str, world: int = 1) -> int:
     return predict(
-        config, micro_batch=B, accumulation=A, dtype=dtype, distributed=distributed
+        config, micro_batch=B, accumulation=A, dtype=dtype, sharing=Sharing(world)
     ).tensors
 
 
@@ -215,8 +234,8 @@ def test_memory_grows_with_everything(config: ModelConfig, B: int, A: int, dtype
         assert peak(dataclasses.replace(config, **{name: value}), B, A, dtype) > here, name
     assert peak(config, B + 1, A, dtype) >= here
     assert peak(config, B, A + 1, dtype) >= here
-    assert peak(config, B, A, dtype, distributed=True) >= here
-    memory = predict(config, micro_batch=B, accumulation=A, dtype=dtype, distributed=False)
+    assert peak(config, B, A, dtype, 2) >= here
+    memory = predict(config, micro_batch=B, accumulation=A, dtype=dtype, sharing=Sharing())
     assert memory.tensors == sum(getattr(memory, part) for part in PARTS)
     assert all(getattr(memory, part) >= 0 for part in PARTS)
 
@@ -228,11 +247,8 @@ def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(
 ) -> None:
     budget = gib * 2**30
     found = largest_micro_batch(
-        config, sequences=sequences, budget=budget, dtype="bf16", distributed=True
+        config, sequences=sequences, budget=budget, dtype="bf16", sharing=Sharing(2)
     )
     divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
-    fits = {
-        size: peak(config, size, sequences // size, "bf16", distributed=True) <= budget
-        for size in divisors
-    }
+    fits = {size: peak(config, size, sequences // size, "bf16", 2) <= budget for size in divisors}
     assert found == max((size for size in divisors if fits[size]), default=None)

@@ -79,7 +79,7 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
         micro_batch=job.micro_batch,
         accumulation=job.accumulation,
         dtype=job.dtype,
-        distributed=distributed,
+        sharing=job.sharing,
     )
     if machine.is_cpu:
         fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
@@ -94,7 +94,7 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
             sequences=job.sequences,
             budget=budget,
             dtype=job.dtype,
-            distributed=distributed,
+            sharing=job.sharing,
         )
     overhead = fixed + fragmentation * tensors.tensors
     return MemoryNeed(tensors, overhead, machine.memory_bytes, largest, target)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.plan import count_parameters, flops_per_token
-from gpt2lab.planning.memory import Dtype
+from gpt2lab.planning.memory import Dtype, Sharing
 from gpt2lab.runs.progress import count_due, frequencies
 
 
@@ -38,6 +38,12 @@ class Job:
     def accumulation(self) -> int:
         """Micro-batches of a step."""
         return self.sequences // self.micro_batch
+
+    @property
+    def sharing(self) -> Sharing:
+        """How processes share the run, and what is computed again."""
+        system = self.config.system
+        return Sharing(self.world, system.parallel, system.activation_checkpointing)
 
     @property
     def tokens(self) -> int:

@@ -219,7 +219,7 @@ def _tensor_bytes(job: Job, micro_batch: int, *, trial: bool = False) -> int:
         micro_batch=micro_batch,
         accumulation=1 if trial else max(1, job.sequences // micro_batch),
         dtype=job.dtype,
-        distributed=job.world > 1 and not trial,
+        sharing=dataclasses.replace(job.sharing, world=1) if trial else job.sharing,
     ).tensors
 
 

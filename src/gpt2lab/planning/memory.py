@@ -3,8 +3,8 @@
 Counted on train_step with torch's MemTracker; tests/test_memory.py holds the formulas to 0.5 % of it. Whoever changes
 what a step keeps alive changes the matching candidate here. No torch.
 
-B sequences of T tokens, C channels, L blocks, H heads, V vocabulary rows, N parameters, A micro-batches a step.
-There is no activation checkpointing and no sharding in the trainer, so there is none here.
+B sequences of T tokens, C channels, L blocks, H heads, V vocabulary rows, N parameters, A micro-batches a step,
+W processes. Of several processes all need the same, up to the rows that do not divide.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt2lab.config import ModelConfig
+from gpt2lab.config import ModelConfig, Parallel, Recompute
 from gpt2lab.plan import count_matmul_parameters, count_parameters
 
 Dtype = Literal["fp32", "bf16"]
+BUCKET_BYTES = 25 * 2**20  # of new weights that zero1 sends at once
 PARTS = ("params", "optimizer", "gradients", "bf16_weights", "activations", "head")
 
 
@@ -38,12 +39,28 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How processes share a run, and what the backward pass computes again."""
+
+    world: int = 1
+    parallel: Parallel = "ddp"
+    recompute: Recompute = "none"
+
+
+@dataclass(frozen=True)
 class _Sizes:
     """What the moments are made of."""
 
     N: int  # parameters
     L: int
-    block: int  # bytes of activations that one block keeps for its backward
+    params: int  # bytes of weights that a process always holds
+    optimizer: int
+    shard: int  # bytes of gradients that a process holds after their reduction
+    around: int  # bytes of weights outside the blocks
+    gathers: bool  # fsdp: weights are whole only while they are needed
+    recomputes: bool
+    kept_block: int  # bytes of activations that a block keeps until its backward
+    block: int  # bytes of activations that its backward needs
     tokens: int  # B*T
     residual: int  # elements, B*T*C
     scores: int  # elements, B*T*V
@@ -52,25 +69,42 @@ class _Sizes:
     in_block: int  # parameters of one block
     ids: int  # bytes of the step's token ids
     kept: int  # bytes of gradients alive during the forward pass
+    sent: int  # bytes of new weights that zero1 sends at once
+    world: int
+    stale: int  # bytes of a buffer of fsdp's that is still there from the micro-batch before
     bf16: bool
 
 
 def predict(
-    model: ModelConfig, *, micro_batch: int, accumulation: int, dtype: Dtype, distributed: bool
+    model: ModelConfig, *, micro_batch: int, accumulation: int, dtype: Dtype, sharing: Sharing
 ) -> Memory:
     """Return the largest of the moments of a step at which memory can peak.
 
     Gradients live through the forward pass when micro-batches accumulate, and always under DDP, whose buckets they
     are views of.
     """
+    W, parallel = sharing.world, sharing.parallel if sharing.world > 1 else "ddp"
     C, tokens = model.n_embd, micro_batch * model.context_length
     N, bf16 = count_parameters(model), dtype == "bf16"
     # Saved by a block, bytes a channel of a token: two norms' inputs and outputs, qkv, attention, fc, gelu (bf16: 36).
     # Besides: attention's logsumexp a head, and mean and deviation of two norms.
+    block = tokens * ((36 if bf16 else 64) * C + 4 * model.n_head + 16)
+    # Recomputing keeps a block's input alone, or its matrix products and attention's logsumexp besides.
+    products = tokens * ((20 if bf16 else 40) * C + 4 * model.n_head)
+    kept_block = {"none": block, "block": 4 * tokens * C, "selective": 4 * tokens * C + products}
+    shard = 4 * N // W if parallel == "fsdp" else 4 * N
+    embedding = 4 * model.vocab_size * C
     sizes = _Sizes(
         N=N,
         L=model.n_layer,
-        block=tokens * ((36 if bf16 else 64) * C + 4 * model.n_head + 16),
+        params=shard,
+        optimizer=8 * N if parallel == "ddp" else 8 * N // W,
+        shard=shard,
+        around=4 * (N - model.n_layer * (12 * C * C + 13 * C)),
+        gathers=parallel == "fsdp",
+        recomputes=sharing.recompute != "none",
+        kept_block=kept_block[sharing.recompute],
+        block=block,
         tokens=tokens,
         residual=tokens * C,
         scores=tokens * model.vocab_size,
@@ -78,7 +112,10 @@ def predict(
         vocab=model.vocab_size * C,
         in_block=12 * C * C + 13 * C,
         ids=8 * tokens * accumulation,
-        kept=4 * N if accumulation > 1 or distributed else 0,
+        kept=shard if accumulation > 1 or (W > 1 and parallel != "fsdp") else 0,
+        sent=min(4 * N, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0,
+        world=W,
+        stale=4 * (12 * C * C + 13 * C) if accumulation > 1 else 0,
         bf16=bf16,
     )
     copies = 2 * count_matmul_parameters(model) if bf16 else 0
@@ -92,7 +129,7 @@ def largest_micro_batch(
     sequences: int,
     budget: float,
     dtype: Dtype,
-    distributed: bool,
+    sharing: Sharing,
 ) -> int | None:
     """Return the largest divisor of a process's `sequences` a step whose peak fits `budget` bytes, None if 1 does not.
 
@@ -108,7 +145,7 @@ def largest_micro_batch(
             micro_batch=size,
             accumulation=sequences // size,
             dtype=dtype,
-            distributed=distributed,
+            sharing=sharing,
         ).tensors
         <= budget
     ]
@@ -116,13 +153,22 @@ def largest_micro_batch(
 
 
 def _moment(
-    at: str, s: _Sizes, *, gradients: int, copies: int, activations: int, head: int
+    at: str,
+    s: _Sizes,
+    *,
+    gathered: int = 0,
+    gradients: int,
+    copies: int = 0,
+    activations: int = 0,
+    head: int = 0,
 ) -> Memory:
-    return Memory(4 * s.N, 8 * s.N, gradients, copies, activations, head, at)
+    """Return a moment; `gathered`: bytes of other processes' weights, under fsdp."""
+    params = s.params + (gathered if s.gathers else 0)
+    return Memory(params, s.optimizer, gradients, copies, activations, head, at)
 
 
 def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
-    """The activations of all blocks are alive, and the head's: V wide, so that it often decides."""
+    """What all blocks keep is alive, and what the head does: V wide, so that it often decides."""
     saved = (6 if s.bf16 else 8) * s.residual + 8 * s.tokens + s.ids  # last norm; targets; ids
     forward = (2 + 4 + 4 if s.bf16 else 4 + 4) * s.scores  # logits, fp32 copy, log-softmax
     backward = (4 + 4 + 4) * s.scores  # log-softmax, gradients of the loss and of the softmax
@@ -130,14 +176,22 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
         head = max(2 * s.scores + 2 * s.vocab + 2 * s.residual, 4 * s.vocab)
     else:
         head = 4 * (s.scores + s.vocab + s.residual)
+    # Autocast keeps its copies until the forward pass ends, a block that keeps them longer does so for its backward.
+    later = 2 * s.vocab if s.bf16 and s.recomputes else copies
     return [
         _moment(
-            at, s, gradients=s.kept, copies=copies, activations=s.L * s.block, head=saved + extra
+            at,
+            s,
+            gathered=s.around + 4 * s.in_block + s.stale,  # and the block that comes next
+            gradients=s.kept,
+            copies=alive,
+            activations=s.L * s.kept_block,
+            head=saved + extra,
         )
-        for at, extra in (
-            ("end of forward", forward),
-            ("start of backward", backward),
-            ("backward of the head", head),
+        for at, extra, alive in (
+            ("end of forward", forward, copies),
+            ("start of backward", backward, later),
+            ("backward of the head", head, later),
         )
     ]
 
@@ -145,31 +199,35 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
 def _within_the_blocks(s: _Sizes) -> list[Memory]:
     """Backward of the last and of the first block: activations go as gradients come.
 
-    The head's gradient waits for the embedding's, because the weight is shared.
+    The head's gradient waits for the embedding's, because the weight is shared. Under fsdp a block's weights are whole,
+    the next one's are on their way, the gradients of the one above are being sent, and a buffer waits for both.
     """
     moments = []
-    for block in {s.L, 1}:
-        above = 0 if s.kept else (s.L - block) * 4 * s.in_block
-        own = 0 if s.kept else 4 * s.in_block
+    for block in {s.L, max(1, s.L - 1), 1} if s.gathers else {s.L, 1}:
+        done = (s.L - block) * 4 * s.in_block * s.shard // (4 * s.N)
+        above = 0 if s.kept else done
+        own = 4 * s.in_block if s.gathers or not s.kept else 0
         if s.bf16:  # out of the MLP: bf16 gradients of gelu and weight, then the weight's in fp32
             first = max(14 * s.residual + 8 * s.matrix, 4 * s.residual + 16 * s.matrix)
             last = 16 * s.residual + 6 * s.matrix  # into qkv
         else:
             first = 20 * s.residual + 16 * s.matrix
             last = 24 * s.residual
-        last += 12 * s.matrix if s.kept else 0  # else the weight's gradient counts as such
-        for matrices, gradients, alive, work in (
-            (block, above, block, first),
-            (block - 1, above + own, block - 1, last),
+        last += 0 if own else 12 * s.matrix  # else the weight's gradient counts as such
+        buffers = 1 + (block > 1) + 2 * (block < s.L)
+        for weights, gradients, activations in (
+            (block, above, (block - 1) * s.kept_block + s.block + first),
+            (block - 1, above + own, (block - 1) * s.kept_block + last),
         ):
+            copied = min(1, weights) if s.recomputes else weights
             moments.append(
                 _moment(
                     f"backward of block {block}",
                     s,
+                    gathered=s.around + 4 * s.in_block * buffers + s.stale,
                     gradients=s.kept + gradients + 4 * s.vocab,
-                    copies=24 * s.matrix * matrices if s.bf16 else 0,
-                    activations=alive * s.block + work + s.ids,
-                    head=0,
+                    copies=24 * s.matrix * copied if s.bf16 else 0,
+                    activations=activations + s.ids,
                 )
             )
     return moments
@@ -177,10 +235,13 @@ def _within_the_blocks(s: _Sizes) -> list[Memory]:
 
 def _at_the_end(s: _Sizes) -> list[Memory]:
     """The embedding's gradient, the head's and their sum; then the optimizer, fused, with all gradients."""
-    gradients = (s.kept or 4 * (s.N - s.vocab)) + 12 * s.vocab
+    gradients = (s.kept or s.shard - 4 * s.vocab * s.shard // (4 * s.N)) + 12 * s.vocab
     return [
         _moment(
-            "backward of the embedding", s, gradients=gradients, copies=0, activations=0, head=0
+            "backward of the embedding",
+            s,
+            gathered=s.around + 4 * s.in_block,
+            gradients=gradients,
         ),
-        _moment("optimizer step", s, gradients=4 * s.N, copies=0, activations=0, head=0),
+        _moment("optimizer step", s, gradients=s.shard, head=2 * s.sent + s.sent // s.world),
     ]

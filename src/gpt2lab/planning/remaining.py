@@ -238,7 +238,7 @@ def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
             micro_batch=micro,
             accumulation=tokens // model.context_length // world // micro,
             dtype=environment["dtype"],
-            distributed=world > 1,
+            sharing=memory.Sharing(world),
         )
         result["memory"] = dataclasses.asdict(need) | {"total": need.tensors}
     return result

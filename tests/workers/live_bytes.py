@@ -1,0 +1,58 @@
+"""On each of two processes: the peak of a real step's tensor bytes in every mode; the first one prints them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+import torch
+
+from gpt2lab.bench.live_bytes import peak_of_step
+from gpt2lab.config import ModelConfig, OptimConfig, Parallel, Recompute, SystemConfig
+from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.model import build_model
+from gpt2lab.optim import build_optimizers
+from gpt2lab.parallel import Strategy
+from gpt2lab.runtime import Runtime
+
+
+def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:
+    return ModelConfig(n_layer=L, n_embd=C, n_head=H, context_length=T, vocab_size=V)
+
+
+CASES = [
+    (shape(4, 128, 4, 128, 512), 8, 1, "fp32"),
+    (shape(4, 128, 4, 128, 512), 8, 2, "bf16"),
+    (shape(2, 128, 4, 128, 4096), 6, 2, "fp32"),
+]
+runtime = Runtime()
+runtime.use(SystemConfig(device="cpu"))
+for config, B, A, dtype in CASES:
+    for parallel in get_args(Parallel):
+        for recompute in get_args(Recompute):
+            if config.vocab_size == 4096 and recompute == "selective":
+                continue
+            strategy = Strategy(
+                runtime, compile=False, dtype=dtype, parallel=parallel, recompute=recompute
+            )
+            model = build_model(config, seed=0, device=runtime.device)
+            wrapped = strategy.prepare(model)
+            optimizers = strategy.share_state(
+                model, build_optimizers(model, OptimConfig(), device=runtime.device)
+            )
+            ids = torch.zeros(A, B, config.context_length, dtype=torch.int64)
+            micro = [MicroBatch(ids[i].clone(), ids[i], i, i == A - 1) for i in range(A)]
+            batch = GlobalBatch(tuple(micro), 2 * ids.numel(), 0, 0, 2 * A * B, None, 0.0)
+            case = {
+                "model": dataclasses.asdict(config),
+                **{"B": B, "A": A, "dtype": dtype, "parallel": parallel, "recompute": recompute},
+                "peak": peak_of_step(wrapped, optimizers, batch, strategy),
+            }
+            if runtime.rank == 0:
+                print("peak " + json.dumps(case), flush=True)
+runtime.close()
