@@ -2,6 +2,7 @@
 
 python scripts/benchmark.py data
 python scripts/benchmark.py hellaswag --hellaswag_path hellaswag_val.jsonl
+python scripts/benchmark.py parallel
 python scripts/benchmark.py sample
 """
 
@@ -55,9 +56,23 @@ class Sample:
     json: Path | None = option(None, "also write the numbers to this file")
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Train with one process and with several in each parallel mode, in turns: tokens/s a core, and what is sent."""
+
+    model: ModelName = option("gpt2-nano", "shape of the model, with random weights")
+    processes: int = option(2, "processes that share the CPU's cores, each its part")
+    micro_batch: int = option(4, "sequences of one forward pass")
+    micro_steps: int = option(8, "micro-batches of each process in a step")
+    steps: int = option(5, "steps that are timed, of each kind")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "matmul precision of all")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
 Command = (
     Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
+    | Annotated[Sharing, tyro.conf.subcommand("parallel")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
 )
 
@@ -71,6 +86,7 @@ def main(argv: list[str]) -> int:
         Data: _measure_data,
         HellaSwag: _measure_hellaswag,
         Sample: _measure_sample,
+        Sharing: _measure_sharing,
     }
     numbers, text = measures[type(flags)](flags)
     print(text)
@@ -123,6 +139,25 @@ def _measure_sample(flags: Sample) -> tuple[dict[str, Any], str]:
         dtype=flags.dtype,
     )
     return result, sample.describe(result)
+
+
+def _measure_sharing(flags: Sharing) -> tuple[dict[str, Any], str]:
+    from gpt2lab.bench import sharing
+
+    for name in ("micro_batch", "micro_steps", "steps"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"{name} {getattr(flags, name)} must be at least 1")
+    if flags.processes < 2:
+        raise ConfigError(f"processes {flags.processes} must be at least 2")
+    result = sharing.compare_modes(
+        model_name=flags.model,
+        world=flags.processes,
+        micro_batch=flags.micro_batch,
+        micro_steps=flags.micro_steps,
+        steps=flags.steps,
+        dtype=flags.dtype,
+    )
+    return result, sharing.describe(result)
 
 
 if __name__ == "__main__":

@@ -35,14 +35,33 @@ def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
     assert set(numbers["loader"]) == {"shards", "windows"}
 
 
+@pytest.mark.slow
+def test_parallel_modes_side_by_side(tmp_path: Path) -> None:
+    words = ["--micro_batch", 1, "--micro_steps", 2, "--steps", 1, "--json", tmp_path / "p.json"]
+    code, said, error = benchmark("parallel", *words)
+    assert code == 0, error
+    numbers = json.loads((tmp_path / "p.json").read_text())
+    alone = numbers["alone"][0]["losses"]
+    assert set(numbers["modes"]) == {"ddp", "zero1", "fsdp"}
+    for mode, run in numbers["modes"].items():
+        assert run["losses"] == pytest.approx(alone, rel=1e-5), mode
+        assert alone[1] < alone[0]
+        for kind, expected in run["expected_bytes"].items():
+            assert run["bytes"][kind] == pytest.approx(expected, rel=1e-4), (mode, kind)
+        assert f"| {mode} | {run['tokens_per_second']:,.0f} |" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Expected one of {data, hellaswag, sample}"),
+        ([], "Expected one of {data, hellaswag, parallel, sample}"),
         (["cpus"], "Expected one of"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
         (["data", "--num_workers", "0"], "num_workers must be"),
         (["data", "--json", "nowhere/x.json"], "no such folder"),
+        (["parallel", "--processes", "1"], "processes 1 must be at least 2"),
+        (["parallel", "--processes", "9999"], "--processes 9999: this machine has"),
+        (["parallel", "--steps", "0"], "steps 0 must be at least 1"),
         (["hellaswag", "--hellaswag_path", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
