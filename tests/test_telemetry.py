@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 import launch
 from gpt2lab import flags
+from gpt2lab.config import Config, find_problems, override
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.histograms import histogram
 from gpt2lab.pretrain import pretrain
@@ -251,6 +252,8 @@ def test_histograms_without_tensorboard_are_refused(tiny_flags, tmp_path) -> Non
     with pytest.raises(ConfigError, match="histogram_freq 5 needs --use_tensorboard"):
         pretrain(flags.parse([*tiny_flags, "--histogram_freq=5"]))
     assert not (tmp_path / "runs").exists()
+    sharded = {"histogram_freq": 5, "use_tensorboard": True, "parallel": "fsdp"}
+    assert "needs whole tensors" in find_problems(override(Config(), sharded))[0]
 
 
 def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> None:

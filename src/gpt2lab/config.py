@@ -366,6 +366,10 @@ def find_problems(config: Config) -> list[str]:
         flat["histogram_freq"] <= 0 or flat["use_tensorboard"],
         f"histogram_freq {flat['histogram_freq']} needs --use_tensorboard, where histograms are shown",
     )
+    check(
+        flat["histogram_freq"] <= 0 or flat["parallel"] != "fsdp",
+        f"histogram_freq {flat['histogram_freq']} needs whole tensors, and with --parallel fsdp no process has them",
+    )
     lengths = [name for name in LENGTHS if flat[name] is not None]
     check(
         len(lengths) <= 1,
