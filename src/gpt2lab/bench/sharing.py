@@ -1,8 +1,8 @@
 """Several processes of few threads against one of many, at equal batch: tokens/s a core, bytes sent. No torch.
 
 Each measurement is a fresh process (or group of them) on the CPU, in turns; one process comes first and last, and how
-far those two are apart says what the numbers are worth. Tokens per second of processor time bear with a busy machine, but leave
-out how long processes wait for each other.
+far those two are apart says what the numbers are worth. Tokens per second of processor time bear with a busy machine,
+but leave out how long processes wait for each other.
 """
 
 from __future__ import annotations
