@@ -46,7 +46,7 @@ dry_run  planning.auto
 planning.planner
 """)  # never torch: what lists, plans, refuses and reads answers in under half a second
 TORCH_ROWS = _rows("""
-loss rng
+attention loss rng
 model optim runtime telemetry
 exact_reduce histograms
 parallel  checkpoints.checkpoint  data.loader  evaluation.sample  huggingface.folder  reliability.stragglers

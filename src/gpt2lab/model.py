@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpt2lab.attention import attend
 from gpt2lab.config import ModelConfig
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.loss import cross_entropy_sum
@@ -59,9 +60,7 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)  # (B, H, S, D)
         dropout = self.dropout if self.training else 0.0
         allowed = None if mask is None else mask[:, None]  # (B, 1, T, T), the same for all heads
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=mask is None, dropout_p=dropout
-        )  # (B, H, T, D)
+        y = attend(q, k, v, allowed, dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 

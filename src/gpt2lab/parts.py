@@ -21,7 +21,7 @@ from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
 from gpt2lab.reliability.facts import facts_of
 from gpt2lab.reliability.receipt import Receipt, check_resume, load_state
-from gpt2lab.runtime import Runtime, resolve_dtype
+from gpt2lab.runtime import Runtime, resolve_dtype, use_fast_fp32_matmul
 from gpt2lab.start import Start
 from gpt2lab.state import TrainState
 
@@ -52,6 +52,8 @@ def fit_to_hardware(start: Start, runtime: Runtime) -> Start:
             "fsdp_offload: moves weights from a GPU to the CPU's memory, and this run has no GPU; leave it out"
         )
     compiles, note = resolve_compile(system.compile, device=runtime.device, max_steps=steps)
+    if compiles and dtype == "fp32" and runtime.device.type == "cpu":
+        use_fast_fp32_matmul()  # uncompiled fp32 stays the plain reference
     system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
     config = dataclasses.replace(start.config, system=system)
     warnings = (*start.warnings, note) if note else start.warnings
