@@ -4,6 +4,8 @@ python scripts/benchmark.py data
 python scripts/benchmark.py hellaswag --hellaswag_path hellaswag_val.jsonl
 python scripts/benchmark.py parallel
 python scripts/benchmark.py sample
+python scripts/benchmark.py save
+python scripts/benchmark.py cpu --model mid --peer nanogpt=../nanoGPT --peer hf
 """
 
 import json
@@ -16,6 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import _bootstrap  # noqa: F401
+from gpt2lab.bench.shapes import CPU_SIZES, SizeName
 from gpt2lab.config import ModelName
 from gpt2lab.door import run
 from gpt2lab.errors import ConfigError
@@ -69,11 +72,57 @@ class Sharing:
     json: Path | None = option(None, "also write the numbers to this file")
 
 
+@dataclass(frozen=True)
+class Save:
+    """Save a checkpoint our way and with torch.save, in turns: seconds and bytes."""
+
+    model: ModelName = option("gpt2", "shape of the model, with random weights")
+    rounds: int = option(3, "times that each is measured")
+    folder: Path | None = option(
+        None, "an existing folder on the disk to write to; default the temporary one"
+    )
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Take training steps on the CPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
+
+    model: tuple[SizeName, ...] = option(CPU_SIZES, "sizes, one table each")
+    peer: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = option(
+        (), "nanogpt=PATH, ancestor=PATH, litgpt=PATH (checkouts) or hf (installed); once for each"
+    )
+    dtype: tuple[Literal["auto", "fp32", "bf16"], ...] = option(
+        ("auto",), "precisions of our trainer, each a row of its own"
+    )
+    rounds: int = option(1, "times that each takes its turn; ours also ends the last round")
+    warmup: int = option(4, "steps of each process that are not timed")
+    steps: int = option(12, "steps of each process that are timed")
+    limit_seconds: float = option(600.0, "give up on a process after so long")
+    memory: bool = option(
+        False, "also measure the peak of live tensor bytes, in processes of their own"
+    )
+    profile: bool = option(False, "also split a step into kinds of work, in processes of their own")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Gpu(Cpu):
+    """Take training steps on a GPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
+
+    model: tuple[SizeName, ...] = option(("gpt2",), "sizes, one table each")
+    warmup: int = option(10, "steps of each process that are not timed")
+    steps: int = option(20, "steps of each process that are timed")
+
+
 Command = (
-    Annotated[Data, tyro.conf.subcommand("data")]
+    Annotated[Cpu, tyro.conf.subcommand("cpu")]
+    | Annotated[Gpu, tyro.conf.subcommand("gpu")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
     | Annotated[Sharing, tyro.conf.subcommand("parallel")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[Save, tyro.conf.subcommand("save")]
 )
 
 
@@ -83,16 +132,50 @@ def main(argv: list[str]) -> int:
     if flags.json and not flags.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {flags.json}: no such folder")
     measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {
+        Cpu: _measure_trainers,
+        Gpu: _measure_trainers,
         Data: _measure_data,
         HellaSwag: _measure_hellaswag,
         Sample: _measure_sample,
         Sharing: _measure_sharing,
+        Save: _measure_save,
     }
     numbers, text = measures[type(flags)](flags)
-    print(text)
+    if text:
+        print(text)
     if flags.json:
         flags.json.write_text(json.dumps(numbers, indent=1) + "\n")
     return 0
+
+
+def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
+    from gpt2lab.bench import trainers
+    from gpt2lab.bench.contestants import parse_peer
+    from gpt2lab.bench.running import end_contestants_on_sigterm
+
+    device: Literal["cpu", "cuda"] = "cuda" if isinstance(flags, Gpu) else "cpu"
+    for name in ("rounds", "warmup", "steps"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
+    plan = trainers.Plan(
+        models=flags.model,
+        peers=tuple(parse_peer(text) for text in flags.peer),
+        dtypes=flags.dtype,
+        device=device,
+        rounds=flags.rounds,
+        warmup=flags.warmup,
+        steps=flags.steps,
+        limit_seconds=flags.limit_seconds,
+        memory=flags.memory,
+        profile=flags.profile,
+    )
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("torch sees no GPU; check the driver and nvidia-smi, or measure cpu")
+    end_contestants_on_sigterm()
+    return trainers.compare(plan, say=lambda line: print(line, flush=True)), ""
 
 
 def _measure_data(flags: Data) -> tuple[dict[str, Any], str]:
@@ -158,6 +241,17 @@ def _measure_sharing(flags: Sharing) -> tuple[dict[str, Any], str]:
         dtype=flags.dtype,
     )
     return result, sharing.describe(result)
+
+
+def _measure_save(flags: Save) -> tuple[dict[str, Any], str]:
+    from gpt2lab.bench import save
+
+    if flags.rounds < 1:
+        raise ConfigError(f"--rounds {flags.rounds} must be at least 1")
+    if flags.folder is not None and not flags.folder.is_dir():
+        raise ConfigError(f"--folder {flags.folder}: no such folder")
+    result = save.compare_saves(model_name=flags.model, rounds=flags.rounds, folder=flags.folder)
+    return result, save.describe(result)
 
 
 if __name__ == "__main__":

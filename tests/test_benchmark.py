@@ -8,13 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from gpt2lab.plan import checkpoint_bytes
+from gpt2lab.presets import preset
 
 DOOR = Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
 
 
 def benchmark(*words: object, timeout: int = 250) -> tuple[int, str, str]:
     command = [sys.executable, str(DOOR), *map(str, words)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    answer = subprocess.run(
+        command, cwd=DOOR.parents[1], capture_output=True, text=True, timeout=timeout
+    )
     return answer.returncode, answer.stdout, answer.stderr
 
 
@@ -51,10 +57,25 @@ def test_parallel_modes_side_by_side(tmp_path: Path) -> None:
         assert f"| {mode} | {run['tokens_per_second']:,.0f} |" in said
 
 
+def test_saves_side_by_side(tmp_path: Path) -> None:
+    """Each way writes weights and both moments once, and nothing stays behind."""
+    words = ["--model", "gpt2-nano", "--rounds", 2, "--folder", tmp_path]
+    code, said, error = benchmark("save", *words, "--json", tmp_path / "s.json")
+    assert code == 0, error
+    numbers = json.loads((tmp_path / "s.json").read_text())
+    tensor_bytes = checkpoint_bytes(preset("gpt2-nano").model)
+    for way in ("gpt2lab", "torch.save", "torch.save, flushed"):
+        assert tensor_bytes < numbers["bytes"][way] < 1.02 * tensor_bytes
+        assert len(numbers["seconds"][way]) == 2
+        assert way in said
+    assert numbers["times_torch_save"]["torch.save"] == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["s.json"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Expected one of {data, hellaswag, parallel, sample}"),
+        ([], "Expected one of {cpu, gpu, data, hellaswag, parallel, sample, save}"),
         (["cpus"], "Expected one of"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
         (["data", "--num_workers", "0"], "num_workers must be"),
@@ -63,6 +84,22 @@ def test_parallel_modes_side_by_side(tmp_path: Path) -> None:
         (["parallel", "--processes", "9999"], "--processes 9999: this machine has"),
         (["parallel", "--steps", "0"], "steps 0 must be at least 1"),
         (["hellaswag", "--hellaswag_path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["save", "--folder", "/nowhere"], "--folder /nowhere: no such folder"),
+        (["cpu", "--steps", "0"], "--steps 0 must be at least 1"),
+        (["cpu", "--peer", "nonogpt=/tmp"], "no such peer; known: nanogpt, ancestor, litgpt, hf"),
+        (["cpu", "--peer", "nanogpt"], "give its checkout"),
+        (["cpu", "--peer", "nanogpt=/nowhere"], "no folder /nowhere"),
+        (
+            ["cpu", "--peer", "litgpt=scripts"],
+            "is not a checkout of it: no litgpt/pretrain.py in it",
+        ),
+        (["cpu", "--peer", "hf=scripts"], "without a path"),
+        pytest.param(
+            ["gpu", "--peer", "hf"],
+            "torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (["cpu", "--dtype", "fp16"], "fp16 needs loss scaling"),
     ],
 )
 def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 import launch
+from test_benchmark import benchmark
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,6 +59,15 @@ def test_one_process_over_nccl_equals_none(tiny_data: Path, tmp_path: Path) -> N
     rendezvous |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     nccl = _train(tiny_data, tmp_path / "nccl", "--dtype=fp32", "--compile=off", **rendezvous)
     _assert_close(nccl, alone, 1e-5)
+
+
+def test_benchmark_of_the_training_step(tmp_path: Path) -> None:
+    words = ["--model", "gpt2", "--steps", 2, "--warmup", 1, "--memory", "--profile"]
+    code, _, error = benchmark("gpu", *words, "--json", tmp_path / "g.json")
+    assert code == 0, error
+    found = json.loads((tmp_path / "g.json").read_text())["gpt2"]
+    assert found["trainers"][0]["tokens_per_second"] > 10_000
+    assert found["profile"]["ours"]["seconds"]["matmul"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -23,18 +23,19 @@ QUICK_ROWS = _rows("""
 bench checkpoints data evaluation gpt2lab huggingface planning reliability runs sharding
 errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
 config door hardware state  checkpoints.manifest  data.order data.pieces data.sources data.tokenizer
-  reliability.deadline  runs.tensorboard_server
+  reliability.deadline  runs.tensorboard_server  bench.operator_groups
 data.encode  evaluation.results  huggingface.config  planning.loss_prediction planning.profiles  runs.history
-  runs.progress
+  runs.progress  bench.token_stream
 data.hellaswag_items data.hellaswag_source
 plan presets schedule wandb_mirror  checkpoints.catalog  data.hellaswag_tokens data.shards
 flags  checkpoints.disk checkpoints.listing  data.shard_writer data.verifier  evaluation.target
-  planning.communication planning.memory planning.timing
-bench.sharing  data.adopt data.audit data.merge data.unfinished data.windows  huggingface.init_from
+  planning.communication planning.memory planning.timing  bench.shapes
+bench.contestants bench.sharing  data.adopt data.audit data.merge data.unfinished data.windows
+  huggingface.init_from
 start  data.prepare  evaluation.compare  huggingface.model_card  planning.calibration planning.job planning.machine
-  runs.overview runs.plots runs.summary
+  runs.overview runs.plots runs.summary  bench.running
 data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
-  runs.resume_command
+  runs.resume_command  bench.race
 planning.estimate
 planning.deadline planning.explain planning.setting
 planning.report_json planning.report_text
@@ -47,7 +48,8 @@ planning.planner
 """)  # never torch: what lists, plans, refuses and reads answers in under half a second
 TORCH_ROWS = _rows("""
 attention loss rng
-model optim runtime telemetry
+  bench.ceilings bench.hf_loop bench.instrument bench.litgpt_setup
+model optim runtime telemetry  bench.trainers
 exact_reduce histograms
 parallel  checkpoints.checkpoint  data.loader  evaluation.sample  huggingface.folder  reliability.stragglers
   runs.folder
@@ -55,7 +57,7 @@ train_step  checkpoints.saver checkpoints.weights  evaluation.hellaswag evaluati
   reliability.drift reliability.facts reliability.receipt reliability.rewind  runs.tensorboard
 measurements parts step_log  bench.data bench.hellaswag bench.live_bytes bench.sample
   bench.sharing_worker  checkpoints.foreign  evaluation.completion evaluation.evaluate  huggingface.export
-  reliability.health
+  reliability.health  bench.save
 trainer  reliability.trials
 pretrain  checkpoints.importing  reliability.preflight
 """)
