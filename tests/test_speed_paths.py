@@ -36,16 +36,21 @@ def test_attention_by_matmul_is_causal_attention(T: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_attention_by_matmul_is_for_short_bf16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All else goes through torch's own attention, bit by bit."""
+def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All else goes through torch's own attention, bit by bit where nothing is compiled."""
     taken: list[int] = []
     real = attention.causal_by_matmul
     monkeypatch.setattr(
         attention, "causal_by_matmul", lambda q, k, v: taken.append(q.size(2)) or real(q, k, v)
     )
     q, k, v = _qkv(64, torch.bfloat16)
-    found = attention.attend(q, k, v, None, 0.0)
     reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(attention.attend(q, k, v, None, 0.0), reference)
+    assert taken == []  # not compiled
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = attention.attend(q, k, v, None, 0.0)
     assert taken == [64]
     torch.testing.assert_close(found, reference, rtol=0, atol=2**-6)  # bf16 weights up to 1
     allowed = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
@@ -53,9 +58,6 @@ def test_attention_by_matmul_is_for_short_bf16_alone(monkeypatch: pytest.MonkeyP
     attention.attend(q, k, v, None, 0.1)
     attention.attend(q[:, :, -1:], k, v, allowed[:, :, -1:], 0.0)
     attention.attend(*_qkv(1024, torch.bfloat16), None, 0.0)
-    q, k, v = _qkv(64, torch.float32)
-    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.equal(attention.attend(q, k, v, None, 0.0), plain)
     assert taken == [64]
 
 
