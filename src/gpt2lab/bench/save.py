@@ -107,8 +107,7 @@ def _ours(target: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> 
     checkpoint.save(
         target,
         kind="rolling",
-        model=model,
-        optimizers=optimizers,
+        content=checkpoint.collect(model, optimizers, keep=True),
         state=TrainState(),
         rng_states=[],
         facts={},
