@@ -14,7 +14,7 @@ from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
 from gpt2lab.evaluation.sample import sample_text
-from gpt2lab.evaluation.validation import Validation
+from gpt2lab.evaluation.validation import MeasuresLoss
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
 from gpt2lab.reliability.control import Control
@@ -30,7 +30,7 @@ class Measurements:
 
     config: Config
     model: GPT
-    validation: Validation
+    validation: MeasuresLoss
     hellaswag: HellaSwag | None  # without items the evaluation is off
     strategy: Strategy
     runtime: Runtime

@@ -7,7 +7,7 @@ import functools
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -71,20 +71,26 @@ class Strategy:
         """All processes in one row."""
         return init_device_mesh(self.device.type, (self._runtime.world_size,))
 
-    def prepare(self, model: GPT) -> nn.Module:
-        """Return the module to train; `model` keeps its parameters' names, under fsdp only its rows of them."""
+    def prepare(
+        self, model: GPT, to_train: Callable[[GPT], nn.Module] = lambda model: model
+    ) -> nn.Module:
+        """Return the module to train; `model` keeps its parameters' names, under fsdp only its rows of them.
+
+        `to_train` may put the model into another module, whose forward gives the loss; fsdp needs the model itself.
+        """
         recompute_activations(model, self._recompute)
+        trained = to_train(model)
         if self._compile:
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
             # use model.logits and model.hidden, so their shapes never make the step compile again.
-            model.compile()
+            trained.compile()
         if self._parallel == "fsdp":
             fsdp.shard(model, self._mesh, offload=self._offload)
         elif self._runtime.is_distributed and self._exact is None:
             return DistributedDataParallel(
-                model, gradient_as_bucket_view=True, bucket_cap_mb=self._bucket_mb
+                trained, gradient_as_bucket_view=True, bucket_cap_mb=self._bucket_mb
             )
-        return model
+        return trained
 
     def share_state(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.validation import MeasuresLoss, Validation
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy, resolve_compile
@@ -27,6 +29,23 @@ from gpt2lab.state import TrainState
 
 
 @dataclass(frozen=True)
+class Sources:
+    """Where a run's batches come from, and what its validation loss is measured on."""
+
+    loader: Loader
+    validation: Callable[[Strategy], MeasuresLoss]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one kind of training makes itself; everything else of a run is the same for all kinds."""
+
+    build_model: Callable[[Start, Runtime], GPT]  # with its first weights
+    open_sources: Callable[[Start, Runtime], Sources]
+    to_train: Callable[[GPT], nn.Module]  # ids and targets in, summed loss out
+
+
+@dataclass(frozen=True)
 class Parts:
     """What a run is made of before anything of it is written."""
 
@@ -35,9 +54,7 @@ class Parts:
     wrapped: nn.Module  # the same weights, distributed
     strategy: Strategy
     optimizers: list[torch.optim.Optimizer]
-    loader: Loader
-    validation_order: Order
-    validation_reader: WindowReader
+    sources: Sources
     state: TrainState
     receipt: Receipt | None  # of a resume
 
@@ -84,17 +101,9 @@ def build_first(start: Start, runtime: Runtime) -> GPT:
     return model
 
 
-def build_and_load(start: Start, runtime: Runtime, model: GPT) -> Parts:
-    """Build the parts around the model, and on a resume load the checkpoint into them and prove that it is the run's.
-
-    Raises: CheckpointError, DataError; nothing was written then.
-    """
-    config, device = start.config, runtime.device
-    facts = facts_of(start, runtime)
-    rng.seed_everything(config.data.seed)
-    strategy = Strategy.of(runtime, config.system)
-    wrapped = strategy.prepare(model)
-    optimizers = strategy.share_state(model, build_optimizers(model, config.optim, device=device))
+def open_shards(start: Start, runtime: Runtime) -> Sources:
+    """Return the windows of the run's shards: those to train on, and those to validate on."""
+    config = start.config
     orders = {
         split: Order(
             [shard.tokens for shard in start.data.splits[split]],
@@ -113,22 +122,48 @@ def build_and_load(start: Start, runtime: Runtime, model: GPT) -> Parts:
         )
         for split in ("train", "val")
     }
-    loader = Loader(
-        orders["train"], readers["train"], start.plan.batch, rank=runtime.rank, device=device
+    return Sources(
+        loader=Loader(
+            orders["train"],
+            readers["train"],
+            start.plan.batch,
+            rank=runtime.rank,
+            device=runtime.device,
+        ),
+        validation=lambda strategy: Validation(
+            orders["val"],
+            readers["val"],
+            val_tokens=config.eval.val_tokens,
+            batch_size=config.batch.mini_batch_size,
+            is_gpt2=start.data.is_gpt2 and config.model.vocab_size >= NUM_TOKENS,
+            strategy=strategy,
+            runtime=runtime,
+        ),
     )
+
+
+PRETRAINING = Recipe(build_first, open_shards, to_train=lambda model: model)
+
+
+def build_and_load(
+    start: Start, runtime: Runtime, model: GPT, recipe: Recipe = PRETRAINING
+) -> Parts:
+    """Build the parts around the model, and on a resume load the checkpoint into them and prove that it is the run's.
+
+    Raises: CheckpointError, DataError; nothing was written then.
+    """
+    facts = facts_of(start, runtime)
+    rng.seed_everything(start.config.data.seed)
+    strategy = Strategy.of(runtime, start.config.system)
+    wrapped = strategy.prepare(model, recipe.to_train)
+    optimizers = strategy.share_state(
+        model, build_optimizers(model, start.config.optim, device=runtime.device)
+    )
+    sources = recipe.open_sources(start, runtime)
     state, receipt = TrainState(), None
     if start.checkpoint is not None:
         state = runtime.everywhere(lambda: load_state(start, model, optimizers, runtime))
-        receipt = runtime.decided_by_first(lambda: check_resume(start, state, loader, facts))
-    return Parts(
-        facts,
-        model,
-        wrapped,
-        strategy,
-        optimizers,
-        loader,
-        orders["val"],
-        readers["val"],
-        state,
-        receipt,
-    )
+        receipt = runtime.decided_by_first(
+            lambda: check_resume(start, state, sources.loader, facts)
+        )
+    return Parts(facts, model, wrapped, strategy, optimizers, sources, state, receipt)

@@ -19,16 +19,16 @@ from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import ConfigError, GPT2LabError, OutOfMemoryError
 from gpt2lab.evaluation.hellaswag import HellaSwag
-from gpt2lab.evaluation.validation import Validation
 from gpt2lab.flags import Command
 from gpt2lab.histograms import Histograms
 from gpt2lab.measurements import Measurements
 from gpt2lab.model import GPT
 from gpt2lab.parallel import Strategy
 from gpt2lab.parts import (
+    PRETRAINING,
     Parts,
+    Recipe,
     build_and_load,
-    build_first,
     fit_to_hardware,
     refuse_mixed_hardware,
 )
@@ -47,10 +47,11 @@ from gpt2lab.telemetry import Telemetry
 from gpt2lab.trainer import Trainer
 
 
-def pretrain(command: Command, *, began: float | None = None) -> None:
+def pretrain(command: Command, *, recipe: Recipe = PRETRAINING, began: float | None = None) -> None:
     """Run the trainer as the command line says; return when the run is complete, or has stopped and saved.
 
-    `began`: reading of the monotonic clock from which this start counts its time; default now.
+    `recipe`: what another kind of training makes in place of pretraining's parts. `began`: reading of the monotonic
+    clock from which this start counts its time; default now.
 
     Raises: GPT2LabError with the exit code of the refusal; the same on every process.
     """
@@ -74,9 +75,9 @@ def pretrain(command: Command, *, began: float | None = None) -> None:
         else:
             start = runtime.everywhere(lambda: fit_to_hardware(start, runtime))
             refuse_mixed_hardware(start, runtime)
-            model = build_first(start, runtime)
+            model = recipe.build_model(start, runtime)
             folder = _open_folder(start, runtime)
-            _run(start, runtime, signals, folder, model, began)
+            _run(start, recipe, runtime, signals, folder, model, began)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"out of memory: {str(error).splitlines()[0]} A lower --mini_batch_size needs less and changes no loss; "
@@ -111,13 +112,15 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 def _run(
     start: Start,
+    recipe: Recipe,
     runtime: Runtime,
     signals: Signals,
     folder: RunFolder | None,
     model: GPT,
     began: float,
 ) -> None:
-    parts = build_and_load(start, runtime, model)  # what is refused here has written nothing
+    # What is refused here has written nothing.
+    parts = build_and_load(start, runtime, model, recipe)
     telemetry = Telemetry(
         start.run_dir if folder else None,
         attempt=start.attempt,
@@ -197,15 +200,7 @@ def _assemble(
     measurements = Measurements(
         config=config,
         model=model,
-        validation=Validation(
-            parts.validation_order,
-            parts.validation_reader,
-            val_tokens=config.eval.val_tokens,
-            batch_size=config.batch.mini_batch_size,
-            is_gpt2=start.data.is_gpt2 and config.model.vocab_size >= NUM_TOKENS,
-            strategy=strategy,
-            runtime=runtime,
-        ),
+        validation=parts.sources.validation(strategy),
         hellaswag=_build_hellaswag(start, strategy, runtime),
         strategy=strategy,
         runtime=runtime,
@@ -219,7 +214,7 @@ def _assemble(
         model=model,
         wrapped=parts.wrapped,
         optimizers=optimizers,
-        loader=parts.loader,
+        loader=parts.sources.loader,
         measurements=measurements,
         histograms=Histograms(
             model, telemetry, config.log.histogram_freq, last_step=start.plan.max_steps

@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,15 @@ class ValidationLoss:
     val_tokens: int
     bits_per_byte: float | None  # None where the ids are not known to be GPT-2's
     results: Results  # window by window
+
+
+class MeasuresLoss(Protocol):
+    """Whatever gives the loss of a model's weights on data that they were not trained on."""
+
+    def measure(
+        self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
+    ) -> ValidationLoss | None:
+        """Return the loss, the same on every process; None if `interrupted` told all to stop."""
 
 
 class Validation:

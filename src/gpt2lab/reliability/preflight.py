@@ -180,8 +180,8 @@ def _memory(start: Start, runtime: Runtime) -> Check:
 
 def _first_batch(parts: Parts) -> GlobalBatch:
     """Read the batch that the run would begin with, and check the shards it came from."""
-    batch = parts.loader.fetch(parts.state.samples)
-    parts.loader.wait_until_verified()
+    batch = parts.sources.loader.fetch(parts.state.samples)
+    parts.sources.loader.wait_until_verified()
     return batch
 
 
