@@ -155,6 +155,9 @@ class EvalConfig:
         "HellaSwag items, one JSON object a line; without it the evaluation is off, or, where another "
         "--hellaswag flag is given, its validation set is downloaded once to data/hellaswag/",
     )
+    early_stopping_patience: int = free(
+        0, "stop and save once N validation losses in a row were no better than the best; 0 = never"
+    )
     hellaswag_limit: int = free(0, "score a fixed random subset of N HellaSwag items; 0 = all")
     hellaswag_metrics: HellaSwagMetrics = free(
         "all",
@@ -173,6 +176,9 @@ class CheckpointConfig:
     checkpoint_freq: int = free(250, "steps between rolling checkpoints; 0 = only after the last")
     checkpoint_minutes: float = free(
         30.0, "besides, save when the last save is this many minutes old; 0 = never"
+    )
+    epoch_checkpoints: Literal["on", "off"] = free(
+        "on", "on: keep a checkpoint of the end of every epoch"
     )
     keep_checkpoints: int = free(10, "rolling checkpoints kept (labelled ones are kept besides)")
     keep_emergency_checkpoints: int = free(10, "checkpoints kept of interrupted runs")
@@ -340,6 +346,7 @@ def find_problems(config: Config) -> list[str]:
         "sample_tokens": 1,
     }
     at_least |= {"hellaswag_limit": 0, "drift_check_freq": 0, "histogram_freq": 0}
+    at_least |= {"early_stopping_patience": 0}
     for name, least in at_least.items():
         check(
             flat[name] is None or flat[name] >= least,

@@ -78,7 +78,16 @@ class Measurements:
             f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error}{bits} "
             f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
         )
+        if self.is_over(state):
+            self.control.has_ended = "early stopping"
         return state
+
+    def is_over(self, state: TrainState) -> bool:
+        """Tell whether the last evaluations in a row brought nothing: a function of the state, so a resume agrees."""
+        patience, freq = self.config.eval.early_stopping_patience, self.config.eval.eval_freq
+        if not patience or not freq or state.best_step is None:
+            return False
+        return state.step - state.best_step >= patience * freq
 
     def evaluate_hellaswag(self, state: TrainState) -> None:
         """Measure HellaSwag accuracy of the weights as they are, if there are items."""

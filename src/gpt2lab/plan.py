@@ -166,6 +166,8 @@ def _count_retained(config: Config, max_steps: int, whole_epochs: int) -> int:
     every = config.checkpoint.checkpoint_freq
     rolling = math.ceil(max_steps / every) if every else 1
     ends = min(whole_epochs, max_steps)  # of tiny data a step may end several
+    if config.checkpoint.epoch_checkpoints == "off":
+        ends = 0
     return min(rolling, config.checkpoint.keep_checkpoints) + ends + 2 + 1
 
 

@@ -75,11 +75,18 @@ class StepLog:
                 self._telemetry.say(line)
 
     def announce_epoch(self, batch: GlobalBatch) -> None:
-        """Say which epoch begins, or is entered by a resume, and the order of its shards."""
+        """Say which epoch begins, or is entered by a resume, and the order of its shards.
+
+        Where steps are shown less often than epochs begin, the first is enough.
+        """
+        order = self._order
+        between = self._start.config.log.log_freq * batch.samples
+        is_first = self._announced_epoch is None
         if batch.epoch == self._announced_epoch:
             return
         self._announced_epoch = batch.epoch
-        order = self._order
+        if order.windows_per_epoch < between and not is_first:
+            return
         shards = [
             self._start.data.splits["train"][i].path.stem for i in order.shard_order(batch.epoch)
         ]

@@ -271,7 +271,9 @@ class Trainer:
         self.save(kind, labels, must_succeed=is_end)
 
     def epochs_completed(self) -> int | None:
-        """Return how many epochs are done if the step just taken ended one, else None."""
+        """Return how many epochs are done if the step just taken ended one that is to be kept, else None."""
+        if self.config.checkpoint.epoch_checkpoints == "off":
+            return None
         order = self.loader.order
         before = order.epoch_of(self.state.samples - self.start.plan.batch.samples)
         now = order.epoch_of(self.state.samples)

@@ -26,7 +26,7 @@ _LOOK_EVERY = 0.5  # seconds between looks at the folder: it may lie on a slow n
 class Request:
     """What all processes agreed on."""
 
-    stop: str | None = None  # a signal's name, "STOP file", or a deadline's reason
+    stop: str | None = None  # a signal's name, "STOP file", or a deadline's reason, or `has_ended`
     save: bool = False
     refusal: GPT2LabError | None = None
 
@@ -49,6 +49,7 @@ class Control:
         self.margin_seconds = (
             0.0  # what a step and a save may still take: a deadline is met before it
         )
+        self.has_ended: str | None = None  # a reason that every process found alike
         self._runtime, self._run_dir, self._deadlines = runtime, run_dir, deadlines
         self._save_every, self._heartbeat = save_every_seconds, heartbeat
         self._last_save = self._last_look = time.monotonic()
@@ -64,7 +65,7 @@ class Control:
         slots = [self._stop(), self._save(), self._time(), int(refusal is not None)]
         stop, save, due, failed = self._runtime.largest(slots)
         self._save_is_due |= bool(save)
-        reason = None
+        reason = self.has_ended
         if failed:
             refusals = self._runtime.gather(refusal)
             refusal = next(one for one in refusals if one is not None)
@@ -77,7 +78,7 @@ class Control:
 
     def is_interrupted(self) -> bool:
         """Tell all processes whether to leave an evaluation; they ask at equal places."""
-        return self.agree().stop is not None
+        return self.agree().stop not in (None, self.has_ended)
 
     def is_asked_to_stop(self) -> bool:
         """Tell whether this process was asked by a signal; for what one process does alone."""
