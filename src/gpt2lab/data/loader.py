@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from gpt2lab.data.order import Order
-from gpt2lab.data.windows import WindowReader, hash_windows
+from gpt2lab.data.windows import hash_windows
 from gpt2lab.plan import BatchPlan
 
 
@@ -43,13 +44,29 @@ class GlobalBatch:
     wait_seconds: float  # what the step stood still for
 
 
+class Reads(Protocol):
+    """Whatever gives windows by shard and offset; see windows.py."""
+
+    def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) uint16 array."""
+
+    def release(self) -> None:
+        """Give memory back after a batch."""
+
+    def wait_until_verified(self) -> None:
+        """Return when all that was read so far is known to be undamaged."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
 class Loader:
     """An endless stream of global batches."""
 
     def __init__(
         self,
         order: Order,
-        reader: WindowReader,
+        reader: Reads,
         plan: BatchPlan,
         *,
         rank: int,

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
+from gpt2lab import paths
 from gpt2lab.data.tokenizer import NAME as TOKENIZER
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError
@@ -50,6 +51,13 @@ class TokenData:
     def tokens(self, split: str) -> int:
         """Count the tokens of a split."""
         return sum(shard.tokens for shard in self.splits[split])
+
+    def describe(self, unused_targets: int) -> str:
+        """Write the data for people; `unused_targets` at the shards' ends belong to no window."""
+        return (
+            f"{paths.for_people(self.folder)}, {self.tokens('train'):,} training tokens "
+            f"({unused_targets:,} targets at shard ends unused), fingerprint {self.fingerprint[:12]}"
+        )
 
 
 def shard_name(dataset: str, split: str, index: int) -> str:
