@@ -6,12 +6,14 @@ VENV   ?= .venv
 GPUS   ?= $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 MODEL  ?=
 RUN    ?=
+FROM   ?=
+INSTRUCTIONS ?= demo
 SOURCE ?= fineweb-edu
 PORT   ?= 6006
 MINUTES ?= 10
 ARGS   ?=
 
-KNOWN   := PYTHON VENV GPUS MODEL RUN SOURCE PORT MINUTES ARGS
+KNOWN   := PYTHON VENV GPUS MODEL RUN FROM INSTRUCTIONS SOURCE PORT MINUTES ARGS
 UNKNOWN := $(filter-out $(KNOWN),$(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v))))
 ifneq ($(UNKNOWN),)
 $(error unknown variable $(UNKNOWN); known: $(KNOWN))
@@ -23,17 +25,19 @@ $(call number,GPUS)$(call number,PORT)$(call number,MINUTES)
 
 PY    := $(VENV)/bin/python
 MANY  := $(filter-out 0 1,$(GPUS))
-START := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY)) src/train.py
+LAUNCH := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS),$(PY))
+START := $(LAUNCH) src/train.py
 # The quickstart's 16 sequences a step are shared evenly by powers of two.
 EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0) && echo $(n))))
 NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
+BASE   = $(or $(FROM),$(error which model? FROM=run or FROM=hf:gpt2))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
 FAST  := accuracy counts flags health layers model order pieces progress receipt schedule tokenizer train_step
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
-	memory-check eval eval-quick sample export plot report tensorboard tensorboard-stop \
+	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
 	test test-fast test-slow test-faults faults soak lint clean
 
 help:  ## list the targets
@@ -99,6 +103,12 @@ eval-quick: install  ## the same on 131,072 tokens, and with ARGS=--hellaswag on
 
 sample: install  ## continue prompts with RUN=name, line by line, or ARGS='--prompt "Once"'
 	@$(PY) scripts/sample.py $(NAMED) $(or $(ARGS),--interactive)
+
+finetune: install  ## teach FROM=run or FROM=hf:gpt2 to answer: INSTRUCTIONS=pairs.jsonl | hf:NAME | demo
+	$(LAUNCH) src/finetune.py --init_from $(BASE) --instructions $(INSTRUCTIONS) $(FLAGS)
+
+chat: install  ## talk to RUN=name, which make finetune made
+	@$(PY) scripts/chat.py $(NAMED) $(ARGS)
 
 export: $(VENV)/.installed-dev  ## write RUN=name as a Hugging Face folder exports/name
 	@$(PY) scripts/export_hf.py $(NAMED) --out exports/$(notdir $(RUN)) $(ARGS)

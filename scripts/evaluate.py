@@ -44,6 +44,9 @@ class Evaluate:
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "matmul precision; auto = what the run trained in, else as in training"
     )
+    eval_generate: bool = option(
+        False, "of a fine-tuned run: also let it answer what was held out, and compare (ROUGE-L)"
+    )
     save: Path | None = option(None, "folder to write results item by item to, for compare.py")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -78,6 +81,7 @@ def main(argv: list[str]) -> int:
             device=flags.device,
             dtype=flags.dtype,
             save=typed(flags.save),
+            generate=flags.eval_generate,
         )
     )
     if report is None:  # not the first of several processes

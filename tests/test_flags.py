@@ -129,7 +129,7 @@ def test_the_defaults_of_the_contract_hold() -> None:
 def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
     fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
     shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
-    assert fixed_names == shape | {"init_from"}
+    assert fixed_names == shape | {"init_from", "lora_r", "lora_alpha", "lora_targets"}
 
 
 def test_what_only_observes_or_places_a_run_is_free() -> None:

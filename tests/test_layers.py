@@ -20,18 +20,18 @@ def _rows(table: str) -> list[list[str]]:
 # Lowest first: a module imports only from rows above its own line here, so there are no cycles. A new module goes
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
-bench checkpoints data evaluation gpt2lab huggingface planning reliability runs sharding
+bench checkpoints data evaluation finetuning gpt2lab huggingface planning reliability runs sharding
 errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
 config door hardware state  checkpoints.manifest  data.order data.pieces data.sources data.tokenizer
-  reliability.deadline  runs.tensorboard_server  bench.operator_groups
+  reliability.deadline  runs.tensorboard_server  bench.operator_groups  finetuning.conversations
 data.encode  evaluation.results  huggingface.config  planning.loss_prediction planning.profiles  runs.history
-  runs.progress  bench.token_stream
+  runs.progress  bench.token_stream  finetuning.template
 data.hellaswag_items data.hellaswag_source
 plan presets schedule wandb_mirror  checkpoints.catalog  data.hellaswag_tokens data.shards
 flags  checkpoints.disk checkpoints.listing  data.shard_writer data.verifier  evaluation.target
-  planning.communication planning.memory planning.timing  bench.shapes
+  planning.communication planning.memory planning.timing  finetuning.rows  bench.shapes
 bench.contestants bench.sharing  data.adopt data.audit data.merge data.unfinished data.windows
-  huggingface.init_from
+  huggingface.init_from  finetuning.beginning
 start  data.prepare  evaluation.compare  huggingface.model_card  planning.calibration planning.job planning.machine
   runs.overview runs.plots runs.summary  bench.running
 data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
@@ -50,15 +50,15 @@ TORCH_ROWS = _rows("""
 attention loss rng
   bench.ceilings bench.hf_loop bench.instrument bench.litgpt_setup
 model optim runtime telemetry  bench.trainers
-exact_reduce histograms
+exact_reduce histograms  finetuning.lora finetuning.packed
 parallel  checkpoints.checkpoint  data.loader  evaluation.sample  huggingface.folder  reliability.stragglers
   runs.folder
 train_step  checkpoints.saver checkpoints.weights  evaluation.hellaswag evaluation.validation  reliability.control
-  reliability.drift reliability.facts reliability.receipt reliability.rewind  runs.tensorboard
+  reliability.drift reliability.facts reliability.receipt reliability.rewind  runs.tensorboard  finetuning.loader
 measurements parts step_log  bench.data bench.hellaswag bench.live_bytes bench.sample
-  bench.sharing_worker  checkpoints.foreign  evaluation.completion evaluation.evaluate  huggingface.export
-  reliability.health  bench.save
-trainer  reliability.trials
+  bench.sharing_worker  checkpoints.foreign  evaluation.completion  huggingface.export
+  reliability.health  bench.save  finetuning.answer_loss finetuning.answers
+trainer  evaluation.evaluate finetuning.chat finetuning.recipe  reliability.trials
 pretrain  checkpoints.importing  reliability.preflight
 """)
 ROWS = QUICK_ROWS + TORCH_ROWS
@@ -94,6 +94,7 @@ MAY_BE_NEEDED_FOR_AN_INSTANT_ANSWER = {
     *("numpy", "tyro", "tiktoken", "tiktoken_ext"),
     "huggingface_hub",  # within target.py's download: for --init_from hf:NAME alone
     "threadpoolctl",  # within machine.core_flops: for a CPU that no run has measured
+    "datasets",  # within conversations.py: for --instructions hf:NAME alone
 }
 
 

@@ -27,6 +27,8 @@ LINES = {
     "status": "scripts/status.py",
     "eval": "scripts/evaluate.py x",
     "eval-quick": "scripts/evaluate.py x --val_tokens 131072 --hellaswag_limit 200",
+    "finetune": "src/finetune.py --init_from y --instructions demo --run_name x",
+    "chat": "scripts/chat.py x",
     "sample": "scripts/sample.py x --interactive",
     "export": "scripts/export_hf.py x --out exports/x",
     "plot": "scripts/plot.py x",
@@ -47,7 +49,7 @@ def make(*words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("target", LINES)
 def test_a_target_is_a_thin_line_over_a_program_that_exists(target: str) -> None:
-    shown = make(target, "VENV=/nowhere", "GPUS=1", "RUN=x")
+    shown = make(target, "VENV=/nowhere", "GPUS=1", "RUN=x", "FROM=y")
     assert shown.returncode == 0, shown.stderr
     line = shown.stdout.splitlines()[-1]
     assert line.startswith("/nowhere/bin/")
@@ -84,7 +86,11 @@ def test_variables_arrive_and_wrong_ones_are_refused() -> None:
         (("train", "GPU=4"), "unknown variable GPU"),
         (("train", "GPUS=four"), "GPUS=four is not a number"),
         (("tensorboard", "PORT=x"), "PORT=x is not a number"),
-        *(((target,), "which run? RUN=name") for target in ("eval", "export", "report", "sample")),
+        (("finetune",), "which model? FROM=run or FROM=hf:gpt2"),
+        *(
+            ((target,), "which run? RUN=name")
+            for target in ("eval", "chat", "export", "report", "sample")
+        ),
     ):
         wrong = make(*words, "VENV=/nowhere")
         assert wrong.returncode != 0

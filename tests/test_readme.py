@@ -45,6 +45,10 @@ COMMANDS: dict[str, str | None] = {
     'python scripts/sample.py gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",
     "python scripts/export_hf.py gpt2-124m --out exports/gpt2-124m": "",
     "python scripts/prepare_data.py my_texts/": "",
+    "python src/finetune.py --init_from gpt2-124m --instructions demo --run_name tuned": (
+        "--max_steps=2 --sample_tokens=4 --device=cpu"
+    ),
+    "python scripts/chat.py tuned": "--max_new_tokens=4",
     "python src/train.py --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
     "python src/train.py --help": "",
     "make help": "",

@@ -10,7 +10,9 @@ import dataclasses
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
 
 from gpt2lab.errors import ConfigError
 
@@ -24,6 +26,8 @@ Parallel = Literal["ddp", "zero1", "fsdp"]
 Recompute = Literal["none", "block", "selective"]
 
 T = TypeVar("T")
+
+Recipe = Literal["pretrain", "finetune"]
 
 LENGTHS = ("max_steps", "max_tokens", "num_epochs")  # the length of a run, in three units
 
@@ -239,6 +243,31 @@ class SystemConfig:
 
 
 @dataclass(frozen=True)
+class TuningConfig:
+    """What src/finetune.py has besides; in a pretraining run `instructions` is None."""
+
+    instructions: str | None = free(
+        None,
+        "conversations to learn: a .jsonl file, hf:NAME, or `demo` (a small set that ships with the code)",
+    )
+    val_fraction: float = guarded(
+        0.1, "part of the conversations held out for validation; which ones, their text decides"
+    )
+    packing: Literal["on", "off"] = guarded(
+        "on",
+        "several conversations in a row, none sees another; off: one in each row, then padding",
+    )
+    lora_r: int = fixed(
+        0, "rank of LoRA adapters, trained in place of the weights; 0 = train all weights"
+    )
+    lora_alpha: float = fixed(16.0, "adapters count lora_alpha / lora_r")
+    lora_targets: str = fixed(
+        "c_attn,c_fc,c_proj",
+        "linear layers that get adapters: comma-separated ends of module names",
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that makes a run what it is."""
 
@@ -252,6 +281,10 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
+    # The trainer's command line has no such flags: flags.py adds them to that of src/finetune.py.
+    tuning: Annotated[TuningConfig, tyro.conf.Suppress, tyro.conf.Fixed] = field(
+        default_factory=TuningConfig
+    )
 
 
 def _leaves() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
@@ -364,6 +397,9 @@ def find_problems(config: Config) -> list[str]:
         )
     check(0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)")
     check(0 < flat["wsd_decay"] <= 1, f"wsd_decay {flat['wsd_decay']} must be in (0, 1]")
+    check(0 < flat["val_fraction"] < 1, f"val_fraction {flat['val_fraction']} must be in (0, 1)")
+    check(flat["lora_r"] >= 0, f"lora_r {flat['lora_r']} must not be negative")
+    check(flat["lora_alpha"] > 0, f"lora_alpha {flat['lora_alpha']} must be above 0")
     if flat["n_head"] >= 1:
         check(
             flat["n_embd"] % flat["n_head"] == 0,

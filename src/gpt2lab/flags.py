@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import re
@@ -15,7 +16,16 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from gpt2lab import fmt, paths
-from gpt2lab.config import LEAVES, LENGTHS, Config, is_path, override, to_flat
+from gpt2lab.config import (
+    LEAVES,
+    LENGTHS,
+    Config,
+    Recipe,
+    TuningConfig,
+    is_path,
+    override,
+    to_flat,
+)
 from gpt2lab.errors import ConfigError
 from gpt2lab.presets import preset
 
@@ -110,7 +120,22 @@ class Verbs:
 @dataclass(frozen=True)
 class _Flags:
     verbs: Annotated[Verbs, tyro.conf.FlagCreatePairsOff] = field(default_factory=Verbs)
-    config: Config = field(default_factory=Config)
+    config: Config = field(
+        default_factory=Config
+    )  # without `tuning`, which is not on its command line
+
+
+@dataclass(frozen=True)
+class _TuningFlags(_Flags):
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+
+
+PROGRAMS = {"pretrain": "src/train.py", "finetune": "src/finetune.py"}
+_ABOUT = {
+    "pretrain": "Train GPT-2 on token shards.",
+    "finetune": "Fine-tune a model on conversations: python src/finetune.py --init_from RUN --instructions FILE.jsonl",
+}
+_TUNING = frozenset(TuningConfig.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -121,21 +146,24 @@ class Command:
     verbs: Verbs
     typed: frozenset[str]  # names of the settings that the user gave
     finds_mini_batch: bool = False  # `--mini_batch_size auto`
+    recipe: Recipe = "pretrain"
 
     def with_flags(self, *flags: str, instead_of: tuple[str, ...] = ()) -> Command:
         """Return the command with flags added, and those that set `instead_of` left out."""
-        return parse([*_without(list(self.argv), instead_of), *flags])
+        return parse([*_without(list(self.argv), instead_of), *flags], self.recipe)
 
     def over(self, base: Config) -> Config:
         """Return `base` with what the user typed on top; a typed preset counts as typing each of its settings.
 
         Typed paths are resolved against the working directory, all others against the repository.
         """
-        flags = _parse(self.argv, base)
+        flags = _parse(self.argv, base, self.recipe)
         typed = {name: value for name, value in to_flat(flags.config).items() if name in self.typed}
         for name in typed:
             if is_path(name) and typed[name] is not None:
                 typed[name] = paths.from_working_directory(Path(typed[name]))
+        if typed.get("instructions"):
+            typed["instructions"] = _resolve_source(typed["instructions"])
         if "model" in typed and typed["model"] != base.model.model:
             base = preset(typed["model"], base)
         if any(name in typed for name in LENGTHS):  # the three are one setting in three units
@@ -146,18 +174,24 @@ class Command:
 
     def fresh(self) -> Config:
         """Return the settings of a fresh start: defaults, preset, flags."""
-        return self.over(preset(_parse(self.argv, Config()).config.model.model))
+        return self.over(preset(_parse(self.argv, Config(), self.recipe).config.model.model))
 
 
-def parse(argv: list[str]) -> Command:
-    """Parse the trainer's command line.
+def _resolve_source(name: str) -> str:
+    """Return what --instructions means from any working directory."""
+    is_name = name == "demo" or name.startswith("hf:")
+    return name if is_name else str(paths.from_working_directory(Path(name)))
+
+
+def parse(argv: list[str], recipe: Recipe = "pretrain") -> Command:
+    """Parse the trainer's command line, or that of another recipe.
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
     finds_mini_batch = _asks_for_search(argv)
     if finds_mini_batch:
         argv = _without(argv, ("mini_batch_size",))
-    flags = _parse(tuple(argv), Config())
+    flags = _parse(tuple(argv), Config(), recipe)
     names = {
         token[2:].partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")
     }
@@ -169,6 +203,8 @@ def parse(argv: list[str]) -> Command:
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
     _refuse_idle_verbs(flags.verbs)
+    if recipe == "finetune":
+        _refuse_pretraining_verbs(flags.verbs, finds_mini_batch)
     if flags.verbs.preflight and (finds_mini_batch or flags.verbs.fit_schedule):
         raise ConfigError(
             "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
@@ -178,6 +214,7 @@ def parse(argv: list[str]) -> Command:
         verbs=flags.verbs,
         typed=frozenset(typed),
         finds_mini_batch=finds_mini_batch,
+        recipe=recipe,
     )
 
 
@@ -240,10 +277,28 @@ def _refuse_idle_verbs(verbs: Verbs) -> None:
         raise ConfigError(f"--allow_change {unknown[0]}: no such setting; see --help, or `data`")
 
 
-def _parse(argv: tuple[str, ...], base: Config) -> _Flags:
-    flags = run_tyro(
-        _Flags, list(argv), default=_Flags(config=base), about="Train GPT-2 on token shards."
+def _refuse_pretraining_verbs(verbs: Verbs, finds_mini_batch: bool) -> None:
+    asked = {
+        "--preflight": verbs.preflight,
+        "--import_checkpoint": verbs.import_checkpoint is not None,
+        "--fit_schedule": verbs.fit_schedule,
+        "--mini_batch_size auto": finds_mini_batch,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(f"{name} is for pretraining, src/train.py; leave it out here")
+
+
+def _parse(argv: tuple[str, ...], base: Config, recipe: Recipe) -> _Flags:
+    target = _TuningFlags if recipe == "finetune" else _Flags
+    default = (
+        _TuningFlags(config=base, tuning=base.tuning)
+        if recipe == "finetune"
+        else _Flags(config=base)
     )
+    flags = run_tyro(target, list(argv), default=default, about=_ABOUT[recipe])
+    if isinstance(flags, _TuningFlags):
+        return _Flags(flags.verbs, dataclasses.replace(flags.config, tuning=flags.tuning))
     assert isinstance(flags, _Flags)
     return flags
 
@@ -307,10 +362,12 @@ def _unknown(token: str, target: Any) -> str:
     name = token.lstrip("-").partition("=")[0].replace("-", "_")
     if not token.startswith("-"):
         return f"unexpected argument {token!r}; see --help"
-    if target is not _Flags:
+    if target not in (_Flags, _TuningFlags):
         return f"unknown flag {token.partition('=')[0]}; see --help"
     if name in RENAMED:
         return f"unknown flag --{name}: it is now {RENAMED[name]}"
+    if name in _TUNING:
+        return f"unknown flag --{name}: it belongs to {PROGRAMS['finetune']}"
     known = [*LEAVES, *(leaf for leaf in Verbs.__dataclass_fields__)]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else "see --help"

@@ -271,15 +271,15 @@ def _clock(start: Start, facts: dict[str, Any], began: float, *, is_first: bool)
 
 def _write_what_begins(start: Start, parts: Parts, folder: RunFolder, telemetry: Telemetry) -> None:
     """Record and show this start: settings, plan, and on a resume where it goes on."""
+    folder.write_config(start.config, parts.facts)
     folder.facts = {
         "attempt": start.attempt,
         "max_steps": start.plan.max_steps,
         "world_size": start.plan.batch.world_size,
         "resume": summary.command_to_resume(start.run_dir, world_size=start.plan.batch.world_size),
     }
-    folder.write_config(start.config, parts.facts)
     folder.write_status("running", step=parts.state.step)
-    _say_what_begins(start, parts.facts, telemetry)
+    _say_what_begins(start, parts, telemetry)
     scoring.foretell(start, parts.facts, telemetry.say)
     if parts.receipt is None:
         return
@@ -292,9 +292,9 @@ def _write_what_begins(start: Start, parts: Parts, folder: RunFolder, telemetry:
         catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
 
 
-def _say_what_begins(start: Start, facts: dict[str, Any], telemetry: Telemetry) -> None:
+def _say_what_begins(start: Start, parts: Parts, telemetry: Telemetry) -> None:
     step = start.checkpoint.step if start.checkpoint else 0
-    environment, plan = facts["environment"], start.plan
+    environment, plan = parts.facts["environment"], start.plan
     telemetry.event(
         "begin",
         step,
@@ -308,6 +308,9 @@ def _say_what_begins(start: Start, facts: dict[str, Any], telemetry: Telemetry) 
         source = paths.for_people(start.initial.target.folder)
         telemetry.say(f"begins with    {source}, sha256 {start.initial.sha256[:12]}")
     telemetry.say(describe(start.plan, start.config))
+    trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
+    if trained < start.plan.parameters:
+        telemetry.say(f"trains         {trained:,} parameters; the others are frozen")
     telemetry.say(
         "runs on        " + ", ".join(f"{name} {value}" for name, value in environment.items())
     )

@@ -26,6 +26,8 @@ from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
+from gpt2lab.finetuning.beginning import begin_tuning, refuse_other_recipe
+from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.flags import Command
 from gpt2lab.huggingface.init_from import InitialWeights, begin_from
 from gpt2lab.plan import Plan, make_plan
@@ -60,10 +62,7 @@ class Start:
 
     def describe_data(self) -> str:
         """Write the data for people."""
-        return (
-            f"{paths.for_people(self.data.folder)}, {self.data.tokens('train'):,} training tokens "
-            f"({self.unused_targets:,} targets at shard ends unused), fingerprint {self.data.fingerprint[:12]}"
-        )
+        return self.data.describe(self.unused_targets)
 
     @property
     def is_complete(self) -> bool:
@@ -88,8 +87,11 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     if checkpoint is None and config.init.init_from is not None:
         config, initial = begin_from(command, config)
         warnings = [*warnings, *initial.target.warnings]
+    if checkpoint is None and command.recipe == "finetune":
+        config = begin_tuning(command, config)
     if checkpoint is not None and run_dir is not None:
         saved = override(Config(), checkpoint.manifest["config"])
+        refuse_other_recipe(command, saved, run=run_dir.name)
         here = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
         config = override(_keep_resolved(command.over(saved), saved), here)
         _refuse_changes(command, config, _find_changes(saved, config), run=run_dir.name)
@@ -100,7 +102,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     config, note = _fit_parallel(command, config, world_size)
     config, second = _fit_mini_batch(command, config, world_size)
     warnings = [*warnings, *note, *second]
-    data = open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
+    data = _open_data(config)
     orders = {split: _order(config, data, split) for split in data.splits}
     plan = make_plan(
         config, world_size=world_size, windows_per_epoch=orders["train"].windows_per_epoch
@@ -138,6 +140,16 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     if not start.is_complete:
         _check_length(start)
     return start
+
+
+def _open_data(config: Config) -> TokenData:
+    if config.tuning.instructions is not None:
+        if config.system.parallel != "ddp":
+            raise ConfigError(
+                f"--parallel {config.system.parallel} is for pretraining; fine-tuning shares work by ddp, leave it out"
+            )
+        return open_instructions(config)
+    return open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
 
 
 def _choose_hellaswag(

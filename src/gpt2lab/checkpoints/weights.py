@@ -5,21 +5,27 @@ from __future__ import annotations
 import torch
 
 from gpt2lab.checkpoints.checkpoint import load_model
+from gpt2lab.config import Config, override
 from gpt2lab.evaluation.target import Target
+from gpt2lab.finetuning.lora import add_lora, merge_lora
 from gpt2lab.huggingface.folder import load_hf
 from gpt2lab.model import GPT, empty_model
 from gpt2lab.runtime import Runtime
 
 
 def load_weights(target: Target) -> GPT:
-    """Return the model of a checkpoint or of a Hugging Face folder, fp32.
+    """Return the model of a checkpoint or of a Hugging Face folder, fp32; adapters are put into the weights.
 
     Raises: CheckpointError naming the file.
     """
     if target.checkpoint is None:
         return load_hf(target.folder)
-    model = empty_model(target.model_config())
+    config = override(Config(), target.checkpoint.manifest["config"])
+    model = empty_model(config.model)
+    if config.tuning.lora_r:
+        add_lora(model, config.tuning)
     load_model(target.folder, model)
+    merge_lora(model)
     return model
 
 

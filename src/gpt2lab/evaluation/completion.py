@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import os
 import time
@@ -75,7 +76,8 @@ class Completer:
         )
         self._encoding = gpt2_encoding()
         self._model = load_weights(target).eval().to(runtime.device)
-        self.style, self.warnings = style, target.warnings
+        self.target, self.style, self.warnings = target, style, target.warnings
+        self.context_length = self._model.config.context_length
         self.tokens, self.seconds = 0, 0.0
         self.outgrew = False  # some text was longer than the context
 
@@ -101,10 +103,12 @@ class Completer:
             found.append(Completion(self._encoding.decode(text), len(text), ended))
         return found
 
-    def stream(self, ids: list[int], *, number: int, place: int) -> Iterator[str]:
-        """Yield the text that `complete` has at `place`, piece by piece as it comes."""
+    def stream(
+        self, ids: list[int], *, number: int, place: int, at_most: int | None = None
+    ) -> Iterator[str]:
+        """Yield the text that `complete` has at `place`, piece by piece as it comes; `at_most` so many tokens of it."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # ids may end within a letter
-        for (drawn,) in self._draw(ids, number, [place]):
+        for (drawn,) in itertools.islice(self._draw(ids, number, [place]), at_most):
             if drawn != END_OF_TEXT:
                 yield decoder.decode(self._encoding.decode_single_token_bytes(drawn))
         yield decoder.decode(b"", final=True)

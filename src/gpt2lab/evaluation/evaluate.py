@@ -20,7 +20,10 @@ from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError
 from gpt2lab.evaluation.hellaswag import METRICS, HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, write_results
 from gpt2lab.evaluation.target import Target, find_target
-from gpt2lab.evaluation.validation import Validation
+from gpt2lab.evaluation.validation import MeasuresLoss, Validation
+from gpt2lab.finetuning.answer_loss import AnswerLoss
+from gpt2lab.finetuning.answers import refuse_without_rouge, rouge_l
+from gpt2lab.finetuning.rows import Rows, open_instructions
 from gpt2lab.parallel import Strategy
 from gpt2lab.runtime import Runtime, native_bf16, resolve_dtype
 
@@ -41,6 +44,7 @@ class Wanted:
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "fp32", "bf16"]
     save: Path | None
+    generate: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,18 @@ def evaluate(wanted: Wanted) -> Report | None:
     target = runtime.decided_by_first(lambda: find_target(wanted.target, wanted.checkpoint_dir))
     saved = override(Config(), target.checkpoint.manifest["config"]) if target.checkpoint else None
     val = wanted.val
-    if val is None and not wanted.hellaswag:
+    conversations = None
+    is_tuned = saved is not None and saved.tuning.instructions is not None
+    if is_tuned and val is None and (wanted.generate or not wanted.hellaswag):
+        assert saved is not None
+        conversations = runtime.decided_by_first(lambda: _conversations(target, saved))
+    if wanted.generate and conversations is None:
+        raise ConfigError(
+            f"{wanted.target}: --eval_generate compares answers, and that needs a run of src/finetune.py and no --val"
+        )
+    if wanted.generate:
+        refuse_without_rouge()
+    if val is None and conversations is None and not wanted.hellaswag:
         if saved is None:
             raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag, or both")
         val = saved.data.data_dir
@@ -76,14 +91,25 @@ def evaluate(wanted: Wanted) -> Report | None:
         "val_tokens": None,
         "bits_per_byte": None,
         "hellaswag": None,
+        "generate": None,
         "dtype": system.dtype,
         "device": runtime.device.type,
     }
     found: list[Results] = []
-    if val is not None:
+    validation: MeasuresLoss | None = None
+    if conversations is not None and saved is not None:
+        validation = AnswerLoss(
+            conversations,
+            val_tokens=wanted.val_tokens or saved.eval.val_tokens,
+            batch_size=wanted.batch_size,
+            strategy=strategy,
+            runtime=runtime,
+        )
+    elif val is not None:
         validation = runtime.everywhere(
             lambda: _validation(val, wanted, target, saved, model.config, strategy, runtime)
         )
+    if validation is not None:
         loss = validation.measure(model)
         assert loss is not None  # nobody interrupts
         if not math.isfinite(loss.val_loss):
@@ -97,6 +123,8 @@ def evaluate(wanted: Wanted) -> Report | None:
             "bits_per_byte": loss.bits_per_byte,
         }
         found.append(loss.results)
+    if wanted.generate and conversations is not None:
+        numbers["generate"] = rouge_l(model, conversations, strategy=strategy, runtime=runtime)
     if wanted.hellaswag:
         scorer = _hellaswag(wanted, saved, model.config, strategy, runtime)
         results = scorer.measure(model)
@@ -107,6 +135,22 @@ def evaluate(wanted: Wanted) -> Report | None:
         _save(wanted.save, [replace(results, step=step) for results in found])
     runtime.close()
     return Report(numbers, target.warnings) if runtime.rank == 0 else None
+
+
+def _conversations(target: Target, saved: Config) -> Rows:
+    """Return the conversations that a run held out.
+
+    Raises: DataError if they are no longer what they were.
+    """
+    data = open_instructions(saved)
+    if target.checkpoint is not None:
+        trained_on = target.checkpoint.manifest["data_fingerprint"]
+        if data.fingerprint != trained_on:
+            raise DataError(
+                f"{saved.tuning.instructions}: not the conversations that the run learned (fingerprint "
+                f"{data.fingerprint[:12]}, the run's {trained_on[:12]}), so those held out are not known; restore it"
+            )
+    return data.rows["val"]
 
 
 def _system(wanted: Wanted, saved: Config | None, runtime: Runtime) -> SystemConfig:
@@ -198,6 +242,12 @@ def describe(report: Report) -> str:
         lines.append(
             f"  validation loss  {numbers['val_loss']:.4f} +- {_error(numbers['val_loss_se'])} nats/token"
             f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens"
+        )
+    if numbers["generate"] is not None:
+        answers = numbers["generate"]
+        lines.append(
+            f"  ROUGE-L          {answers['rouge_l']:.4f} +- {_error(answers['rouge_l_se'])} "
+            f"on {answers['n']:,} answers held out"
         )
     scores = numbers["hellaswag"]
     for name in (key for key in METRICS if scores and scores[key] is not None):

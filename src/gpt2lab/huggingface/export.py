@@ -21,7 +21,9 @@ from gpt2lab.checkpoints.manifest import sync_folder, write_durably
 from gpt2lab.checkpoints.weights import load_weights
 from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding, vocabulary_files
 from gpt2lab.errors import CheckError, ConfigError, SaveError
-from gpt2lab.evaluation.target import find_target
+from gpt2lab.evaluation.target import Target, find_target
+from gpt2lab.finetuning.beginning import was_tuned
+from gpt2lab.finetuning.template import JINJA
 from gpt2lab.huggingface.config import HF_WEIGHTS, real_vocabulary, write_hf_config
 from gpt2lab.huggingface.folder import hf_tensors
 from gpt2lab.huggingface.model_card import write_card
@@ -65,7 +67,7 @@ def export(
         write_durably(folder / HF_WEIGHTS, content)
         write_hf_config(model.config, folder, dtype=dtype)
         if model.config.vocab_size >= NUM_TOKENS:
-            _write_tokenizer(folder, model.config.context_length)
+            _write_tokenizer(folder, target, model.config.context_length)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(getattr(torch, dtype)))
@@ -106,8 +108,8 @@ def _staged(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_tokenizer(folder: Path, context_length: int) -> None:
-    """Write GPT-2's tokenizer as transformers reads it, and what ends a text."""
+def _write_tokenizer(folder: Path, target: Target, context_length: int) -> None:
+    """Write GPT-2's tokenizer as transformers reads it, what ends a text, and how a tuned model is talked to."""
     merges, ids = vocabulary_files()
     shutil.copyfile(merges, folder / "merges.txt")
     shutil.copyfile(ids, folder / "vocab.json")
@@ -119,6 +121,8 @@ def _write_tokenizer(folder: Path, context_length: int) -> None:
         "add_prefix_space": False,
         "model_max_length": context_length,
     }
+    if was_tuned(target):
+        settings["chat_template"] = JINJA
     generation = {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
     for name, values in (
         ("special_tokens_map.json", special),

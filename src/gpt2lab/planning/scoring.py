@@ -110,7 +110,8 @@ def keep_score(start: Start, others: float | None, say: Callable[[str], None]) -
         events = history.read_events(start.run_dir)
         if not events or events[-1]["event"] != "done":
             return
-        learn(start.run_dir, others=others, source="run")
+        if start.config.tuning.instructions is None:  # its steps and targets are not pretraining's
+            learn(start.run_dir, others=others, source="run")
         actual = complete(start.run_dir)
         if actual is not None:
             inside = "inside" if actual["inside_interval"] else "outside"

@@ -9,9 +9,11 @@ from typing import Any
 
 from gpt2lab import paths
 from gpt2lab.checkpoints import catalog
+from gpt2lab.config import Recipe
 from gpt2lab.errors import CheckpointError
 from gpt2lab.flags import parse
 from gpt2lab.runs import history
+from gpt2lab.runs.summary import program_of
 from gpt2lab.start import decide
 
 _SCRIPT = """#!/usr/bin/env bash
@@ -70,7 +72,9 @@ def plan_continuation(
     flags = ["--resume", chosen, "--run_name", run_dir.name]
     if run_dir.parent != paths.REPOSITORY / "checkpoints":
         flags += ["--checkpoint_dir", str(run_dir.parent)]
-    start = decide(parse([*flags, *argv]), world_size=world, set_aside=False)
+    program = program_of(run_dir)
+    recipe: Recipe = "finetune" if program.stem == "finetune" else "pretrain"
+    start = decide(parse([*flags, *argv], recipe), world_size=world, set_aside=False)
     assert start.checkpoint is not None
     launcher = [paths.program("python")]
     if world > 1:
@@ -80,7 +84,7 @@ def plan_continuation(
         step=start.checkpoint.step,
         last_step=start.plan.max_steps,
         world=world,
-        words=(*launcher, str(paths.REPOSITORY / "src" / "train.py"), *flags, *argv),
+        words=(*launcher, str(program), *flags, *argv),
         changes=start.changes,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import statistics
 from pathlib import Path
@@ -72,11 +73,21 @@ def command_to_resume(run_dir: Path, *, world_size: int) -> str:
         if world_size > 1
         else paths.program("python")
     )
-    script = shlex.quote(paths.for_people(paths.REPOSITORY / "src" / "train.py"))
+    script = shlex.quote(paths.for_people(program_of(run_dir)))
     command = f"{start} {script} --run_name {shlex.quote(run_dir.name)} --resume latest"
     if run_dir.parent != paths.REPOSITORY / "checkpoints":
         command += f" --checkpoint_dir {shlex.quote(paths.for_people(run_dir.parent))}"
     return command
+
+
+def program_of(run_dir: Path) -> Path:
+    """Return the program that began a run: src/train.py, or src/finetune.py if it learned conversations."""
+    try:
+        settings = json.loads((run_dir / "config.json").read_bytes())
+    except (OSError, ValueError):  # not written yet: the trainer says what it is going to do
+        settings = {}
+    name = "train.py" if settings.get("instructions") is None else "finetune.py"
+    return paths.REPOSITORY / "src" / name
 
 
 def _number(value: float | None) -> str:

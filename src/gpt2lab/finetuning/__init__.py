@@ -1,0 +1,1 @@
+"""The second recipe: conversations instead of shards, adapters instead of weights."""

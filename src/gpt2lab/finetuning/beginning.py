@@ -1,0 +1,78 @@
+"""What a fresh start of fine-tuning takes for granted, and which runs and weights are of that kind. No torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gpt2lab.config import LENGTHS, Config, Recipe, override
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.target import Target
+from gpt2lab.finetuning.template import JINJA, as_prompt
+from gpt2lab.flags import PROGRAMS, Command
+
+_ROWS, _ROWS_OF_SMALL = 16, 4  # a step; the small presets are for the CPU, and for little data
+_SMALL = 20_000  # tokens a step of pretraining
+
+
+def begin_tuning(command: Command, config: Config) -> Config:
+    """Return the settings of a fresh start: what fine-tuning sets otherwise than pretraining, where nothing was typed.
+
+    The rate is a tenth of the pretraining preset's, with adapters half of it: they begin at zero.
+
+    Raises: ConfigError if it is not said what is tuned, or on what.
+    """
+    tuning, T = config.tuning, config.model.context_length
+    if config.init.init_from is None:
+        raise ConfigError(
+            "--init_from is missing: the model to fine-tune, a run, a checkpoint, a Hugging Face folder or hf:NAME"
+        )
+    if tuning.instructions is None:
+        raise ConfigError(
+            "--instructions is missing: what to learn, a .jsonl file, hf:NAME or demo"
+        )
+    rows = _ROWS_OF_SMALL if config.batch.total_batch_size < _SMALL else _ROWS
+    values: dict[str, Any] = {
+        "shuffle": "windows",
+        "max_lr": float(f"{config.optim.max_lr * (0.5 if tuning.lora_r else 0.1):.12g}"),
+        "total_batch_size": rows * T,
+        "mini_batch_size": min(rows, config.batch.mini_batch_size),
+        "weight_decay": 0.0,
+        "eval_freq": 50,
+        "sample_freq": 50,
+        "checkpoint_freq": 50,
+        "keep_checkpoints": 3,
+        "epoch_checkpoints": "off",
+        "sample_prompt": as_prompt("Who are you?"),
+    }
+    if not command.typed & set(LENGTHS):
+        values["num_epochs"] = 3.0
+    return override(config, {name: v for name, v in values.items() if name not in command.typed})
+
+
+def recipe_of(config: Config) -> Recipe:
+    """Return what kind of training settings belong to."""
+    return "pretrain" if config.tuning.instructions is None else "finetune"
+
+
+def refuse_other_recipe(command: Command, saved: Config, *, run: str) -> None:
+    """Refuse to continue a run with another program than the one that began it.
+
+    Raises: ConfigError.
+    """
+    recipe = recipe_of(saved)
+    if recipe != command.recipe:
+        raise ConfigError(
+            f"run {run} was begun by {PROGRAMS[recipe]}; continue it with that, or name another with --run_name"
+        )
+
+
+def was_tuned(target: Target) -> bool:
+    """Tell whether weights learned conversations: by the run's settings, or by the template in an export."""
+    if target.checkpoint is not None:
+        return target.checkpoint.manifest["config"].get("instructions") is not None
+    try:
+        settings = json.loads((target.folder / "tokenizer_config.json").read_bytes())
+        return bool(settings["chat_template"] == JINJA)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,51 @@
+"""A conversation with a fine-tuned model: what was said before is its context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.completion import Completer
+from gpt2lab.finetuning import template
+from gpt2lab.finetuning.conversations import Turn
+
+
+@dataclass
+class Chat:
+    """What was said, as far as it fits into the context together with the next answer."""
+
+    completer: Completer
+    turns: list[Turn] = field(default_factory=list)
+    number: int = 0  # of the answer: each draws from a generator of its own
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Yield the answer piece by piece; question and answer are remembered.
+
+        The oldest exchanges are forgotten until `max_new_tokens`, or half the context, are free for the answer.
+
+        Raises: ConfigError if the question alone does not fit.
+        """
+        limit, wanted = self.completer.context_length, self.completer.style.max_new_tokens
+        kept = [*self.turns, Turn("user", text.strip())]
+        ids, _ = template.encode(kept)
+        while len(ids) + min(wanted, limit // 2) > limit and len(kept) > 1:
+            kept = kept[2:]
+            ids, _ = template.encode(kept)
+        if len(ids) > limit:
+            raise ConfigError(
+                f"the question has {len(ids)} tokens, the model's context holds {limit}; shorten it"
+            )
+        return self._answer(kept, ids, at_most=min(wanted, limit - len(ids) + 1))
+
+    def _answer(self, kept: list[Turn], ids: list[int], *, at_most: int) -> Iterator[str]:
+        pieces = []
+        for piece in self.completer.stream(ids, number=self.number, place=0, at_most=at_most):
+            pieces.append(piece)
+            yield piece
+        self.turns = [*kept, Turn("assistant", "".join(pieces).strip())]
+        self.number += 1
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.turns = []

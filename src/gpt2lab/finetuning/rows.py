@@ -1,0 +1,207 @@
+"""Conversations laid into rows of T + 1 ids: what a sample is in fine-tuning. No torch.
+
+A row is to fine-tuning what a window is to pretraining: row g is found by the same `Order`, so epochs, permutation,
+resume and another number of processes are the same function of the sample's number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from gpt2lab import paths
+from gpt2lab.config import Config
+from gpt2lab.data.shards import Shard, TokenData
+from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS
+from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.finetuning import template
+from gpt2lab.finetuning.conversations import Conversation, read_conversations
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`ids` (N, T + 1) uint16, padded with <|endoftext|>, and `owner` (N, T + 1) int32: whose answer an id belongs to.
+
+    The owner is the number of the conversation within the split, or -1 for what is no answer. Only ids with an owner
+    are targets.
+    """
+
+    ids: np.ndarray
+    owner: np.ndarray
+
+    def __len__(self) -> int:
+        """Count the rows."""
+        return len(self.ids)
+
+    def targets(self) -> int:
+        """Count the ids that are targets."""
+        return int((self.owner >= 0).sum())
+
+
+@dataclass(frozen=True)
+class InstructionData(TokenData):
+    """Conversations, in place of a folder of shards: each split is one shard of rows that is never on disk."""
+
+    rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
+    conversations: dict[str, int] = field(default_factory=dict)
+
+    def describe(self, unused_targets: int) -> str:
+        """Write the data for people."""
+        train, val = self.rows["train"], self.rows["val"]
+        filled = train.targets() / (len(train) * (train.ids.shape[1] - 1))
+        return (
+            f"{paths.for_people(self.folder)}, {self.conversations['train']:,} conversations in {len(train):,} rows "
+            f"({train.targets():,} answer tokens, {filled:.0%} of the positions), {self.conversations['val']:,} "
+            f"in {len(val):,} rows held out, fingerprint {self.fingerprint[:12]}"
+        )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One conversation in ids."""
+
+    ids: list[int]
+    is_answer: list[bool]
+    digest: str  # of its turns
+
+
+def open_instructions(config: Config) -> InstructionData:
+    """Read, encode, split and lay out the conversations of `--instructions`.
+
+    One with an empty answer, or longer than the context, is left out; a warning counts and names them.
+
+    Raises: DataError, ConfigError.
+    """
+    source, T = config.tuning.instructions, config.model.context_length
+    assert source is not None
+    if config.model.vocab_size < NUM_TOKENS:
+        raise ConfigError(
+            f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: the model's ids mean no text, so it "
+            f"cannot learn conversations; fine-tune another"
+        )
+    kept, warnings = _keep(read_conversations(source), T)
+    held_out = choose_held_out([one.digest for one in kept], config.tuning.val_fraction)
+    parts = {
+        "train": [one for one in kept if one.digest not in held_out],
+        "val": [one for one in kept if one.digest in held_out],
+    }
+    for split, part in parts.items():
+        if not part:
+            raise DataError(
+                f"{source}: of {len(kept)} usable conversations none is left for {split}; give more of them"
+                + "".join(f"; {warning}" for warning in warnings)
+            )
+    rows = {name: lay_out(part, T, packing=config.tuning.packing) for name, part in parts.items()}
+    return InstructionData(
+        folder=Path(source),
+        fingerprint=_hash(template.NAME, *(one.digest for one in kept)),
+        splits={
+            split: (Shard(Path(f"{Path(source).stem}_{split}"), len(part) * T + 1, 0),)
+            for split, part in rows.items()
+        },
+        warnings=warnings,
+        rows=rows,
+        conversations={split: len(part) for split, part in parts.items()},
+    )
+
+
+def _keep(conversations: list[Conversation], T: int) -> tuple[list[Encoded], tuple[str, ...]]:
+    """Encode what can be trained on, and say what cannot."""
+    kept: list[Encoded] = []
+    empty: list[str] = []
+    long: list[str] = []
+    for one in conversations:
+        if any(turn.role == "assistant" and not turn.text for turn in one.turns):
+            empty.append(one.where)
+            continue
+        ids, is_answer = template.encode(one.turns)
+        if len(ids) > T + 1:
+            long.append(f"{one.where} has {len(ids) - 1}")
+            continue
+        digest = _hash(*(part for turn in one.turns for part in (turn.role, turn.text)))
+        kept.append(Encoded(ids, is_answer, digest))
+    warnings = []
+    if empty:
+        warnings.append(
+            f"{len(empty):,} conversations with an empty answer left out, first {empty[0]}"
+        )
+    if long:
+        warnings.append(
+            f"{len(long):,} of {len(conversations):,} conversations are longer than the context of {T} tokens and "
+            f"left out, first {long[0]}"
+        )
+    return kept, tuple(warnings)
+
+
+def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:
+    """Return the digests of the conversations to validate on: `fraction` of the different ones, at least one.
+
+    Their texts alone decide, so neither order nor seed does, added records move few of the others, and of equal
+    conversations all or none are held out.
+    """
+    different = sorted(set(digests))
+    return set(different[: max(1, round(fraction * len(different)))])
+
+
+def lay_out(part: Sequence[Encoded], T: int, *, packing: Literal["on", "off"]) -> Rows:
+    """Lay conversations into rows of T + 1 ids: as many as fit, the longest first, or one in each.
+
+    Best fit decreasing: each goes to the fullest row that still has room.
+    """
+    rows: list[list[int]] = []
+    if packing == "off":
+        rows = [[number] for number in range(len(part))]
+    else:
+        by_room: list[tuple[int, int]] = []  # (room, row), sorted
+        for number in sorted(range(len(part)), key=lambda n: (-len(part[n].ids), n)):
+            length = len(part[number].ids)
+            place = bisect.bisect_left(by_room, (length, 0))
+            if place == len(by_room):
+                room, row = T + 1, len(rows)
+                rows.append([])
+            else:
+                room, row = by_room.pop(place)
+            rows[row].append(number)
+            bisect.insort(by_room, (room - length, row))
+    ids = np.full((len(rows), T + 1), END_OF_TEXT, dtype=np.uint16)
+    owner = np.full((len(rows), T + 1), NOBODY, dtype=np.int32)
+    for row, numbers in enumerate(rows):
+        begin = 0
+        for number in numbers:
+            end = begin + len(part[number].ids)
+            ids[row, begin:end] = part[number].ids
+            owner[row, begin:end] = np.where(part[number].is_answer, number, NOBODY)
+            begin = end
+    return Rows(ids, owner)
+
+
+def last_exchanges(rows: Rows) -> list[tuple[list[int], list[int]]]:
+    """Return of each conversation the ids up to its last answer, and those of that answer without its end."""
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for ids, owner in zip(rows.ids, rows.owner, strict=True):
+        for number in np.unique(owner[owner != NOBODY]).tolist():
+            places = np.flatnonzero(owner == number)
+            end = int(places[-1])
+            first = int(places[np.flatnonzero(np.diff(places, prepend=-2) > 1)[-1]])
+            is_end = ids == END_OF_TEXT
+            begin = int(places[0])
+            while not (is_end[begin] and (begin == 0 or is_end[begin - 1])):
+                begin -= 1
+            found[number] = (ids[begin:first].tolist(), ids[first:end].tolist())
+    return [found[number] for number in sorted(found)]
+
+
+def _hash(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode("utf-8", "surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()

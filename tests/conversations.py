@@ -1,0 +1,58 @@
+"""A tiny GPT-2 with the real vocabulary, a few dozen conversations, and the flags of a run over both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt2lab.finetuning.recipe import FINETUNING
+from gpt2lab.flags import parse
+from gpt2lab.pretrain import pretrain
+
+CONTEXT = 64
+
+
+def write_model(folder: Path) -> Path:
+    """Write a random Hugging Face GPT-2 of one layer, 16 wide."""
+    torch.manual_seed(0)
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": CONTEXT, "vocab_size": 50257}
+    config = GPT2Config(
+        **shape, bos_token_id=50256, eos_token_id=50256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def write_pairs(path: Path, count: int = 24) -> Path:
+    """Write pairs of different lengths, every sixth a conversation of two questions."""
+    lines = []
+    for n in range(count):
+        pair = {
+            "instruction": "Count." + " up" * (n % 4),
+            "output": f"{n} {n + 1}" + " on" * (n % 3),
+        }
+        if n % 6 == 5:
+            turns = [("user", "Hi"), ("assistant", f"{n}"), ("user", "And?"), ("assistant", "Bye")]
+            pair = {"messages": [{"role": role, "content": text} for role, text in turns]}
+        lines.append(json.dumps(pair))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def flags_of(folder: Path, runs: Path, name: str, *more: str) -> list[str]:
+    """Return the command line of a fresh run of six steps of four rows."""
+    return [
+        *(f"--init_from={folder / 'hf'}", f"--instructions={folder / 'pairs.jsonl'}"),
+        *(f"--checkpoint_dir={runs}", f"--run_name={name}", "--max_steps=6", "--max_lr=0.01"),
+        *(f"--total_batch_size={4 * CONTEXT}", "--mini_batch_size=2", "--eval_freq=3"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--sample_tokens=2"),
+        *more,
+    ]
+
+
+def finetune(flags: list[str]) -> None:
+    """Run the recipe in this process."""
+    pretrain(parse(flags, "finetune"), recipe=FINETUNING)
