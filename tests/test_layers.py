@@ -21,45 +21,42 @@ def _rows(table: str) -> list[list[str]]:
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
 bench checkpoints data evaluation finetuning gpt2lab huggingface planning reliability runs sharding
-errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes reliability.stop
-config door hardware state  checkpoints.manifest  data.order data.pieces data.sources data.tokenizer
-  reliability.deadline  runs.tensorboard_server  bench.operator_groups  finetuning.conversations
-data.encode  evaluation.results  huggingface.config  planning.loss_prediction planning.profiles  runs.history
-  runs.progress  bench.token_stream  finetuning.template
-data.hellaswag_items data.hellaswag_source
-plan presets schedule wandb_mirror  checkpoints.catalog  data.hellaswag_tokens data.shards
-flags  checkpoints.disk checkpoints.listing  data.shard_writer data.verifier  evaluation.target
-  planning.communication planning.memory planning.timing  finetuning.rows  bench.shapes
-bench.contestants bench.sharing  data.adopt data.audit data.merge data.unfinished data.windows
-  huggingface.init_from  finetuning.beginning
-start  data.prepare  evaluation.compare  huggingface.model_card  planning.calibration planning.job planning.machine
-  runs.overview runs.plots runs.summary  bench.running
-data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
-  runs.resume_command  bench.race
-planning.estimate
+errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes
+  reliability.stop
+config door hardware state  bench.operator_groups  checkpoints.manifest  data.hellaswag_source data.order
+  data.pieces data.sources data.tokenizer  finetuning.conversations  planning.loss_prediction  reliability.deadline
+  runs.tensorboard_server
+plan presets schedule  bench.token_stream  checkpoints.catalog  data.encode data.hellaswag_items data.shards
+  evaluation.results  finetuning.template  huggingface.config  planning.profiles  runs.history runs.progress
+flags wandb_mirror  bench.shapes  checkpoints.disk checkpoints.listing  data.hellaswag_tokens data.shard_writer
+  data.unfinished data.verifier  evaluation.target  finetuning.rows  planning.communication planning.memory
+  planning.timing  runs.overview runs.plots
+bench.contestants bench.sharing  data.adopt data.audit data.merge data.prepare data.windows  evaluation.compare
+  finetuning.beginning  huggingface.init_from huggingface.model_card  planning.calibration planning.job
+  planning.machine  runs.summary
+start  bench.running  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
+bench.race  planning.estimate  runs.resume_command
 planning.deadline planning.explain planning.setting
 planning.report_json planning.report_text
-planning.alternatives planning.remaining
-planning.gpu_report planning.measuring planning.remedies planning.run_clock planning.scoring
-  runs.report
+planning.alternatives planning.gpu_report planning.remaining
+planning.measuring planning.remedies planning.run_clock planning.scoring  runs.report
 planning.card_presets planning.self_test
-dry_run  planning.auto
-planning.planner
+dry_run  planning.auto planning.planner
 """)  # never torch: what lists, plans, refuses and reads answers in under half a second
 TORCH_ROWS = _rows("""
-attention loss rng
-  bench.ceilings bench.hf_loop bench.instrument bench.litgpt_setup
-model optim runtime telemetry  bench.trainers
-exact_reduce histograms  finetuning.lora finetuning.packed
-parallel  checkpoints.checkpoint  data.loader  evaluation.sample  huggingface.folder  reliability.stragglers
-  runs.folder
-train_step  checkpoints.saver checkpoints.weights  evaluation.hellaswag evaluation.validation  reliability.control
-  reliability.drift reliability.facts reliability.receipt reliability.rewind  runs.tensorboard  finetuning.loader
-measurements parts step_log  bench.data bench.hellaswag bench.live_bytes bench.sample
-  bench.sharing_worker  checkpoints.foreign  evaluation.completion  huggingface.export
-  reliability.health  bench.save  finetuning.answer_loss finetuning.answers
-trainer  evaluation.evaluate finetuning.chat finetuning.recipe  reliability.trials
-pretrain  checkpoints.importing  reliability.preflight
+attention loss optim rng runtime telemetry  bench.ceilings bench.hf_loop bench.instrument bench.litgpt_setup
+  bench.traffic  data.loader  runs.folder  sharding.pieces
+exact_reduce model  bench.data bench.trainers  checkpoints.checkpoint  finetuning.loader  reliability.control
+  reliability.drift reliability.facts reliability.stragglers  runs.tensorboard  sharding.zero1
+histograms recompute  bench.save  checkpoints.saver  evaluation.sample  finetuning.lora finetuning.packed
+  huggingface.folder  reliability.receipt reliability.rewind  sharding.fsdp
+parallel  checkpoints.foreign checkpoints.weights
+train_step  bench.sample  evaluation.completion evaluation.hellaswag evaluation.validation  finetuning.answers
+  huggingface.export
+measurements parts step_log  bench.hellaswag bench.live_bytes bench.sharing_worker  finetuning.answer_loss
+  finetuning.chat  reliability.health
+trainer  checkpoints.importing  evaluation.evaluate  finetuning.recipe  reliability.trials
+pretrain  reliability.preflight
 """)
 ROWS = QUICK_ROWS + TORCH_ROWS
 ROW_OF = {module: number for number, row in enumerate(ROWS) for module in row}
