@@ -76,10 +76,17 @@ class Strategy:
     ) -> nn.Module:
         """Return the module to train; `model` keeps its parameters' names, under fsdp only its rows of them.
 
-        `to_train` may put the model into another module, whose forward gives the loss; fsdp needs the model itself.
+        `to_train` may put the model into another module, whose forward gives the loss.
+
+        Raises: ConfigError if it does so under fsdp, whose weights are whole only within the model's own forward.
         """
-        recompute_activations(model, self._recompute)
         trained = to_train(model)
+        if self._parallel == "fsdp" and trained is not model:
+            raise ConfigError(
+                "parallel fsdp: gathers weights for a plain model alone, not to fine-tune; "
+                "use --parallel ddp or zero1"
+            )
+        recompute_activations(model, self._recompute)
         if self._compile:
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
             # use model.logits and model.hidden, so their shapes never make the step compile again.
