@@ -23,6 +23,13 @@ def random_shapes(count: int) -> list[ModelConfig]:
             n_embd=heads * draw.choice([8, 24, 32, 64]),
             context_length=draw.randint(1, 300),
             vocab_size=draw.randint(2, 60_000),
+            positions=draw.choice(["learned", "rotary"]),
+            norm=draw.choice(["layernorm", "rmsnorm"]),
+            qk_norm=draw.choice(["none", "rmsnorm"]),
+            activation=draw.choice(["gelu", "relu2"]),
+            head=draw.choice(["tied", "untied"]),
+            projections=draw.choice(["scaled", "zero"]),
+            logit_softcap=draw.choice([0.0, 15.0]),
         )
         for _ in range(count)
     ]

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from gpt2lab import paths
 from gpt2lab.config import (
+    ARCHITECTURE,
     LEAVES,
     BatchConfig,
     Config,
@@ -129,7 +130,10 @@ def test_the_defaults_of_the_contract_hold() -> None:
 def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
     fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
     shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
-    assert fixed_names == shape | {"init_from", "lora_r", "lora_alpha", "lora_targets"}
+    options = {"positions", "norm", "qk_norm", "activation", "head", "projections", "logit_softcap"}
+    lora = {"lora_r", "lora_alpha", "lora_targets"}
+    assert fixed_names == shape | options | lora | {"init_from"}
+    assert set(ARCHITECTURE) == shape | options
 
 
 def test_what_only_observes_or_places_a_run_is_free() -> None:

@@ -19,7 +19,18 @@ from gpt2lab.errors import ConfigError
 Policy = Literal["free", "guarded", "fixed"]
 HellaSwagMetrics = Literal["all", "harness", "tutorial"]
 ModelName = Literal[
-    "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt2-nano", "gpt2-micro", "gpt2-mini"
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "gpt2-nano",
+    "gpt2-micro",
+    "gpt2-mini",
+    "modern-small",
+    "modern-medium",
+    "modern-nano",
+    "modern-micro",
+    "modern-mini",
 ]
 
 Parallel = Literal["ddp", "zero1", "fsdp"]
@@ -68,6 +79,25 @@ class ModelConfig:
     )
     dropout: float = guarded(
         0.0, "dropout probability in embedding, attention and residual branches"
+    )
+    positions: Literal["learned", "rotary"] = fixed(
+        "learned", "GPT-2's position embedding, or queries and keys turned by their position"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = fixed(
+        "layernorm", "rmsnorm: no mean taken off, no bias"
+    )
+    qk_norm: Literal["none", "rmsnorm"] = fixed(
+        "none", "rmsnorm: queries and keys are normalised in each head"
+    )
+    activation: Literal["gelu", "relu2"] = fixed("gelu", "of the MLP; relu2 = ReLU squared")
+    head: Literal["tied", "untied"] = fixed(
+        "tied", "untied: the head has a matrix of its own, not the token embedding"
+    )
+    projections: Literal["scaled", "zero"] = fixed(
+        "scaled", "first weights of the projections into the residual stream and of an untied head"
+    )
+    logit_softcap: float = fixed(
+        0.0, "logits l become c * tanh(l / c), so that none exceeds c; 0 = they stay"
     )
 
 
@@ -297,6 +327,21 @@ def _leaves() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
 
 
 LEAVES = _leaves()
+# What shapes the weights: two models are of one architecture where these agree.
+ARCHITECTURE = tuple(
+    leaf.name for leaf in fields(ModelConfig) if leaf.metadata["policy"] == "fixed"
+)
+SIZES = ("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
+
+
+def options_of(model: ModelConfig) -> str:
+    """Name the options in which a model is not GPT-2, e.g. `positions rotary`; empty for GPT-2."""
+    plain = ModelConfig()
+    return ", ".join(
+        f"{name} {getattr(model, name)}"
+        for name in ARCHITECTURE
+        if name not in SIZES and getattr(model, name) != getattr(plain, name)
+    )
 
 
 def policy_of(name: str, config: Config) -> Policy:
@@ -388,7 +433,14 @@ def find_problems(config: Config) -> list[str]:
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
     for name in ("max_lr", "num_epochs", "max_hours"):
         check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
-    for name in ("min_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "hang_seconds"):
+    for name in (
+        "min_lr",
+        "weight_decay",
+        "grad_clip",
+        "checkpoint_minutes",
+        "hang_seconds",
+        "logit_softcap",
+    ):
         check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
     if flat["min_lr"] is not None:
         check(
@@ -404,6 +456,10 @@ def find_problems(config: Config) -> list[str]:
         check(
             flat["n_embd"] % flat["n_head"] == 0,
             f"n_embd {flat['n_embd']} is not a multiple of n_head {flat['n_head']}",
+        )
+        check(
+            flat["positions"] == "learned" or flat["n_embd"] // flat["n_head"] % 2 == 0,
+            f"positions rotary turns pairs of channels: n_embd {flat['n_embd']} / n_head {flat['n_head']} must be even",
         )
     check(
         flat["histogram_freq"] <= 0 or flat["use_tensorboard"],

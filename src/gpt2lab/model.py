@@ -1,7 +1,8 @@
 """GPT-2, the whole model on one scroll.
 
 Radford et al. 2019: pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, head tied to the token
-embedding. Shapes: B batch, T time, C channels (n_embd), H heads, D = C / H head width, V vocabulary rows.
+embedding. Each option of ModelConfig changes one of these alone; at its default the model is GPT-2.
+Shapes: B batch, T time, C channels (n_embd), H heads, D = C / H head width, V vocabulary rows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,34 @@ class Cache:
         return self.k[:, :, :end], self.v[:, :, :end]
 
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
+
+
+def rotation_of(positions: torch.Tensor, width: int) -> Rotation:
+    """Return how far positions (T,) or (B, T) turn the D/2 pairs of channels of a head of width D.
+
+    Source: Su et al. 2021 (RoPE, arXiv:2104.09864), equation 15.
+    """
+    pairs = torch.arange(0, width, 2, device=positions.device) / width
+    angles = positions[..., None] * 10_000.0**-pairs  # (T, D/2) or (B, T, D/2)
+    if angles.dim() == 3:
+        angles = angles[:, None]  # the same for all heads
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn queries or keys (B, H, T, D): channel i is paired with channel i + D/2."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)  # each (B, H, T, D/2)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """Return a norm of the residual stream."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.n_embd, eps=1e-5)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -43,9 +72,17 @@ class Attention(nn.Module):
         self.n_head, self.dropout = config.n_head, config.dropout
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm == "rmsnorm":
+            self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-5)
+            self.k_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-5)
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: Cache | None = None
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Map (B, T, C) to (B, T, C); position t sees positions up to t, or where `mask` (B, T, T) is true.
 
@@ -56,6 +93,10 @@ class Attention(nn.Module):
         q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         k = k.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        if self.qk_norm == "rmsnorm":
+            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
         dropout = self.dropout if self.training else 0.0
@@ -66,17 +107,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around GPT-2's tanh approximation of GELU."""
+    """Two linear layers around GPT-2's tanh approximation of GELU, or around ReLU squared."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout, self.activation = config.dropout, config.activation
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, T, C) to (B, T, C), each position alone."""
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4C)
+        x = self.c_fc(x)  # (B, T, 4C)
+        x = F.gelu(x, approximate="tanh") if self.activation == "gelu" else F.relu(x).square()
         return F.dropout(self.c_proj(x), self.dropout, self.training)  # (B, T, C)
 
 
@@ -85,16 +127,20 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_1 = build_norm(config)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_2 = build_norm(config)
         self.mlp = MLP(config)
 
     def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: Cache | None = None
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), mask, cache)
+        x = x + self.attn(self.ln_1(x), mask, cache, rotation)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -104,10 +150,13 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: tied
-        self.wpe = nn.Embedding(config.context_length, config.n_embd)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head, if tied
+        if config.positions == "learned":
+            self.wpe = nn.Embedding(config.context_length, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, eps=1e-5)
+        self.ln_f = build_norm(config)
+        if config.head == "untied":
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def hidden(
         self,
@@ -123,10 +172,14 @@ class GPT(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.size(1), device=tokens.device)  # (T,)
-        x = self.wte(tokens) + self.wpe(positions)  # (B, T, C)
+        x, rotation = self.wte(tokens), None  # (B, T, C)
+        if self.config.positions == "learned":
+            x = x + self.wpe(positions)  # (B, T, C)
+        else:
+            rotation = rotation_of(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(x, self.config.dropout, self.training)
         for index, block in enumerate(self.blocks):
-            x = block(x, mask, caches[index] if caches else None)
+            x = block(x, mask, caches[index] if caches else None, rotation)
         return self.ln_f(x)
 
     def extend(self, tokens: torch.Tensor, caches: list[Cache]) -> torch.Tensor:
@@ -152,7 +205,11 @@ class GPT(nn.Module):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states (..., C) to scores (..., V)."""
-        return F.linear(hidden, self.wte.weight)
+        matrix = self.wte if self.config.head == "tied" else self.lm_head
+        logits = F.linear(hidden, matrix.weight)
+        if cap := self.config.logit_softcap:
+            logits = cap * torch.tanh(logits.float() / cap)
+        return logits
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states (..., C) to scores (..., V) of the real ids; padding ids are out of the race at -inf."""
@@ -178,6 +235,7 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
 
     Matrices and token embedding N(0, 0.02), positions N(0, 0.01), projections into the residual stream scaled by
     1 / sqrt(2 n_layer), biases 0, norms 1. Source: Radford et al. 2019, section 2.3, and OpenAI's released code.
+    With projections `zero`, these projections and an untied head begin at 0: each block adds nothing at first.
     """
     model = empty_model(config)
     generator = torch.Generator().manual_seed(seed)
@@ -185,8 +243,12 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
-            elif parameter.dim() == 1:  # LayerNorm gain
+            elif parameter.dim() == 1:  # a norm's gain
                 parameter.fill_(1.0)
+            elif config.projections == "zero" and name.endswith(
+                ("c_proj.weight", "lm_head.weight")
+            ):
+                parameter.zero_()
             else:
                 std = 0.01 if name == "wpe.weight" else 0.02
                 if name.endswith("c_proj.weight"):

@@ -9,19 +9,24 @@ import math
 from dataclasses import dataclass
 
 from gpt2lab import fmt
-from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig
+from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig, options_of
 from gpt2lab.errors import ConfigError
 
 CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Count trainable parameters: tied head, biases, learned positions.
+    """Count trainable parameters.
 
     Equals 124,439,808 / 354,823,168 / 774,030,080 / 1,557,611,200 for the four GPT-2 sizes at V = 50257, T = 1024.
     """
     V, T, C, L = model.vocab_size, model.context_length, model.n_embd, model.n_layer
-    return V * C + T * C + L * (12 * C * C + 13 * C) + 2 * C
+    embedding = V * C * (1 if model.head == "tied" else 2)
+    positions = T * C if model.positions == "learned" else 0
+    norm = 2 * C if model.norm == "layernorm" else C  # gain and bias, or gain alone
+    heads = 0 if model.qk_norm == "none" else 2 * C // model.n_head
+    block = 12 * C * C + 9 * C + 2 * norm + heads  # matrices, their biases, norms
+    return embedding + positions + L * block + norm
 
 
 def count_matmul_parameters(model: ModelConfig) -> int:
@@ -176,8 +181,9 @@ def describe(plan: Plan, config: Config) -> str:
     model = config.model
     shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
     shape += f"T {model.context_length}, V {model.vocab_size}"
+    options = options_of(model)
     rows = [
-        ("model", f"{model.model}: {shape}"),
+        ("model", f"{model.model}: {shape}" + (f"; {options}" if options else "")),
         (
             "size",
             f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e6:,.1f} MFLOP/token",
@@ -186,7 +192,8 @@ def describe(plan: Plan, config: Config) -> str:
         ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),
         (
             "learning rate",
-            f"{config.optim.max_lr:g} -> {config.optim.min_lr:g}, {config.optim.lr_schedule}, "
+            f"{config.optim.max_lr:g} -> {config.optim.min_lr:g}, "
+            f"{config.optim.lr_schedule}, "
             f"warm-up {config.optim.warmup_steps} steps",
         ),
         (

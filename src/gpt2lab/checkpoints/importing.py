@@ -10,6 +10,7 @@ import torch
 from gpt2lab import paths, rng
 from gpt2lab.checkpoints import checkpoint
 from gpt2lab.checkpoints.foreign import Foreign, read_foreign
+from gpt2lab.config import ARCHITECTURE
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import Command
 from gpt2lab.model import GPT, build_model
@@ -22,8 +23,6 @@ from gpt2lab.runtime import Runtime
 from gpt2lab.start import Start, decide
 from gpt2lab.state import TrainState
 
-_SHAPE = ("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
-
 
 def import_checkpoint(command: Command, path: Path) -> int:
     """Convert the file, commit it, and say what it was and how to go on.
@@ -35,7 +34,7 @@ def import_checkpoint(command: Command, path: Path) -> int:
         raise ConfigError("--import_checkpoint needs one process; resume with as many as you like")
     path = paths.from_working_directory(path)
     foreign = read_foreign(path, trust=command.verbs.trust)
-    shape = {name: getattr(foreign.model, name) for name in _SHAPE}
+    shape = {name: getattr(foreign.model, name) for name in ARCHITECTURE}
     typed = command.fresh().model
     for name, value in shape.items():
         if name in command.typed and getattr(typed, name) != value:

@@ -19,6 +19,7 @@ import torch
 from gpt2lab import paths
 from gpt2lab.checkpoints.manifest import sync_folder, write_durably
 from gpt2lab.checkpoints.weights import load_weights
+from gpt2lab.config import options_of
 from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding, vocabulary_files
 from gpt2lab.errors import CheckError, ConfigError, SaveError
 from gpt2lab.evaluation.target import Target, find_target
@@ -59,6 +60,10 @@ def export(
     if push_to_hub is not None:
         _refuse_without_login()
     target = find_target(name, checkpoint_dir)
+    if options := options_of(target.model_config()):
+        raise ConfigError(
+            f"{name}: {options}; Hugging Face's GPT-2 has no such model, only the gpt2 presets are exported"
+        )
     model = load_weights(target).eval()
     tensors = hf_tensors(model, getattr(torch, dtype))
     parameters = sum(tensor.numel() for tensor in tensors.values())

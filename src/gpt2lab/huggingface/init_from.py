@@ -6,14 +6,12 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2lab.config import Config, ModelConfig, ModelName, override
+from gpt2lab.config import ARCHITECTURE, Config, ModelConfig, ModelName, override
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.evaluation.target import Target, find_target
 from gpt2lab.flags import Command
 from gpt2lab.huggingface.config import HF_WEIGHTS
 from gpt2lab.presets import PRESETS, preset
-
-_SHAPE = ("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]
         config = typed
     else:
         config = command.over(preset(_preset_of(target, source)))
-    config = override(config, {n: getattr(source, n) for n in _SHAPE if n not in given})
-    for field in _SHAPE:
+    config = override(config, {n: getattr(source, n) for n in ARCHITECTURE if n not in given})
+    for field in ARCHITECTURE:
         here, there = getattr(config.model, field), getattr(source, field)
         if here != there and not (field == "context_length" and here < there):
             limit = " at most" if field == "context_length" else ""

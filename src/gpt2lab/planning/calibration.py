@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.config import ModelConfig
+from gpt2lab.config import ARCHITECTURE, SIZES, ModelConfig
 from gpt2lab.planning import contention
 from gpt2lab.planning.timing import Measured, Rates, fit, work
 from gpt2lab.runs import history
@@ -93,8 +93,7 @@ def record_of(
         "threads": environment["threads"],
         "dtype": environment["dtype"],
         "compile": environment["compile"] == "on",
-        **{name: config[name] for name in ("n_layer", "n_head", "n_embd")},
-        **{name: config[name] for name in ("context_length", "vocab_size")},
+        **{name: config[name] for name in ARCHITECTURE if name in config},
         "micro_batch": micro,
         "accumulation": tokens // config["context_length"] // world // micro,
         "steps": len(later),
@@ -152,13 +151,9 @@ def calibrate(
 
 
 def _measured(record: Mapping[str, Any]) -> Measured:
-    model = ModelConfig(
-        n_layer=record["n_layer"],
-        n_head=record["n_head"],
-        n_embd=record["n_embd"],
-        context_length=record["context_length"],
-        vocab_size=record["vocab_size"],
-    )
+    sizes = {name: record[name] for name in SIZES}
+    options = {name: record[name] for name in ARCHITECTURE if name in record}  # older lines: none
+    model = ModelConfig(**{**options, **sizes})
     amount = work(model, micro_batch=record["micro_batch"], accumulation=record["accumulation"])
     seconds = float(record["step_seconds"])
     if not (math.isfinite(seconds) and seconds > 0):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from gpt2lab.config import ModelConfig, options_of
 from gpt2lab.hardware import Hardware
 from gpt2lab.interval import Z80
 from gpt2lab.plan import count_matmul_parameters
 from gpt2lab.planning import communication
 from gpt2lab.planning.estimate import Estimate
 from gpt2lab.planning.timing import KINDS, work
+
+
+def _count(model: ModelConfig) -> str:
+    """Write what `count_parameters` adds up."""
+    options = options_of(model)
+    return f"counted with {options}" if options else "VC + TC + L(12 CC + 13 C) + 2C"
 
 
 def lines(found: Estimate, known: Hardware) -> list[str]:
@@ -17,7 +24,7 @@ def lines(found: Estimate, known: Hardware) -> list[str]:
     matrices = count_matmul_parameters(model)
     amount = work(model, micro_batch=job.micro_batch, accumulation=job.accumulation)
     text = [
-        f"N       = VC + TC + L(12 CC + 13 C) + 2C, V {V}, C {C}, T {T}, L {L} = {job.parameters:,}",
+        f"N       = {_count(model)}, V {V}, C {C}, T {T}, L {L} = {job.parameters:,}",
         f"N_mm    = 12 L CC + VC = {matrices:,}",
         f"F/token = 6 N_mm + 12 L C T = {job.flops_per_token:,}  (PaLM, arXiv:2204.02311 B)",
         f"run     = F/token x {job.tokens:,} tokens = {job.flops_per_token * job.tokens:.3g} FLOP",
