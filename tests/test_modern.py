@@ -177,6 +177,7 @@ def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
     for size in ("n_layer", "n_head", "n_embd", "context_length", "vocab_size"):
         assert getattr(modern, size) == getattr(plain, size)
     assert options_of(plain) == ""
+    assert preset(name).optim.optimizer == "muon"
 
 
 def test_heads_that_cannot_be_turned_and_negative_caps_are_refused() -> None:
@@ -238,7 +239,8 @@ def test_settings_saved_before_there_were_options_mean_gpt2(run: Path) -> None:
     infos, _ = catalog.list_checkpoints(run)
     saved = dict(infos[-1].manifest["config"])
     assert json.loads((run / "config.json").read_text())["positions"] == "rotary"
-    for name in OPTIONS:
+    for name in [*OPTIONS, "optimizer", "muon_lr"]:
         del saved[name]
     config = override(Config(), saved)
     assert options_of(config.model) == ""
+    assert config.optim.optimizer == "adamw"

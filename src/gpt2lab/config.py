@@ -137,9 +137,15 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    optimizer: Literal["adamw", "muon"] = guarded(
+        "adamw", "muon: for the matrices of the blocks, with AdamW for all other weights"
+    )
     max_lr: float = guarded(6e-4, "peak learning rate")
+    muon_lr: float | None = guarded(
+        None, "muon only: peak rate of its matrices, in AdamW's measure; default max_lr"
+    )
     min_lr: float | None = guarded(None, "final learning rate; default max_lr / 10")
     warmup_steps: int | None = guarded(
         None, "linear warm-up steps; default the lesser of 715 and a tenth of the run"
@@ -431,7 +437,7 @@ def find_problems(config: Config) -> list[str]:
             f"{name} {flat[name]} must be at least {least}",
         )
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
-    for name in ("max_lr", "num_epochs", "max_hours"):
+    for name in ("max_lr", "muon_lr", "num_epochs", "max_hours"):
         check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
     for name in (
         "min_lr",

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gpt2lab.config import OptimConfig
+from gpt2lab.muon import Muon
 
 BETAS = (0.9, 0.95)  # Brown et al. 2020, appendix B
 EPS = 1e-8
@@ -17,22 +18,41 @@ def build_optimizers(
     """Return optimizers whose groups hold every trainable parameter exactly once.
 
     Matrices and embeddings decay, vectors (biases, norm gains) do not. Each group's rate is the schedule's times
-    its `lr_scale`.
+    its `lr_scale`. Muon takes the matrices of the blocks and leaves the rest to AdamW.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = {
+        name: p
+        for name, p in named
+        if config.optimizer == "muon" and name.startswith("blocks.") and p.dim() == 2
+    }
+    rest = [p for name, p in named if name not in hidden]
     groups = [
         {
-            "params": [p for p in trainable if p.dim() >= 2],
+            "params": [p for p in rest if p.dim() >= 2],
             "weight_decay": config.weight_decay,
             "lr_scale": 1.0,
         },
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
     fused = device.type in ("cuda", "cpu")
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=config.max_lr, betas=BETAS, eps=EPS, fused=fused)
     ]
-    assert_partition(optimizers, trainable)
+    if hidden:
+        scale = 1.0 if config.muon_lr is None else config.muon_lr / config.max_lr
+        muon_groups = [
+            {
+                "params": [p for name, p in hidden.items() if name.endswith(ending)],
+                "parts": parts,
+                "weight_decay": config.weight_decay,
+                "lr_scale": scale,
+            }
+            # queries, keys and values are three matrices that lie in one parameter
+            for ending, parts in (("c_attn.weight", 3), ("c_proj.weight", 1), ("c_fc.weight", 1))
+        ]
+        optimizers.append(Muon(muon_groups, lr=config.max_lr))
+    assert_partition(optimizers, [p for _, p in named])
     return optimizers
 
 

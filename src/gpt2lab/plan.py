@@ -44,12 +44,15 @@ def flops_per_token(model: ModelConfig) -> int:
     return 6 * count_matmul_parameters(model) + attention
 
 
-def checkpoint_bytes(model: ModelConfig) -> int:
-    """Return the tensor bytes of one checkpoint: weights and AdamW's two moments, fp32.
+def checkpoint_bytes(config: Config) -> int:
+    """Return the tensor bytes of one checkpoint: weights and the optimizer's state, fp32.
 
-    The files are larger by their headers and state, about 200 bytes a tensor and 10 kB a process.
+    AdamW keeps two moments of a weight, Muon one of each in a block's matrix. The files are larger by their headers
+    and state, about 200 bytes a tensor and 10 kB a process.
     """
-    return 12 * count_parameters(model)
+    model = config.model
+    in_blocks = 12 * model.n_layer * model.n_embd**2 if config.optim.optimizer == "muon" else 0
+    return 12 * count_parameters(model) - 4 * in_blocks
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
         epochs=epochs,
         parameters=count_parameters(config.model),
         flops_per_token=flops_per_token(config.model),
-        checkpoint_bytes=checkpoint_bytes(config.model),
+        checkpoint_bytes=checkpoint_bytes(config),
         retained_checkpoints=_count_retained(config, max_steps, math.floor(epochs)),
     )
 
@@ -192,7 +195,7 @@ def describe(plan: Plan, config: Config) -> str:
         ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),
         (
             "learning rate",
-            f"{config.optim.max_lr:g} -> {config.optim.min_lr:g}, "
+            f"{config.optim.optimizer}, {config.optim.max_lr:g} -> {config.optim.min_lr:g}, "
             f"{config.optim.lr_schedule}, "
             f"warm-up {config.optim.warmup_steps} steps",
         ),

@@ -29,6 +29,7 @@ _MODERN: dict[str, Any] = {
     "activation": "relu2",
     "head": "untied",
     "projections": "zero",
+    "optimizer": "muon",
 }
 
 _GPT2: dict[ModelName, dict[str, Any]] = {

@@ -138,17 +138,19 @@ def num_bytes(model: nn.Module, optimizers: Optimizers) -> int:
 
 
 def load(
-    folder: Path, *, model: nn.Module, optimizers: Optimizers
+    folder: Path, *, model: nn.Module, optimizers: Optimizers, other_optimizer: bool = False
 ) -> tuple[TrainState, list[dict[str, Any]]]:
     """Put a verified checkpoint into model and optimizers; return where the run stands, and each rank's generators.
 
-    Names and shapes are compared before anything is copied.
+    Names and shapes are compared before anything is copied. With `other_optimizer` the saved state belongs to another
+    kind of optimizer and is left out: this one begins with none.
 
     Raises: CheckpointError naming the file.
     """
     state, rng_states = _load_state(folder / STATE)
     load_model(folder, model)
-    _load_optimizers(folder / OPTIM, model, optimizers)
+    if not other_optimizer:
+        _load_optimizers(folder / OPTIM, model, optimizers)
     return state, rng_states
 
 
@@ -198,7 +200,10 @@ def _load_optimizers(path: Path, model: nn.Module, optimizers: Optimizers) -> No
         for name, parameter in zip(order, _parameters(optimizer), strict=True)
     }
     moments = {
-        name: values["exp_avg"].shape for name, values in by_name.items() if "exp_avg" in values
+        name: values[key].shape
+        for name, values in by_name.items()
+        for key in ("exp_avg", "momentum_buffer")  # AdamW's, Muon's
+        if key in values
     }
     _compare(path, moments, wanted)
     for order, optimizer in zip(orders, optimizers, strict=True):

@@ -36,6 +36,8 @@ def import_checkpoint(command: Command, path: Path) -> int:
     foreign = read_foreign(path, trust=command.verbs.trust)
     shape = {name: getattr(foreign.model, name) for name in ARCHITECTURE}
     typed = command.fresh().model
+    if command.fresh().optim.optimizer != "adamw":
+        raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
     for name, value in shape.items():
         if name in command.typed and getattr(typed, name) != value:
             raise ConfigError(f"--{name} {getattr(typed, name)}: {path.name} has {value}")

@@ -69,7 +69,7 @@ def event_costs(
         "eval": val_tokens * forward,
         "sample": token_by_token * known.get("sample", 1.0),
         "hellaswag": items / job.world * hellaswag_item,
-        "checkpoint": checkpoint_bytes(model)
+        "checkpoint": checkpoint_bytes(job.config)
         / known.get("checkpoint", k["checkpoint_bytes_per_second"]),
         "compile": known.get("compile", k["compile_seconds"]) if job.compiled else 0.0,
         "start": known.get("start", k["start_seconds"]),

@@ -126,7 +126,7 @@ def _time(estimate: Estimate, now: float) -> list[str]:
     parts, job = estimate.breakdown, estimate.job
     events = sum(part.value for name, part in parts.items() if name != "train")
     counts = [f"{job.count(kind):,} {kind}" for kind in EVENTS if job.count(kind)]
-    each = fmt.num_bytes(checkpoint_bytes(job.config.model))
+    each = fmt.num_bytes(checkpoint_bytes(job.config))
     span = estimate.seconds
     form = "%Y-%m-%d" if span.value > 100 * 86_400 else "%m-%d %H:%M"
     finish = [

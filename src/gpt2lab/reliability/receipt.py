@@ -85,7 +85,12 @@ def load_state(
         )
     if runtime.rank != 0 and runtime.local_rank == 0:
         verify(chosen.path)  # the first process has; another machine may read other bytes
-    state, rng_states = checkpoint.load(chosen.path, model=model, optimizers=optimizers)
+    state, rng_states = checkpoint.load(
+        chosen.path,
+        model=model,
+        optimizers=optimizers,
+        other_optimizer="optimizer" in start.changes,
+    )
     if len(rng_states) == runtime.world_size:
         rng.restore(rng_states[runtime.rank], runtime.device)
         if _as_json(rng.capture(runtime.device)) != _as_json(rng_states[runtime.rank]):
