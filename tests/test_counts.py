@@ -27,9 +27,6 @@ def random_shapes(count: int) -> list[ModelConfig]:
             norm=draw.choice(["layernorm", "rmsnorm"]),
             qk_norm=draw.choice(["none", "rmsnorm"]),
             activation=draw.choice(["gelu", "relu2"]),
-            head=draw.choice(["tied", "untied"]),
-            projections=draw.choice(["scaled", "zero"]),
-            logit_softcap=draw.choice([0.0, 15.0]),
         )
         for _ in range(count)
     ]

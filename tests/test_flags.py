@@ -130,7 +130,7 @@ def test_the_defaults_of_the_contract_hold() -> None:
 def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
     fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
     shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
-    options = {"positions", "norm", "qk_norm", "activation", "head", "projections", "logit_softcap"}
+    options = {"positions", "norm", "qk_norm", "activation"}
     lora = {"lora_r", "lora_alpha", "lora_targets"}
     assert fixed_names == shape | options | lora | {"init_from"}
     assert set(ARCHITECTURE) == shape | options

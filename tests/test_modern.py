@@ -32,9 +32,6 @@ OPTIONS: dict[str, Any] = {
     "norm": "rmsnorm",
     "qk_norm": "rmsnorm",
     "activation": "relu2",
-    "head": "untied",
-    "projections": "zero",
-    "logit_softcap": 3.0,
 }
 ALL = dataclasses.replace(PLAIN, **OPTIONS)
 EACH = [pytest.param({name: value}, id=name) for name, value in OPTIONS.items()]
@@ -101,7 +98,7 @@ def test_rotary_attention_with_normalised_heads_equals_a_naive_float64_reference
     np.testing.assert_allclose(ours, expected, atol=5e-6)
 
 
-def test_rmsnorm_relu2_untied_head_and_softcap_are_what_they_are_called() -> None:
+def test_rmsnorm_and_relu2_are_what_they_are_called() -> None:
     model = disturbed(ALL)
     x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(5))
     exact = x.double()
@@ -113,19 +110,7 @@ def test_rmsnorm_relu2_untied_head_and_softcap_are_what_they_are_called() -> Non
         inner = exact @ mlp.c_fc.weight.double().T + mlp.c_fc.bias.double()
         outer = inner.clamp(min=0) ** 2 @ mlp.c_proj.weight.double().T + mlp.c_proj.bias.double()
         torch.testing.assert_close(mlp(x).double(), outer, atol=1e-4, rtol=1e-4)
-        logits = 3.0 * torch.tanh(exact @ model.lm_head.weight.double().T / 3.0)
-        torch.testing.assert_close(model.head(x).double(), logits, atol=1e-5, rtol=1e-5)
-    assert model.lm_head.weight.data_ptr() != model.wte.weight.data_ptr()
     assert not hasattr(model, "wpe")
-
-
-def test_with_zero_projections_the_blocks_add_nothing_at_first_and_the_guess_is_uniform() -> None:
-    model, ids = build_model(ALL, seed=1, device=CPU), ids_of(ALL)
-    with torch.no_grad():
-        before = model.wte(ids)
-        assert torch.equal(model.blocks[0](before), before)
-        loss = model(ids[:, :-1], ids[:, 1:]).item() / ids[:, 1:].numel()
-    assert loss == pytest.approx(math.log(211), rel=1e-6)
 
 
 # -- the paths besides training ----------------------------------------------------------------------------------
@@ -180,12 +165,10 @@ def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
     assert preset(name).optim.optimizer == "muon"
 
 
-def test_heads_that_cannot_be_turned_and_negative_caps_are_refused() -> None:
+def test_heads_that_cannot_be_turned_are_refused() -> None:
     odd = override(Config(), {"n_embd": 9, "n_head": 3, "positions": "rotary"})
     (problem,) = find_problems(odd)
     assert "n_embd 9 / n_head 3 must be even" in problem
-    (problem,) = find_problems(override(Config(), {"logit_softcap": -1.0}))
-    assert "logit_softcap" in problem
 
 
 # -- as users run them -------------------------------------------------------------------------------------------
@@ -220,8 +203,8 @@ def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(
     fresh = [f"--init_from={run}", f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}"]
     config = decide(parse([*fresh, "--max_steps=2"]), world_size=1, set_aside=False).config
     assert options_of(config.model) == options_of(preset("modern-nano").model)
-    with pytest.raises(ConfigError, match="head tied does not fit"):
-        decide(parse([*fresh, "--head=tied"]), world_size=1, set_aside=False)
+    with pytest.raises(ConfigError, match="norm layernorm does not fit"):
+        decide(parse([*fresh, "--norm=layernorm"]), world_size=1, set_aside=False)
 
 
 def test_hugging_face_export_is_refused_before_anything_is_written(

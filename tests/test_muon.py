@@ -81,7 +81,7 @@ def test_matrices_in_one_parameter_are_each_made_orthogonal() -> None:
 
 
 def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
-    model = build_model(ModelConfig(**SHAPE, head="untied", qk_norm="rmsnorm"), seed=1, device=CPU)
+    model = build_model(ModelConfig(**SHAPE, qk_norm="rmsnorm"), seed=1, device=CPU)
     config = OptimConfig(optimizer="muon", max_lr=0.01, muon_lr=0.03)
     adamw, own = build_optimizers(model, config, device=CPU)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -89,7 +89,7 @@ def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
     ends = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1}
     assert taken == {f"blocks.{i}.{end}.weight": n for i in range(2) for end, n in ends.items()}
     assert {names[id(p)] for p in adamw.param_groups[0]["params"]} == {
-        *("wte.weight", "wpe.weight", "lm_head.weight")
+        *("wte.weight", "wpe.weight")
     }
     set_learning_rate([adamw, own], 0.005)
     assert [g["lr"] for g in own.param_groups] == pytest.approx([0.015] * 3)

@@ -27,7 +27,6 @@ ModelName = Literal[
     "gpt2-micro",
     "gpt2-mini",
     "modern-small",
-    "modern-medium",
     "modern-nano",
     "modern-micro",
     "modern-mini",
@@ -90,15 +89,6 @@ class ModelConfig:
         "none", "rmsnorm: queries and keys are normalised in each head"
     )
     activation: Literal["gelu", "relu2"] = fixed("gelu", "of the MLP; relu2 = ReLU squared")
-    head: Literal["tied", "untied"] = fixed(
-        "tied", "untied: the head has a matrix of its own, not the token embedding"
-    )
-    projections: Literal["scaled", "zero"] = fixed(
-        "scaled", "first weights of the projections into the residual stream and of an untied head"
-    )
-    logit_softcap: float = fixed(
-        0.0, "logits l become c * tanh(l / c), so that none exceeds c; 0 = they stay"
-    )
 
 
 @dataclass(frozen=True)
@@ -439,14 +429,7 @@ def find_problems(config: Config) -> list[str]:
     check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
     for name in ("max_lr", "muon_lr", "num_epochs", "max_hours"):
         check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
-    for name in (
-        "min_lr",
-        "weight_decay",
-        "grad_clip",
-        "checkpoint_minutes",
-        "hang_seconds",
-        "logit_softcap",
-    ):
+    for name in ("min_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "hang_seconds"):
         check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
     if flat["min_lr"] is not None:
         check(

@@ -150,13 +150,11 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head, if tied
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: tied
         if config.positions == "learned":
             self.wpe = nn.Embedding(config.context_length, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = build_norm(config)
-        if config.head == "untied":
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def hidden(
         self,
@@ -205,11 +203,7 @@ class GPT(nn.Module):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states (..., C) to scores (..., V)."""
-        matrix = self.wte if self.config.head == "tied" else self.lm_head
-        logits = F.linear(hidden, matrix.weight)
-        if cap := self.config.logit_softcap:
-            logits = cap * torch.tanh(logits.float() / cap)
-        return logits
+        return F.linear(hidden, self.wte.weight)
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states (..., C) to scores (..., V) of the real ids; padding ids are out of the race at -inf."""
@@ -235,7 +229,6 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
 
     Matrices and token embedding N(0, 0.02), positions N(0, 0.01), projections into the residual stream scaled by
     1 / sqrt(2 n_layer), biases 0, norms 1. Source: Radford et al. 2019, section 2.3, and OpenAI's released code.
-    With projections `zero`, these projections and an untied head begin at 0: each block adds nothing at first.
     """
     model = empty_model(config)
     generator = torch.Generator().manual_seed(seed)
@@ -245,10 +238,6 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
                 parameter.zero_()
             elif parameter.dim() == 1:  # a norm's gain
                 parameter.fill_(1.0)
-            elif config.projections == "zero" and name.endswith(
-                ("c_proj.weight", "lm_head.weight")
-            ):
-                parameter.zero_()
             else:
                 std = 0.01 if name == "wpe.weight" else 0.02
                 if name.endswith("c_proj.weight"):

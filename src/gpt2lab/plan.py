@@ -21,12 +21,11 @@ def count_parameters(model: ModelConfig) -> int:
     Equals 124,439,808 / 354,823,168 / 774,030,080 / 1,557,611,200 for the four GPT-2 sizes at V = 50257, T = 1024.
     """
     V, T, C, L = model.vocab_size, model.context_length, model.n_embd, model.n_layer
-    embedding = V * C * (1 if model.head == "tied" else 2)
     positions = T * C if model.positions == "learned" else 0
     norm = 2 * C if model.norm == "layernorm" else C  # gain and bias, or gain alone
     heads = 0 if model.qk_norm == "none" else 2 * C // model.n_head
     block = 12 * C * C + 9 * C + 2 * norm + heads  # matrices, their biases, norms
-    return embedding + positions + L * block + norm
+    return V * C + positions + L * block + norm
 
 
 def count_matmul_parameters(model: ModelConfig) -> int:

@@ -27,8 +27,6 @@ _MODERN: dict[str, Any] = {
     "norm": "rmsnorm",
     "qk_norm": "rmsnorm",
     "activation": "relu2",
-    "head": "untied",
-    "projections": "zero",
     "optimizer": "muon",
 }
 
@@ -57,9 +55,8 @@ _GPT2: dict[ModelName, dict[str, Any]] = {
 PRESETS: dict[ModelName, dict[str, Any]] = {
     **_GPT2,
     "modern-small": _GPT2["gpt2"] | _MODERN,
-    "modern-medium": _GPT2["gpt2-medium"] | _MODERN,
     "modern-nano": _GPT2["gpt2-nano"] | _MODERN,
-    "modern-micro": _GPT2["gpt2-micro"] | _MODERN,
+    "modern-micro": _GPT2["gpt2-micro"] | _MODERN | {"max_lr": 4e-3, "muon_lr": 1e-2},
     "modern-mini": _GPT2["gpt2-mini"] | _MODERN,
 }
 
