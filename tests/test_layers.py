@@ -35,8 +35,8 @@ bench.contestants bench.sharing  data.adopt data.audit data.merge data.prepare d
   finetuning.beginning  huggingface.init_from huggingface.model_card  planning.calibration planning.job
   planning.machine  runs.summary
 start  bench.running  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
-bench.race  planning.estimate  runs.resume_command
-planning.deadline planning.explain planning.setting
+ablation  bench.race  planning.estimate  runs.resume_command
+ablation_table  planning.deadline planning.explain planning.setting
 planning.report_json planning.report_text
 planning.alternatives planning.gpu_report planning.remaining
 planning.measuring planning.remedies planning.run_clock planning.scoring  runs.report

@@ -94,7 +94,7 @@ class Attention(nn.Module):
         k = k.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
         if self.qk_norm == "rmsnorm":
-            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
+            q, k = (norm(x.float()).type_as(v) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         if cache is not None:

@@ -10,6 +10,8 @@ from gpt2lab.muon import Muon
 
 BETAS = (0.9, 0.95)  # Brown et al. 2020, appendix B
 EPS = 1e-8
+# The matrices of a block: queries, keys and values are three that lie in one parameter.
+_PARTS = {"c_attn.weight": 3, "c_proj.weight": 1, "c_fc.weight": 1}
 
 
 def build_optimizers(
@@ -24,7 +26,9 @@ def build_optimizers(
     hidden = {
         name: p
         for name, p in named
-        if config.optimizer == "muon" and name.startswith("blocks.") and p.dim() == 2
+        if config.optimizer == "muon"
+        and name.startswith("blocks.")
+        and name.endswith(tuple(_PARTS))
     }
     rest = [p for name, p in named if name not in hidden]
     groups = [
@@ -48,8 +52,7 @@ def build_optimizers(
                 "weight_decay": config.weight_decay,
                 "lr_scale": scale,
             }
-            # queries, keys and values are three matrices that lie in one parameter
-            for ending, parts in (("c_attn.weight", 3), ("c_proj.weight", 1), ("c_fc.weight", 1))
+            for ending, parts in _PARTS.items()
         ]
         optimizers.append(Muon(muon_groups, lr=config.max_lr))
     assert_partition(optimizers, [p for _, p in named])

@@ -34,8 +34,7 @@ def compare_saves(*, model_name: ModelName, rounds: int, folder: Path | None) ->
 
     Raises: ConfigError if the folder has no room for one save.
     """
-    config = preset(model_name).model
-    needed = 2 * checkpoint_bytes(config)
+    needed = 2 * checkpoint_bytes(preset(model_name))
     with tempfile.TemporaryDirectory(prefix="gpt2lab-save-", dir=folder) as name:
         scratch = Path(name)
         if shutil.disk_usage(scratch).free < needed:
