@@ -177,6 +177,9 @@ CASES = {
     "exact sums under fsdp": Case(
         ["--parallel=fsdp", "--reduce=exact"], ("reduce exact", "use --parallel ddp or zero1")
     ),
+    "matrices split for Muon": Case(
+        ["--parallel=zero1", "--optimizer=muon"], ("optimizer muon", "--parallel zero1 splits")
+    ),
     "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
     "bucket of nothing": Case(["--ddp_bucket_mb=0"], ("ddp_bucket_mb 0.0 must be above 0",)),
     "timeout of nothing": Case(

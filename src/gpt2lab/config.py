@@ -468,6 +468,10 @@ def find_problems(config: Config) -> list[str]:
         (flat["parallel"], flat["reduce"]) != ("fsdp", "exact"),
         "reduce exact adds up whole gradients, which no process has under fsdp; use --parallel ddp or zero1",
     )
+    check(
+        flat["optimizer"] == "adamw" or flat["parallel"] == "ddp",
+        f"optimizer {flat['optimizer']} updates whole matrices, which --parallel {flat['parallel']} splits; use ddp",
+    )
     name = flat["run_name"]
     check(
         name is None
