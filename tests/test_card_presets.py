@@ -48,7 +48,9 @@ def test_only_the_cut_changes_and_it_fits_the_card(
     )
     _, start = settled(data, f"--model={model}", "--run_name=r", f"--preset={name}", world=world)
     before, after = to_flat(plain.config), to_flat(start.config)
-    assert {key for key in after if after[key] != before[key]} <= {"mini_batch_size"}
+    cut = {"mini_batch_size", "activation_checkpointing"}
+    assert {key for key in after if after[key] != before[key]} <= cut
+    assert after["activation_checkpointing"] == "none", "these leave room on every card"
     assert start.plan.batch.tokens == plain.plan.batch.tokens == 524_288
     said = capsys.readouterr().err
     assert f"--preset {name}: mini_batch_size {start.plan.batch.mini_batch_size}," in said
@@ -60,6 +62,19 @@ def test_only_the_cut_changes_and_it_fits_the_card(
     largest = need.largest_micro_batch
     assert largest is not None
     assert start.plan.batch.mini_batch_size == min(largest, card_presets.MAX_BATCH)
+
+
+def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data: Path) -> None:
+    large = ("--model=gpt2-large", "--preset=1x4090")
+    _, start = settled(data, *large, world=1)
+    job = card_presets.job_of_start(start, dtype="bf16", compiled=True)
+    assert job.recompute != "none"
+    card, known = hardware.load().gpu("4090"), hardware.load()
+    assert card_presets._estimate(job, card, known).memory.fits
+    plain = card_presets._estimate(card_presets._recomputing(job, "none"), card, known)
+    assert (plain.memory.largest_micro_batch or 0) < job.micro_batch
+    _, typed = settled(data, *large, "--activation_checkpointing=none", world=1)
+    assert typed.config.system.activation_checkpointing == "none"
 
 
 def test_a_typed_mini_batch_wins_and_is_judged(

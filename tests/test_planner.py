@@ -232,6 +232,20 @@ def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(
     assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
 
 
+def test_recomputing_costs_time_and_is_learned_as_what_it_was() -> None:
+    model = preset("gpt2").model
+    plain, selective, block = (
+        on("H100").rates.seconds(work(model, micro_batch=8, accumulation=2, recompute=mode))
+        for mode in ("none", "selective", "block")
+    )
+    assert plain < selective < block < 4 / 3 * plain, "the head and the update are done once"
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    kind = Kind("x", 1, 2, "fp32", False)
+    learned, _ = calibration.calibrate(prior, [record(recompute="block")], kind, spread=1.0)
+    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4, recompute="block")
+    assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
+
+
 def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
     """An item in one text that costs as much as training on 100 tokens, foretold for two texts and for one."""
     config = preset("gpt2-nano")

@@ -95,6 +95,7 @@ def record_of(
         "compile": environment["compile"] == "on",
         **{name: config[name] for name in ARCHITECTURE if name in config},
         "micro_batch": micro,
+        "recompute": config.get("activation_checkpointing", "none"),
         "accumulation": tokens // config["context_length"] // world // micro,
         "steps": len(later),
         "step_seconds": step,
@@ -154,7 +155,12 @@ def _measured(record: Mapping[str, Any]) -> Measured:
     sizes = {name: record[name] for name in SIZES}
     options = {name: record[name] for name in ARCHITECTURE if name in record}  # older lines: none
     model = ModelConfig(**{**options, **sizes})
-    amount = work(model, micro_batch=record["micro_batch"], accumulation=record["accumulation"])
+    amount = work(
+        model,
+        micro_batch=record["micro_batch"],
+        accumulation=record["accumulation"],
+        recompute=record.get("recompute", "none"),  # absent: written before there was any
+    )
     seconds = float(record["step_seconds"])
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError("step_seconds")

@@ -1,13 +1,15 @@
-"""`--preset 8xh100`: the mini batch for a number of cards of one kind, and the speed to expect of them. No torch.
+"""`--preset 8xh100`: how a number of cards of one kind cut a step, and the speed to expect of them. No torch.
 
 Tokens per step, and with them the curve, stay as they are: only how a step is cut follows from the card.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from gpt2lab import hardware
+from gpt2lab.config import Recompute
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import Command
 from gpt2lab.hardware import Gpu, Hardware
@@ -22,10 +24,16 @@ from gpt2lab.planning.scoring import job_of_start
 from gpt2lab.start import Start
 
 MAX_BATCH = 64  # sequences; more only takes memory, once every matmul fills the card
+_ENOUGH = (
+    4  # sequences from which computing activations twice costs more than a larger mini batch saves
+)
+_MODES: tuple[Recompute, ...] = ("none", "selective", "block")  # the cheapest in time first
 
 
 def fitted(command: Command, start: Start) -> Command | None:
-    """Return the command with the preset's mini batch, None if there is no preset or the mini batch was typed.
+    """Return the command with the preset's mini batch and activation checkpointing, None if it settles nothing.
+
+    What was typed stays: then the preset only says what to expect.
 
     What the preset means, and where this machine is another, is said on stderr.
 
@@ -48,11 +56,15 @@ def fitted(command: Command, start: Start) -> Command | None:
         start, dtype="fp32" if system.dtype == "fp32" else "bf16", compiled=system.compile != "off"
     )
     found = _estimate(job, gpu, known)
+    typed = "activation_checkpointing" in command.typed
     if is_open:
-        found = _estimate(_cut(found, name), gpu, known)
+        modes = (job.recompute,) if typed else _MODES
+        ways = [_estimate(_recomputing(job, mode), gpu, known) for mode in modes]
+        found = _estimate(_cut(ways, name), gpu, known)
     need = found.memory
     _say(
-        f"--preset {name}: mini_batch_size {found.job.micro_batch}, {need.needed / GIB:.1f} of "
+        f"--preset {name}: mini_batch_size {found.job.micro_batch}, activation_checkpointing "
+        f"{found.job.recompute}, {need.needed / GIB:.1f} of "
         f"{(need.available or 0) / GIB:.1f} GiB, expect {found.throughput.value:,.0f} tokens/s "
         f"({found.throughput.low:,.0f} ... {found.throughput.high:,.0f}, 80 %)"
     )
@@ -62,7 +74,14 @@ def fitted(command: Command, start: Start) -> Command | None:
             f"the largest that does is {need.largest_micro_batch or 0}"
         )
     _compare_with_this_machine(name, gpu, known)
-    return command.with_flags(f"--mini_batch_size={found.job.micro_batch}") if is_open else None
+    if not is_open:
+        return None
+    command = command.with_flags(f"--mini_batch_size={found.job.micro_batch}")
+    return (
+        command
+        if typed
+        else command.with_flags(f"--activation_checkpointing={found.job.recompute}")
+    )
 
 
 def _estimate(job: Job, gpu: Gpu, known: Hardware) -> Estimate:
@@ -71,19 +90,28 @@ def _estimate(job: Job, gpu: Gpu, known: Hardware) -> Estimate:
     return estimate(job, machine, known)
 
 
-def _cut(found: Estimate, name: str) -> Job:
-    """Return the job with the largest micro-batch that fits the card.
+def _recomputing(job: Job, mode: Recompute) -> Job:
+    system = dataclasses.replace(job.config.system, activation_checkpointing=mode)
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, system=system))
 
-    Raises: ConfigError if not even one sequence does.
+
+def _cut(ways: list[Estimate], name: str) -> Job:
+    """Return the job with the largest micro-batch that fits the card, recomputing no more than that is worth.
+
+    Raises: ConfigError if not even one sequence fits.
     """
-    largest, sequences = found.memory.largest_micro_batch, found.job.sequences
-    if largest is None:
+    largest = [way.memory.largest_micro_batch or 0 for way in ways]
+    sequences = ways[0].job.sequences
+    enough = min(_ENOUGH, sequences, max(largest))
+    if not enough:
+        found = ways[0]
         raise ConfigError(
             f"--preset {name}: {found.job.config.model.model} does not fit, not even one sequence at a time; "
             f"python scripts/memory_check.py shows what it needs; a larger card, or a smaller --context_length"
         )
-    sizes = [n for n in range(1, min(largest, MAX_BATCH) + 1) if sequences % n == 0]
-    return with_micro_batch(found.job, max(sizes))
+    fitting, way = next((n, way) for n, way in zip(largest, ways, strict=True) if n >= enough)
+    sizes = [n for n in range(1, min(fitting, MAX_BATCH) + 1) if sequences % n == 0]
+    return with_micro_batch(way.job, max(sizes))
 
 
 def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:

@@ -102,8 +102,15 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
 
 def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
     """Return seconds of a step, its sigma, and the all-reduce within it."""
-    amount = work(job.config.model, micro_batch=job.micro_batch, accumulation=job.accumulation)
-    one = work(job.config.model, micro_batch=job.micro_batch, accumulation=1)
+    amount = work(
+        job.config.model,
+        micro_batch=job.micro_batch,
+        accumulation=job.accumulation,
+        recompute=job.recompute,
+    )
+    one = work(
+        job.config.model, micro_batch=job.micro_batch, accumulation=1, recompute=job.recompute
+    )
     micro = machine.rates.seconds((*one[:4], 0.0, one[5]))
     visible = communication.exposed(
         job.config.model, world=job.world, link=machine.link, micro_batch_seconds=micro

@@ -22,7 +22,9 @@ def lines(found: Estimate, known: Hardware) -> list[str]:
     job, model, on = found.job, found.job.config.model, found.machine
     L, C, T, V = model.n_layer, model.n_embd, model.context_length, model.vocab_size
     matrices = count_matmul_parameters(model)
-    amount = work(model, micro_batch=job.micro_batch, accumulation=job.accumulation)
+    amount = work(
+        model, micro_batch=job.micro_batch, accumulation=job.accumulation, recompute=job.recompute
+    )
     text = [
         f"N       = {_count(model)}, V {V}, C {C}, T {T}, L {L} = {job.parameters:,}",
         f"N_mm    = 12 L CC + VC = {matrices:,}",

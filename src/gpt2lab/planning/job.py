@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from gpt2lab.config import Config
+from gpt2lab.config import Config, Recompute
 from gpt2lab.errors import ConfigError
 from gpt2lab.plan import count_parameters, flops_per_token
 from gpt2lab.planning.memory import Dtype, Sharing
@@ -43,7 +43,12 @@ class Job:
     def sharing(self) -> Sharing:
         """How processes share the run, and what is computed again."""
         system = self.config.system
-        return Sharing(self.world, system.parallel, system.activation_checkpointing)
+        return Sharing(self.world, system.parallel, self.recompute)
+
+    @property
+    def recompute(self) -> Recompute:
+        """What blocks compute twice."""
+        return self.config.system.activation_checkpointing
 
     @property
     def tokens(self) -> int:

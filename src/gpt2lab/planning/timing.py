@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpt2lab.config import ModelConfig
+from gpt2lab.config import ModelConfig, Recompute
 from gpt2lab.errors import ConfigError
 from gpt2lab.hardware import Gpu, Hardware
 from gpt2lab.interval import Interval
@@ -24,17 +24,26 @@ from gpt2lab.plan import count_matmul_parameters, count_parameters
 KINDS = ("matmul", "attention", "stream", "logits", "update", "calls")
 
 
-def work(model: ModelConfig, *, micro_batch: int, accumulation: int) -> tuple[float, ...]:
-    """Return one process's share of a step in each of KINDS; FLOPs forward and backward, dense attention."""
+def work(
+    model: ModelConfig, *, micro_batch: int, accumulation: int, recompute: Recompute = "none"
+) -> tuple[float, ...]:
+    """Return one process's share of a step in each of KINDS; FLOPs forward and backward, dense attention.
+
+    A forward pass is a third of a step's work. `block` does that of the blocks twice, `selective` the part of it that
+    only streams.
+    """
     T, C, L = model.context_length, model.n_embd, model.n_layer
     tokens = micro_batch * accumulation * T
+    head = model.vocab_size * C
+    twice = 4 / 3 if recompute == "block" else 1.0
+    streamed = 4 / 3 if recompute != "none" else 1.0
     return (
-        6.0 * count_matmul_parameters(model) * tokens,
-        12.0 * L * C * T * tokens,
-        1.0 * tokens * C * L,
+        6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens,
+        12.0 * twice * L * C * T * tokens,
+        streamed * tokens * C * L,
         1.0 * tokens * model.vocab_size,
         1.0 * count_parameters(model),
-        1.0 * accumulation * L,
+        twice * accumulation * L,
     )
 
 
