@@ -20,12 +20,13 @@ from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab import door, runtime
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.manifest import staged
-from gpt2lab.config import Config, override, to_flat
+from gpt2lab.config import Config
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError, GPT2LabError
 from gpt2lab.flags import parse
 from gpt2lab.pretrain import pretrain
 from gpt2lab.runs.history import read_events
+from gpt2lab.settings import override, to_flat
 from gpt2lab.start import decide
 from tiny import CONTEXT, VOCAB, write_shards
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from gpt2lab import hardware
-from gpt2lab.config import to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import Command, parse
 from gpt2lab.planning import card_presets
 from gpt2lab.planning.here import Seen
 from gpt2lab.planning.machine import GpuState
 from gpt2lab.pretrain import pretrain
+from gpt2lab.settings import to_flat
 from gpt2lab.start import Start, decide
 from launch import steps
 from tiny import write_shards

@@ -15,9 +15,10 @@ import pytest
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.listing import print_checkpoints
 from gpt2lab.checkpoints.manifest import staged
-from gpt2lab.config import LEAVES, Config, to_flat
+from gpt2lab.config import Config
 from gpt2lab.data.shards import open_data
 from gpt2lab.flags import Verbs
+from gpt2lab.settings import LEAVES, to_flat
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ import torch
 import launch
 from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
 from gpt2lab.checkpoints.weights import load_weights
-from gpt2lab.config import Config, override
+from gpt2lab.config import Config
 from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.target import find_target
@@ -30,6 +30,7 @@ from gpt2lab.model import GPT
 from gpt2lab.plan import BatchPlan
 from gpt2lab.pretrain import pretrain
 from gpt2lab.runs.resume_command import plan_continuation, write
+from gpt2lab.settings import override
 from gpt2lab.start import decide
 
 FINETUNE = launch.REPOSITORY / "src" / "finetune.py"

@@ -23,24 +23,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2lab import paths
-from gpt2lab.config import (
+from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig, fixed
+from gpt2lab.errors import ConfigError
+from gpt2lab.flags import RENAMED, Command, Verbs, parse
+from gpt2lab.plan import BatchPlan, count_parameters, count_steps, make_plan, plan_batches
+from gpt2lab.presets import PRESETS, preset
+from gpt2lab.settings import (
     ARCHITECTURE,
     LEAVES,
-    BatchConfig,
-    Config,
-    LengthConfig,
-    ModelConfig,
     find_problems,
-    fixed,
     is_path,
     override,
     policy_of,
     to_flat,
 )
-from gpt2lab.errors import ConfigError
-from gpt2lab.flags import RENAMED, Command, Verbs, parse
-from gpt2lab.plan import BatchPlan, count_parameters, count_steps, make_plan, plan_batches
-from gpt2lab.presets import PRESETS, preset
 from gpt2lab.start import decide
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
@@ -354,8 +350,8 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"max_lr": math.inf}, "max_lr inf is not a finite number"),
     ({"grad_clip": math.inf}, "grad_clip inf is not a finite number"),
     ({"min_lr": 1.0}, "min_lr 1.0 is above max_lr 0.0006"),
-    ({"min_lr": -1.0}, "min_lr -1.0 must not be negative"),
-    ({"weight_decay": -0.1}, "weight_decay -0.1 must not be negative"),
+    ({"min_lr": -1.0}, "min_lr -1.0 must be at least 0"),
+    ({"weight_decay": -0.1}, "weight_decay -0.1 must be at least 0"),
     ({"wsd_decay": 0.0}, "wsd_decay 0.0 must be in (0, 1]"),
     ({"warmup_steps": -1}, "warmup_steps -1 must be at least 0"),
     ({"max_steps": 0}, "max_steps 0 must be at least 1"),

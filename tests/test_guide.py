@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from gpt2lab.config import LEAVES
 from gpt2lab.flags import Verbs
+from gpt2lab.settings import LEAVES
 from launch import REPOSITORY
 
 GUIDE = (REPOSITORY / "docs" / "guide.md").read_text()

@@ -21,19 +21,19 @@ def _rows(table: str) -> list[list[str]]:
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
 bench checkpoints data evaluation finetuning gpt2lab huggingface planning reliability runs sharding
-errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes
+config errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes
   reliability.stop
-config door hardware state  bench.operator_groups  checkpoints.manifest  data.hellaswag_source data.order
+door hardware schedule settings state  bench.operator_groups  checkpoints.manifest  data.hellaswag_source data.order
   data.pieces data.sources data.tokenizer  finetuning.conversations  planning.loss_prediction  reliability.deadline
-  runs.tensorboard_server
-plan presets schedule  bench.token_stream  checkpoints.catalog  data.encode data.hellaswag_items data.shards
-  evaluation.results  finetuning.template  huggingface.config  planning.profiles  runs.history runs.progress
+  runs.progress runs.tensorboard_server
+plan presets  bench.token_stream  checkpoints.catalog  data.encode data.hellaswag_items data.shards
+  evaluation.results  finetuning.template  huggingface.config  planning.profiles  runs.history
 flags wandb_mirror  bench.shapes  checkpoints.disk checkpoints.listing  data.hellaswag_tokens data.shard_writer
   data.unfinished data.verifier  evaluation.target  finetuning.rows  planning.communication planning.memory
   planning.timing  runs.overview runs.plots
-bench.contestants bench.sharing  data.adopt data.audit data.merge data.prepare data.windows  evaluation.compare
-  finetuning.beginning  huggingface.init_from huggingface.model_card  planning.calibration planning.job
-  planning.machine  runs.summary
+changes  bench.contestants bench.sharing  data.adopt data.audit data.merge data.prepare data.windows
+  evaluation.compare  finetuning.beginning  huggingface.init_from huggingface.model_card  planning.calibration
+  planning.job planning.machine  runs.summary
 start  bench.running  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
 ablation  bench.race  planning.estimate  runs.resume_command
 ablation_table  planning.deadline planning.explain planning.setting

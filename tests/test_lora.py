@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import launch
 from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
 from gpt2lab.checkpoints.weights import load_weights
-from gpt2lab.config import Config, TuningConfig, override
+from gpt2lab.config import Config, TuningConfig
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import ConfigError
@@ -27,6 +27,7 @@ from gpt2lab.optim import BETAS, EPS, build_optimizers
 from gpt2lab.parallel import Strategy
 from gpt2lab.plan import BatchPlan
 from gpt2lab.runtime import Runtime
+from gpt2lab.settings import override
 from gpt2lab.train_step import train_step
 from test_evaluate import door
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2lab.config import Config, ModelConfig, override
+from gpt2lab.config import Config, ModelConfig
 from gpt2lab.model import GPT, Attention, build_model
 from gpt2lab.plan import count_parameters
 from gpt2lab.presets import PRESETS, preset
+from gpt2lab.settings import override
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, context_length=24, vocab_size=211)

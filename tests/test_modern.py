@@ -14,13 +14,14 @@ import torch
 
 import launch
 from gpt2lab.checkpoints import catalog
-from gpt2lab.config import Config, ModelConfig, find_problems, options_of, override
+from gpt2lab.config import Config, ModelConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import parse
 from gpt2lab.huggingface.export import export
 from gpt2lab.model import GPT, Attention, build_model, rotation_of
 from gpt2lab.presets import PRESETS, preset
 from gpt2lab.pretrain import pretrain
+from gpt2lab.settings import find_problems, options_of, override
 from gpt2lab.start import decide
 from test_evaluate import EVALUATE, door
 from tiny import CONTEXT, VOCAB

@@ -13,7 +13,7 @@ from torch import nn
 
 import launch
 from gpt2lab import muon
-from gpt2lab.config import Config, ModelConfig, OptimConfig, find_problems, override
+from gpt2lab.config import Config, ModelConfig, OptimConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import parse
 from gpt2lab.model import build_model
@@ -21,6 +21,7 @@ from gpt2lab.muon import Muon, orthogonalize
 from gpt2lab.optim import build_optimizers, set_learning_rate
 from gpt2lab.plan import checkpoint_bytes
 from gpt2lab.pretrain import pretrain
+from gpt2lab.settings import find_problems, override
 
 CPU = torch.device("cpu")
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16, "vocab_size": 256}

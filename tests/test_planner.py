@@ -16,7 +16,6 @@ from hypothesis import settings as rules
 from hypothesis import strategies as st
 
 from gpt2lab import hardware
-from gpt2lab.config import override
 from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
 from gpt2lab.interval import Interval, total
 from gpt2lab.planning import (
@@ -41,6 +40,7 @@ from gpt2lab.planning.machine import GpuState, Machine, named
 from gpt2lab.planning.report_json import KEYS
 from gpt2lab.planning.timing import Measured, Rates, fit, work
 from gpt2lab.presets import preset
+from gpt2lab.settings import override
 from tiny import TRAIN_SHARDS, write_shards
 
 KNOWN = hardware.load(Path("/nonexistent"))
@@ -537,7 +537,8 @@ def a_run(tmp_path: Path) -> Path:
     """Return the folder of a run that stopped half-way, with an estimate."""
     run_dir = tmp_path / "runs" / "r"
     run_dir.mkdir(parents=True)
-    from gpt2lab.config import Config, to_flat
+    from gpt2lab.config import Config
+    from gpt2lab.settings import to_flat
 
     (run_dir / "config.json").write_text(json.dumps(to_flat(Config())))
     lines: list[dict[str, object]] = [

@@ -13,11 +13,12 @@ from safetensors.numpy import load_file
 
 import launch
 from gpt2lab import flags
-from gpt2lab.config import Config, find_problems, override
+from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.histograms import histogram
 from gpt2lab.pretrain import pretrain
 from gpt2lab.runs import history
+from gpt2lab.settings import find_problems, override
 from gpt2lab.telemetry import Telemetry
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.

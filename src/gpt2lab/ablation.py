@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.config import policy_of, to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
 from gpt2lab.flags import Command, parse
 from gpt2lab.runs import history
+from gpt2lab.settings import policy_of, to_flat
 from gpt2lab.start import Start, decide
 
 _OURS = {"seed", "run_name", "checkpoint_dir"}

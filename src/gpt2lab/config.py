@@ -1,4 +1,4 @@
-"""All settings of a run: type, default, help and resume policy stand at the field.
+"""All settings of a run: type, default, help, bounds and resume policy stand at the field.
 
 Nested for code (a function receives only its own part), flat for people: the field name is the flag.
 Resume policy: `free` may change on resume, `fixed` never may, `guarded` only with --allow_change.
@@ -6,15 +6,11 @@ Resume policy: `free` may change on resume, `fixed` never may, `guarded` only wi
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
-
-from gpt2lab.errors import ConfigError
 
 Policy = Literal["free", "guarded", "fixed"]
 HellaSwagMetrics = Literal["all", "harness", "tutorial"]
@@ -42,24 +38,24 @@ Recipe = Literal["pretrain", "finetune"]
 LENGTHS = ("max_steps", "max_tokens", "num_epochs")  # the length of a run, in three units
 
 
-def _option(default: T, help: str, policy: Policy) -> T:
+def _option(default: T, help: str, policy: Policy, bounds: dict[str, float]) -> T:
     # Typed as the default's own type, as dataclasses.field is, so that type checkers see plain fields.
-    return field(default=default, metadata={"help": help, "policy": policy})
+    return field(default=default, metadata={"help": help, "policy": policy, **bounds})
 
 
-def free(default: T, help: str) -> T:
-    """Declare a setting that a resumed run may change without asking."""
-    return _option(default, help, "free")
+def free(default: T, help: str, **bounds: float) -> T:
+    """Declare a setting that a resumed run may change without asking; `bounds`: `least`, or `above`."""
+    return _option(default, help, "free", bounds)
 
 
-def guarded(default: T, help: str) -> T:
+def guarded(default: T, help: str, **bounds: float) -> T:
     """Declare a setting that changes the mathematics: a resume needs --allow_change NAME."""
-    return _option(default, help, "guarded")
+    return _option(default, help, "guarded", bounds)
 
 
-def fixed(default: T, help: str) -> T:
+def fixed(default: T, help: str, **bounds: float) -> T:
     """Declare a setting that shapes the weights, or their beginning: it can never change on resume."""
-    return _option(default, help, "fixed")
+    return _option(default, help, "fixed", bounds)
 
 
 @dataclass(frozen=True)
@@ -69,12 +65,14 @@ class ModelConfig:
     model: ModelName = free(
         "gpt2", "preset that sets the shape and, for small ones, batch, rate and data"
     )
-    n_layer: int = fixed(12, "transformer blocks")
-    n_head: int = fixed(12, "attention heads per block")
-    n_embd: int = fixed(768, "width of the residual stream")
-    context_length: int = fixed(1024, "tokens per training window, T")
+    n_layer: int = fixed(12, "transformer blocks", least=1)
+    n_head: int = fixed(12, "attention heads per block", least=1)
+    n_embd: int = fixed(768, "width of the residual stream", least=1)
+    context_length: int = fixed(1024, "tokens per training window, T", least=1)
     vocab_size: int = fixed(
-        50304, "rows of the embedding; ids from 50257 up are padding, never sampled or scored"
+        50304,
+        "rows of the embedding; ids from 50257 up are padding, never sampled or scored",
+        least=2,
     )
     dropout: float = guarded(
         0.0, "dropout probability in embedding, attention and residual branches"
@@ -112,16 +110,20 @@ class DataConfig:
     shuffle: Literal["shards", "windows", "none"] = guarded(
         "shards", "what each epoch after the first permutes (windows: every epoch, single windows)"
     )
-    seed: int = guarded(1337, "seed of initial weights, data order and dropout")
+    seed: int = guarded(1337, "seed of initial weights, data order and dropout", least=0)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """How many tokens an update sees, and how many at once."""
 
-    total_batch_size: int = guarded(524_288, "tokens per optimizer step over all processes")
+    total_batch_size: int = guarded(
+        524_288, "tokens per optimizer step over all processes", least=1
+    )
     mini_batch_size: int = free(
-        16, "sequences per forward pass of one process, or `auto` (guarded when dropout > 0)"
+        16,
+        "sequences per forward pass of one process, or `auto` (guarded when dropout > 0)",
+        least=1,
     )
 
 
@@ -132,20 +134,22 @@ class OptimConfig:
     optimizer: Literal["adamw", "muon"] = guarded(
         "adamw", "muon: for the matrices of the blocks, with AdamW for all other weights"
     )
-    max_lr: float = guarded(6e-4, "peak learning rate")
+    max_lr: float = guarded(6e-4, "peak learning rate", above=0)
     muon_lr: float | None = guarded(
-        None, "muon only: peak rate of its matrices, in AdamW's measure; default max_lr"
+        None, "muon only: peak rate of its matrices, in AdamW's measure; default max_lr", above=0
     )
-    min_lr: float | None = guarded(None, "final learning rate; default max_lr / 10")
+    min_lr: float | None = guarded(None, "final learning rate; default max_lr / 10", least=0)
     warmup_steps: int | None = guarded(
-        None, "linear warm-up steps; default the lesser of 715 and a tenth of the run"
+        None, "linear warm-up steps; default the lesser of 715 and a tenth of the run", least=0
     )
     lr_schedule: Literal["cosine", "linear", "wsd"] = guarded("cosine", "decay after warm-up")
     wsd_decay: float = guarded(
         0.2, "wsd only: last part of the run, as a fraction, spent decaying linearly"
     )
-    weight_decay: float = guarded(0.1, "AdamW decay of matrices (biases and norms are not decayed)")
-    grad_clip: float = guarded(1.0, "largest L2 norm of the gradient; 0 = no clipping")
+    weight_decay: float = guarded(
+        0.1, "AdamW decay of matrices (biases and norms are not decayed)", least=0
+    )
+    grad_clip: float = guarded(1.0, "largest L2 norm of the gradient; 0 = no clipping", least=0)
     on_spike: Literal["warn", "skip", "rewind"] = guarded(
         "warn",
         "loss 6 standard deviations above the last 128: say so, skip the update, or go back and skip the data",
@@ -156,13 +160,13 @@ class OptimConfig:
 class LengthConfig:
     """How long: at most one of the three may be typed."""
 
-    max_steps: int | None = guarded(None, "optimizer steps")
-    max_tokens: int | None = guarded(None, "tokens, rounded down to whole steps")
+    max_steps: int | None = guarded(None, "optimizer steps", least=1)
+    max_tokens: int | None = guarded(None, "tokens, rounded down to whole steps", least=1)
     num_epochs: float | None = guarded(
-        None, "passes over the training split; default 1 if none of the three is given"
+        None, "passes over the training split; default 1 if none of the three is given", above=0
     )
     max_hours: float | None = free(
-        None, "hours that one start may take: it saves and stops before; resume to go on"
+        None, "hours that one start may take: it saves and stops before; resume to go on", above=0
     )
 
 
@@ -170,15 +174,19 @@ class LengthConfig:
 class EvalConfig:
     """What is measured on the way. A frequency of 0 means: only after the last step."""
 
-    eval_freq: int = free(250, "steps between validation losses")
+    eval_freq: int = free(250, "steps between validation losses", least=0)
     val_tokens: int = free(
-        10_485_760, "validation tokens, spread evenly over the split (less if it is smaller)"
+        10_485_760,
+        "validation tokens, spread evenly over the split (less if it is smaller)",
+        least=1,
     )
-    sample_freq: int = free(250, "steps between text samples")
+    sample_freq: int = free(250, "steps between text samples", least=0)
     sample_prompt: str = free("Hello, I'm a language model,", "start of every text sample")
-    sample_tokens: int = free(48, "new tokens of a text sample")
+    sample_tokens: int = free(48, "new tokens of a text sample", least=1)
     hellaswag_freq: int = free(
-        250, "steps between HellaSwag evaluations; typing it turns them on, see --hellaswag_path"
+        250,
+        "steps between HellaSwag evaluations; typing it turns them on, see --hellaswag_path",
+        least=0,
     )
     hellaswag_path: Path | None = free(
         None,
@@ -186,9 +194,13 @@ class EvalConfig:
         "--hellaswag flag is given, its validation set is downloaded once to data/hellaswag/",
     )
     early_stopping_patience: int = free(
-        0, "stop and save once N validation losses in a row were no better than the best; 0 = never"
+        0,
+        "stop and save once N validation losses in a row were no better than the best; 0 = never",
+        least=0,
     )
-    hellaswag_limit: int = free(0, "score a fixed random subset of N HellaSwag items; 0 = all")
+    hellaswag_limit: int = free(
+        0, "score a fixed random subset of N HellaSwag items; 0 = all", least=0
+    )
     hellaswag_metrics: HellaSwagMetrics = free(
         "all",
         "harness = acc and acc_norm, tutorial = acc_token_norm; each of the two texts costs half of all",
@@ -203,25 +215,29 @@ class CheckpointConfig:
     run_name: str | None = free(
         None, "folder of this run; default MODEL_YYYYmmdd-HHMMSS, on resume the newest run"
     )
-    checkpoint_freq: int = free(250, "steps between rolling checkpoints; 0 = only after the last")
+    checkpoint_freq: int = free(
+        250, "steps between rolling checkpoints; 0 = only after the last", least=0
+    )
     checkpoint_minutes: float = free(
-        30.0, "besides, save when the last save is this many minutes old; 0 = never"
+        30.0, "besides, save when the last save is this many minutes old; 0 = never", least=0
     )
     epoch_checkpoints: Literal["on", "off"] = free(
         "on", "on: keep a checkpoint of the end of every epoch"
     )
-    keep_checkpoints: int = free(10, "rolling checkpoints kept (labelled ones are kept besides)")
-    keep_emergency_checkpoints: int = free(10, "checkpoints kept of interrupted runs")
+    keep_checkpoints: int = free(
+        10, "rolling checkpoints kept (labelled ones are kept besides)", least=1
+    )
+    keep_emergency_checkpoints: int = free(10, "checkpoints kept of interrupted runs", least=1)
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """What is shown. Every step is in metrics.jsonl, whatever the console shows."""
 
-    log_freq: int = free(10, "steps between console lines")
+    log_freq: int = free(10, "steps between console lines", least=1)
     use_tensorboard: bool = free(False, "mirror the metrics to TensorBoard files in the run folder")
     histogram_freq: int = free(
-        0, "steps between histograms of weights and gradients in TensorBoard; 0 = none"
+        0, "steps between histograms of weights and gradients in TensorBoard; 0 = none", least=0
     )
     use_wandb: bool = free(
         False,
@@ -249,7 +265,7 @@ class SystemConfig:
         "none",
         "what the backward pass computes again instead of keeping: whole blocks, or all but their matrix products",
     )
-    ddp_bucket_mb: float = free(25.0, "MiB of gradients that ddp and zero1 sum at once")
+    ddp_bucket_mb: float = free(25.0, "MiB of gradients that ddp and zero1 sum at once", above=0)
     fsdp_offload: bool = free(
         False, "fsdp, CUDA only: weights and optimizer state live in the CPU's memory (slow)"
     )
@@ -262,9 +278,12 @@ class SystemConfig:
     hang_seconds: float = free(
         600.0,
         "end with exit code 78 when a phase of a step lasts longer (thrice for its first time); 0 = never",
+        least=0,
     )
     drift_check_freq: int = free(
-        250, "steps between comparisons of all processes' weights (and at every save); 0 = at saves"
+        250,
+        "steps between comparisons of all processes' weights (and at every save); 0 = at saves",
+        least=0,
     )
 
 
@@ -284,9 +303,9 @@ class TuningConfig:
         "several conversations in a row, none sees another; off: one in each row, then padding",
     )
     lora_r: int = fixed(
-        0, "rank of LoRA adapters, trained in place of the weights; 0 = train all weights"
+        0, "rank of LoRA adapters, trained in place of the weights; 0 = train all weights", least=0
     )
-    lora_alpha: float = fixed(16.0, "adapters count lora_alpha / lora_r")
+    lora_alpha: float = fixed(16.0, "adapters count lora_alpha / lora_r", above=0)
     lora_targets: str = fixed(
         "c_attn,c_fc,c_proj",
         "linear layers that get adapters: comma-separated ends of module names",
@@ -311,171 +330,3 @@ class Config:
     tuning: Annotated[TuningConfig, tyro.conf.Suppress, tyro.conf.Fixed] = field(
         default_factory=TuningConfig
     )
-
-
-def _leaves() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
-    """Map each flag name to (section name, its field)."""
-    return {
-        leaf.name: (section.name, leaf)
-        for section in fields(Config)
-        for leaf in fields(section.default_factory)  # type: ignore[arg-type]
-    }
-
-
-LEAVES = _leaves()
-# What shapes the weights: two models are of one architecture where these agree.
-ARCHITECTURE = tuple(
-    leaf.name for leaf in fields(ModelConfig) if leaf.metadata["policy"] == "fixed"
-)
-SIZES = ("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
-
-
-def options_of(model: ModelConfig) -> str:
-    """Name the options in which a model is not GPT-2, e.g. `positions rotary`; empty for GPT-2."""
-    plain = ModelConfig()
-    return ", ".join(
-        f"{name} {getattr(model, name)}"
-        for name in ARCHITECTURE
-        if name not in SIZES and getattr(model, name) != getattr(plain, name)
-    )
-
-
-def policy_of(name: str, config: Config) -> Policy:
-    """Return the resume policy of a flag; a re-cut micro-batch redraws dropout masks, hence the one exception."""
-    if name == "mini_batch_size" and config.model.dropout > 0:
-        return "guarded"
-    policy: Policy = LEAVES[name][1].metadata["policy"]
-    return policy
-
-
-def is_path(name: str) -> bool:
-    """Tell whether a flag names a file or folder."""
-    return "Path" in str(LEAVES[name][1].type)
-
-
-def to_flat(config: Config) -> dict[str, Any]:
-    """Return {flag: JSON value} in declaration order."""
-    flat = {}
-    for name, (section, _) in LEAVES.items():
-        value = getattr(getattr(config, section), name)
-        flat[name] = str(value) if isinstance(value, Path) else value
-    return flat
-
-
-def override(config: Config, values: dict[str, Any]) -> Config:
-    """Return `config` with flat values replaced.
-
-    Raises: ConfigError on a name that no setting has.
-    """
-    unknown = sorted(set(values) - set(LEAVES))
-    if unknown:
-        raise ConfigError(
-            f"unknown settings {', '.join(unknown)}: written by another version of gpt2lab?"
-        )
-    by_section: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        if is_path(name) and value is not None:
-            value = Path(value)
-        by_section.setdefault(LEAVES[name][0], {})[name] = value
-    changed = {
-        name: dataclasses.replace(getattr(config, name), **part)
-        for name, part in by_section.items()
-    }
-    return dataclasses.replace(config, **changed)
-
-
-def find_problems(config: Config) -> list[str]:
-    """List every setting that cannot work, each with its value and the fix."""
-    flat, problems = to_flat(config), []
-
-    def check(ok: bool, message: str) -> None:
-        if not ok:
-            problems.append(message)
-
-    for name, value in flat.items():
-        check(
-            not isinstance(value, float) or math.isfinite(value),
-            f"{name} {value} is not a finite number",
-        )
-    at_least = {"n_layer": 1, "n_head": 1, "n_embd": 1, "context_length": 1, "vocab_size": 2}
-    at_least |= {
-        "total_batch_size": 1,
-        "mini_batch_size": 1,
-        "keep_checkpoints": 1,
-        "keep_emergency_checkpoints": 1,
-    }
-    at_least |= {
-        "val_tokens": 1,
-        "log_freq": 1,
-        "max_steps": 1,
-        "max_tokens": 1,
-        "warmup_steps": 0,
-        "seed": 0,
-    }
-    at_least |= {
-        "eval_freq": 0,
-        "sample_freq": 0,
-        "hellaswag_freq": 0,
-        "checkpoint_freq": 0,
-        "sample_tokens": 1,
-    }
-    at_least |= {"hellaswag_limit": 0, "drift_check_freq": 0, "histogram_freq": 0}
-    at_least |= {"early_stopping_patience": 0}
-    for name, least in at_least.items():
-        check(
-            flat[name] is None or flat[name] >= least,
-            f"{name} {flat[name]} must be at least {least}",
-        )
-    check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
-    for name in ("max_lr", "muon_lr", "num_epochs", "max_hours"):
-        check(flat[name] is None or not flat[name] <= 0, f"{name} {flat[name]} must be above 0")
-    for name in ("min_lr", "weight_decay", "grad_clip", "checkpoint_minutes", "hang_seconds"):
-        check(flat[name] is None or flat[name] >= 0, f"{name} {flat[name]} must not be negative")
-    if flat["min_lr"] is not None:
-        check(
-            flat["min_lr"] <= flat["max_lr"],
-            f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}",
-        )
-    check(0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)")
-    check(0 < flat["wsd_decay"] <= 1, f"wsd_decay {flat['wsd_decay']} must be in (0, 1]")
-    check(0 < flat["val_fraction"] < 1, f"val_fraction {flat['val_fraction']} must be in (0, 1)")
-    check(flat["lora_r"] >= 0, f"lora_r {flat['lora_r']} must not be negative")
-    check(flat["lora_alpha"] > 0, f"lora_alpha {flat['lora_alpha']} must be above 0")
-    if flat["n_head"] >= 1:
-        check(
-            flat["n_embd"] % flat["n_head"] == 0,
-            f"n_embd {flat['n_embd']} is not a multiple of n_head {flat['n_head']}",
-        )
-        check(
-            flat["positions"] == "learned" or flat["n_embd"] // flat["n_head"] % 2 == 0,
-            f"positions rotary turns pairs of channels: n_embd {flat['n_embd']} / n_head {flat['n_head']} must be even",
-        )
-    check(
-        flat["histogram_freq"] <= 0 or flat["use_tensorboard"],
-        f"histogram_freq {flat['histogram_freq']} needs --use_tensorboard, where histograms are shown",
-    )
-    check(
-        flat["histogram_freq"] <= 0 or flat["parallel"] != "fsdp",
-        f"histogram_freq {flat['histogram_freq']} needs whole tensors, and with --parallel fsdp no process has them",
-    )
-    lengths = [name for name in LENGTHS if flat[name] is not None]
-    check(
-        len(lengths) <= 1,
-        f"{' and '.join(lengths)} both set the length of the run; give one of them",
-    )
-    check(flat["ddp_bucket_mb"] > 0, f"ddp_bucket_mb {flat['ddp_bucket_mb']} must be above 0")
-    check(
-        (flat["parallel"], flat["reduce"]) != ("fsdp", "exact"),
-        "reduce exact adds up whole gradients, which no process has under fsdp; use --parallel ddp or zero1",
-    )
-    check(
-        flat["optimizer"] == "adamw" or flat["parallel"] == "ddp",
-        f"optimizer {flat['optimizer']} updates whole matrices, which --parallel {flat['parallel']} splits; use ddp",
-    )
-    name = flat["run_name"]
-    check(
-        name is None
-        or (name not in ("", ".", "..") and "/" not in name and not name.startswith(".")),
-        f"run_name {name!r} must be a plain folder name; put the folder above it in --checkpoint_dir",
-    )
-    return problems

@@ -6,10 +6,10 @@ import json
 import os
 
 from gpt2lab import paths
-from gpt2lab.config import to_flat
 from gpt2lab.flags import Command
 from gpt2lab.plan import describe
 from gpt2lab.planning import card_presets
+from gpt2lab.settings import to_flat
 from gpt2lab.start import decide
 
 

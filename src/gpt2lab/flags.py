@@ -16,18 +16,10 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from gpt2lab import fmt, paths
-from gpt2lab.config import (
-    LEAVES,
-    LENGTHS,
-    Config,
-    Recipe,
-    TuningConfig,
-    is_path,
-    override,
-    to_flat,
-)
+from gpt2lab.config import LENGTHS, Config, Recipe, TuningConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.presets import preset
+from gpt2lab.settings import LEAVES, is_path, override, to_flat
 
 # Flags of the program that this one replaces; they meet people's fingers and scripts for years to come.
 RENAMED = {

@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 from gpt2lab import fmt
-from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig, options_of
+from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig
 from gpt2lab.errors import ConfigError
+from gpt2lab.settings import options_of
 
 CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
 

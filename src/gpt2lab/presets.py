@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt2lab.config import Config, ModelName, override
+from gpt2lab.config import Config, ModelName
+from gpt2lab.settings import override
 
 _SMALL: dict[str, Any] = {
     "data_dir": "data/python_stdlib",

@@ -14,7 +14,6 @@ from gpt2lab import paths
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.manifest import folder_name
 from gpt2lab.checkpoints.saver import Saver
-from gpt2lab.config import to_flat
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import ConfigError, GPT2LabError, OutOfMemoryError
@@ -42,6 +41,7 @@ from gpt2lab.reliability.stop import Signals, end_with_parent, show_stacks_on_re
 from gpt2lab.runs import history, summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runtime import Runtime
+from gpt2lab.settings import to_flat
 from gpt2lab.start import Start, decide, with_hellaswag
 from gpt2lab.telemetry import Telemetry
 from gpt2lab.trainer import Trainer

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import paths
+from gpt2lab.changes import find_changes, refuse_changes
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.catalog import CheckpointInfo
 from gpt2lab.checkpoints.disk import Room, look_for_room
 from gpt2lab.checkpoints.manifest import folder_name
-from gpt2lab.config import LENGTHS, Config, find_problems, override, policy_of, to_flat
+from gpt2lab.config import Config
 from gpt2lab.data.hellaswag_items import read_items
 from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.order import Order
@@ -34,9 +35,9 @@ from gpt2lab.plan import Plan, make_plan
 from gpt2lab.reliability.deadline import Deadline, find_deadlines
 from gpt2lab.runs import history
 from gpt2lab.schedule import default_warmup
+from gpt2lab.settings import find_problems, override, to_flat
 
 # Where a run lives is a fact of this start, never a setting that was saved.
-_LOCATION = ("checkpoint_dir", "run_name")
 _HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
 
 
@@ -94,7 +95,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
         refuse_other_recipe(command, saved, run=run_dir.name)
         here = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
         config = override(_keep_resolved(command.over(saved), saved), here)
-        _refuse_changes(command, config, _find_changes(saved, config), run=run_dir.name)
+        refuse_changes(command, config, find_changes(saved, config), run=run_dir.name)
     elif run_dir is None:
         run_dir = _fresh_folder(config)
         config = override(config, {"run_name": run_dir.name})
@@ -110,10 +111,10 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     config = _resolve(config, plan.max_steps)
     changes: dict[str, list[Any]] = {}
     if saved is not None and checkpoint is not None:
-        changes = _find_changes(saved, config)
+        changes = find_changes(saved, config)
         if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
             changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
-        _refuse_changes(command, config, changes, run=run_dir.name)
+        refuse_changes(command, config, changes, run=run_dir.name)
     hellaswag, no_hellaswag = _choose_hellaswag(command, config)
     events = history.read_events(run_dir)
     saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
@@ -333,47 +334,6 @@ def _resolve(config: Config, max_steps: int) -> Config:
     if (length.max_steps, length.max_tokens, length.num_epochs) == (None, None, None):
         length = dataclasses.replace(length, num_epochs=1.0)
     return dataclasses.replace(config, optim=optim, length=length)
-
-
-def _find_changes(saved: Config, now: Config) -> dict[str, list[Any]]:
-    before, after = to_flat(saved), to_flat(now)
-    return {
-        name: [before[name], after[name]]
-        for name in after
-        if name not in _LOCATION and before[name] != after[name]
-    }
-
-
-def _refuse_changes(
-    command: Command, config: Config, changes: dict[str, list[Any]], *, run: str
-) -> None:
-    allowed = {name.strip().lstrip("-") for name in (command.verbs.allow_change or "").split(",")}
-    if allowed & set(LENGTHS):  # one setting in three units
-        allowed |= set(LENGTHS)
-    policies = {name: "guarded" if name == "data" else policy_of(name, config) for name in changes}
-    fixed = [name for name, policy in policies.items() if policy == "fixed"]
-    guarded = [
-        name for name, policy in policies.items() if policy == "guarded" and name not in allowed
-    ]
-
-    def show(names: list[str]) -> str:
-        return ", ".join(f"{name} {changes[name][0]} -> {changes[name][1]}" for name in names)
-
-    recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]
-    if recounted and config.length.max_steps is None:
-        raise ConfigError(
-            f"run {run}: with {show(recounted)} a length in epochs or tokens means another number of steps; "
-            f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
-        )
-    if fixed:
-        what = "with another architecture" if fixed != ["init_from"] else "from another beginning"
-        raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
-    if guarded:
-        named = [name for name in guarded if name in command.typed or name == "data"] or guarded
-        raise ConfigError(
-            f"run {run} would change its mathematics: {show(guarded)}; "
-            f"leave it as it was, or add --allow_change {','.join(named)} to record the change"
-        )
 
 
 def _check_length(start: Start) -> None:

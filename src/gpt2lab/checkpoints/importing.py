@@ -10,7 +10,6 @@ import torch
 from gpt2lab import paths, rng
 from gpt2lab.checkpoints import checkpoint
 from gpt2lab.checkpoints.foreign import Foreign, read_foreign
-from gpt2lab.config import ARCHITECTURE
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import Command
 from gpt2lab.model import GPT, build_model
@@ -20,6 +19,7 @@ from gpt2lab.reliability.facts import facts_of
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runtime import Runtime
+from gpt2lab.settings import ARCHITECTURE
 from gpt2lab.start import Start, decide
 from gpt2lab.state import TrainState
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from gpt2lab.checkpoints.checkpoint import load_model
-from gpt2lab.config import Config, override
+from gpt2lab.config import Config
 from gpt2lab.evaluation.target import Target
 from gpt2lab.finetuning.lora import add_lora, merge_lora
 from gpt2lab.huggingface.folder import load_hf
 from gpt2lab.model import GPT, empty_model
 from gpt2lab.runtime import Runtime
+from gpt2lab.settings import override
 
 
 def load_weights(target: Target) -> GPT:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoints.weights import load_weights
-from gpt2lab.config import Config, HellaSwagMetrics, ModelConfig, SystemConfig, override
+from gpt2lab.config import Config, HellaSwagMetrics, ModelConfig, SystemConfig
 from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.order import Order
@@ -26,6 +26,7 @@ from gpt2lab.finetuning.answers import refuse_without_rouge, rouge_l
 from gpt2lab.finetuning.rows import Rows, open_instructions
 from gpt2lab.parallel import Strategy
 from gpt2lab.runtime import Runtime, native_bf16, resolve_dtype
+from gpt2lab.settings import override
 
 
 @dataclass(frozen=True)

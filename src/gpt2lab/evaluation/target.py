@@ -9,10 +9,11 @@ from pathlib import Path
 
 from gpt2lab.checkpoints import catalog, manifest
 from gpt2lab.checkpoints.catalog import CheckpointInfo
-from gpt2lab.config import Config, ModelConfig, override
+from gpt2lab.config import Config, ModelConfig
 from gpt2lab.errors import CheckpointError
 from gpt2lab.huggingface.config import HF_CONFIG, HF_WEIGHTS, read_hf_config
 from gpt2lab.runs import history
+from gpt2lab.settings import override
 
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gpt2lab.config import LENGTHS, Config, Recipe, override
+from gpt2lab.config import LENGTHS, Config, Recipe
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.target import Target
 from gpt2lab.finetuning.template import JINJA, as_prompt
 from gpt2lab.flags import PROGRAMS, Command
+from gpt2lab.settings import override
 
 _ROWS, _ROWS_OF_SMALL = 16, 4  # a step; the small presets are for the CPU, and for little data
 _SMALL = 20_000  # tokens a step of pretraining

@@ -6,12 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from gpt2lab.config import ARCHITECTURE, Config, ModelConfig, ModelName, override
+from gpt2lab.config import Config, ModelConfig, ModelName
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.evaluation.target import Target, find_target
 from gpt2lab.flags import Command
 from gpt2lab.huggingface.config import HF_WEIGHTS
 from gpt2lab.presets import PRESETS, preset
+from gpt2lab.settings import ARCHITECTURE, override
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import __version__, fmt
-from gpt2lab.config import Config, override
+from gpt2lab.config import Config
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.evaluation.target import Target
 from gpt2lab.runs import history
+from gpt2lab.settings import override
 
 _CARD = """---
 library_name: transformers

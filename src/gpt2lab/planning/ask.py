@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config import Config, ModelName, find_problems, override
+from gpt2lab.config import Config, ModelName
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import option
@@ -19,6 +19,7 @@ from gpt2lab.planning.memory import Dtype
 from gpt2lab.planning.profiles import Profile
 from gpt2lab.presets import preset
 from gpt2lab.schedule import default_warmup
+from gpt2lab.settings import find_problems, override
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
 DEFAULT_TOKENS = 10_000_000_000  # the real run of the README, where nothing else is said

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.config import ARCHITECTURE, SIZES, ModelConfig
+from gpt2lab.config import ModelConfig
 from gpt2lab.planning import contention
 from gpt2lab.planning.timing import Measured, Rates, fit, work
 from gpt2lab.runs import history
+from gpt2lab.settings import ARCHITECTURE, SIZES
 
 FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from gpt2lab.config import ModelConfig, options_of
+from gpt2lab.config import ModelConfig
 from gpt2lab.hardware import Hardware
 from gpt2lab.interval import Z80
 from gpt2lab.plan import count_matmul_parameters
 from gpt2lab.planning import communication
 from gpt2lab.planning.estimate import Estimate
 from gpt2lab.planning.timing import KINDS, work
+from gpt2lab.settings import options_of
 
 
 def _count(model: ModelConfig) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.config import Config, to_flat
+from gpt2lab.config import Config
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import ConfigError, NoSourceError
 from gpt2lab.planning import calibration, contention, machine, memory
@@ -29,6 +29,7 @@ from gpt2lab.planning.profiles import Profile
 from gpt2lab.planning.remaining import read_json
 from gpt2lab.planning.setting import Setting
 from gpt2lab.runs import history
+from gpt2lab.settings import to_flat
 
 REFUSED = 0.5  # share of the machine in other hands from which no number is given
 FEWEST_STEPS = 4

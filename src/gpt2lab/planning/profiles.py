@@ -11,9 +11,10 @@ import difflib
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gpt2lab.config import Config, override
+from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.hardware import Hardware
+from gpt2lab.settings import override
 
 DEFAULT = "balanced"
 PASSES = 4  # over the same text

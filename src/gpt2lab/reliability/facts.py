@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from gpt2lab.config import to_flat
 from gpt2lab.planning.machine import cpu_name
 from gpt2lab.runs.folder import provenance
 from gpt2lab.runtime import Runtime
+from gpt2lab.settings import to_flat
 from gpt2lab.start import Start
 
 

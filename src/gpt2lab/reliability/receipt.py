@@ -16,12 +16,12 @@ import torch
 from gpt2lab import rng
 from gpt2lab.checkpoints import checkpoint
 from gpt2lab.checkpoints.manifest import read_manifest, verify
-from gpt2lab.config import policy_of
 from gpt2lab.data.loader import Loader
 from gpt2lab.errors import CheckpointError
 from gpt2lab.runs import history
 from gpt2lab.runtime import Runtime
 from gpt2lab.schedule import lr_at
+from gpt2lab.settings import policy_of
 from gpt2lab.start import Start
 from gpt2lab.state import TrainState
 

@@ -17,12 +17,13 @@ from typing import Any
 from gpt2lab import __version__, fmt
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.manifest import replace_durably
-from gpt2lab.config import LEAVES, Config, to_flat
+from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.plan import count_parameters
 from gpt2lab.planning.remaining import read_json, spent_seconds
 from gpt2lab.presets import preset
 from gpt2lab.runs import history, overview, plots, summary
+from gpt2lab.settings import LEAVES, to_flat
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 _STYLE = Path(__file__).with_suffix(".css")

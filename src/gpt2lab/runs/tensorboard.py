@@ -8,10 +8,10 @@ import shutil
 import uuid
 from pathlib import Path
 
-from gpt2lab.config import to_flat
 from gpt2lab.errors import ConfigError, SaveError
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.settings import to_flat
 from gpt2lab.telemetry import mirror, mirror_settings
 
 
