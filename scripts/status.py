@@ -4,6 +4,7 @@ python scripts/status.py
 python scripts/status.py --watch 5
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -40,20 +41,22 @@ def main(argv: list[str]) -> int:
         folder = paths.from_working_directory(flags.checkpoint_dir)
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder")
-    while True:
+
+    def table() -> str:
         runs = overview.read_runs(folder)
-        if flags.json:
-            print(json.dumps(overview.as_json(runs)))
-            return 0
-        text = overview.describe(runs) if runs else f"no runs in {paths.for_people(folder)}"
-        if flags.watch is None:
-            print(text)
-            return 0
-        print(f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}\n{text}", flush=True)
-        try:
+        return overview.describe(runs) if runs else f"no runs in {paths.for_people(folder)}"
+
+    if flags.json:
+        print(json.dumps(overview.as_json(overview.read_runs(folder))))
+        return 0
+    if flags.watch is None:
+        print(table())
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it, whatever it is doing
+        while True:
+            print(f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}\n{table()}", flush=True)
             time.sleep(flags.watch)
-        except KeyboardInterrupt:
-            return 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.listing import print_checkpoints
 from gpt2lab.checkpoints.manifest import staged
-from gpt2lab.config import Config
+from gpt2lab.config import Config, TuningConfig
 from gpt2lab.data.shards import open_data
 from gpt2lab.flags import Verbs
 from gpt2lab.settings import LEAVES, to_flat
@@ -120,7 +120,11 @@ def test_help_names_every_flag(tmp_path: Path) -> None:
     answer = run(TRAIN, "--help", cwd=tmp_path)
     assert (answer.returncode, answer.stderr) == (0, "")
     shown = set(re.findall(r"--([a-z_]+)", answer.stdout))
-    assert set(LEAVES) | set(Verbs.__dataclass_fields__) <= shown
+    of_tuning = set(TuningConfig.__dataclass_fields__)
+    assert (set(LEAVES) - of_tuning) | set(Verbs.__dataclass_fields__) <= shown
+    assert not of_tuning & shown
+    answer = run(TRAIN.with_name("finetune.py"), "--help", cwd=tmp_path)
+    assert of_tuning <= set(re.findall(r"--([a-z_]+)", answer.stdout))
 
 
 def test_listing_from_a_foreign_folder_shows_what_is_there(workplace: Path) -> None:

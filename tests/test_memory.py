@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,23 +181,36 @@ def test_peak_is_that_of_real_steps_to_three_percent(
 def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None:
     """All modes and ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
 
-    fsdp's buffers come and go with gloo's threads, hence the wider margin.
+    fsdp's buffers come and go with gloo's threads, hence the wider margin, and a peak is that of up to three times.
     """
-    done = launch.train([], world=2, program=WORKERS / "live_bytes.py")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
-    assert len(lines) == 24
-    for case in lines:
-        config = ModelConfig(**case["model"])
-        memory = predict(
-            config,
-            micro_batch=case["B"],
-            accumulation=case["A"],
-            dtype=case["dtype"],
-            sharing=Sharing(2, case["parallel"], case["recompute"]),
-        )
-        margin = 0.05 if case["parallel"] == "fsdp" else 0.01
-        assert memory.tensors == pytest.approx(case["peak"], rel=margin), case
+    peaks: dict[str, float] = {}
+    for _ in range(3):
+        done = launch.train([], world=2, program=WORKERS / "live_bytes.py")
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
+        assert len(lines) == 24
+        for case in lines:
+            peak = case.pop("peak")
+            peaks[json.dumps(case)] = max(peak, peaks.get(json.dumps(case), 0.0))
+        assert len(peaks) == 24
+        wrong = [
+            (case, peak) for case, peak in peaks.items() if not _is_foretold(json.loads(case), peak)
+        ]
+        if not wrong:
+            return
+    assert not wrong
+
+
+def _is_foretold(case: dict[str, Any], peak: float) -> bool:
+    memory = predict(
+        ModelConfig(**case["model"]),
+        micro_batch=case["B"],
+        accumulation=case["A"],
+        dtype=case["dtype"],
+        sharing=Sharing(2, case["parallel"], case["recompute"]),
+    )
+    margin = 0.05 if case["parallel"] == "fsdp" else 0.01
+    return memory.tensors == pytest.approx(peak, rel=margin)
 
 
 # -- what must be true of any shape ------------------------------------------------------------------------------

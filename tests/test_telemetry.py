@@ -273,6 +273,9 @@ def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> No
 def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path) -> None:
     common = [*tiny_flags, "--use_tensorboard"]
     pretrain(flags.parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
+    time.sleep(
+        1.1
+    )  # TensorBoard orders a run's files by the second in their name, as starts of a real run differ in
     pretrain(flags.parse([*common, "--resume=2"]))
     run_dir = tmp_path / "runs" / "tiny"
     written = open_tensorboard(run_dir)

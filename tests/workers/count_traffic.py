@@ -40,4 +40,6 @@ def counted_step(*args: Any, **kwargs: Any) -> StepStats:
 Strategy.grad_sync = noted_grad_sync  # type: ignore[method-assign]
 gpt2lab.trainer.train_step = counted_step
 pretrain(parse(sys.argv[1:]))
-print("counted " + json.dumps(counted[-1]))
+sys.stdout.write(
+    "counted " + json.dumps(counted[-1]) + "\n"
+)  # in one piece: print writes the end apart
