@@ -363,7 +363,7 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> N
             ("--lora_r=2", "--lora_targets=c_attn,q_proj"),
             ("'q_proj' matches no", "c_attn, c_fc, c_"),
         ),
-        (("--lora_r=-1",), ("lora_r -1 must not be negative",)),
+        (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
         (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
         (("--preflight",), ("--preflight is for pretraining",)),
         (("--mini_batch_size=auto",), ("auto is for pretraining",)),
