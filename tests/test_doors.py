@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.listing import print_checkpoints
 from gpt2lab.checkpoints.manifest import staged
 from gpt2lab.config import Config, TuningConfig
 from gpt2lab.data.shards import open_data
+from gpt2lab.door import run as run_door
+from gpt2lab.errors import OutOfMemoryError, PeerError
 from gpt2lab.flags import Verbs
 from gpt2lab.settings import LEAVES, to_flat
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
@@ -101,6 +105,31 @@ QUICK = {
     "refused flag": ["--num_layers=3"],
     "refused plan": ["--dry_run", *TINY, "--data_dir=nowhere"],
 }
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        RuntimeError("fault point step at step 15"),
+        OutOfMemoryError("no room for a micro-batch of 8"),
+    ],
+)
+@pytest.mark.parametrize(
+    "consequence",
+    [PeerError("another process died"), RuntimeError("[gloo] Connection closed by peer")],
+)
+def test_torchrun_names_the_first_cause_though_all_fail_in_one_second(
+    cause: Exception, consequence: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun compares whole seconds and takes the lowest rank of equals; here the cause is rank 1."""
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.5)
+    failures = {}
+    for rank, error in enumerate((consequence, cause)):
+        file = tmp_path / f"{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert run_door(Mock(side_effect=error)) == 1
+        failures[rank] = ProcessFailure(rank, pid=rank, exitcode=1, error_file=str(file))
+    assert str(cause) in str(ChildFailedError("train.py", failures)).split("Root Cause")[1]
 
 
 @pytest.mark.parametrize("door", QUICK)

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from gpt2lab.errors import GPT2LabError
+from gpt2lab.errors import GPT2LabError, is_lost_peer
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -27,6 +27,7 @@ def run(main: Callable[[list[str]], int]) -> int:
             print(f"error: {refusal}", file=sys.stderr)
         elif refusal.is_local:
             print(f"error: process {rank}: {refusal}", file=sys.stderr)
+        _tell_launcher(refusal, report=str(refusal))
         return _leave(refusal.exit_code)
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -36,16 +37,20 @@ def run(main: Callable[[list[str]], int]) -> int:
         return 1
     except Exception as error:
         traceback.print_exc()
-        _tell_launcher(error)
+        _tell_launcher(error, report=traceback.format_exc())
         return _leave(1)
 
 
-def _tell_launcher(error: Exception) -> None:
-    """Have torchrun end its report with this error: among many processes it is the first cause that matters."""
+def _tell_launcher(error: Exception, report: str) -> None:
+    """Have torchrun end its output with the first cause: the earliest of the processes' reports, by whole seconds.
+
+    A process that fails because another one did is often as fast as a second allows; it dates itself a second later.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    second = int(time.time()) + is_lost_peer(error)
+    extra = {"py_callstack": report, "timestamp": str(second)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with contextlib.suppress(OSError), open(path, "w") as file:
         json.dump({"message": message}, file)

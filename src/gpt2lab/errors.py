@@ -72,3 +72,15 @@ class CheckError(GPT2LabError):
     """Something was computed and compared, and does not hold."""
 
     exit_code = 1
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Tell whether an error says that another process is gone: in our words, gloo's or NCCL's."""
+    words = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "remote process",
+    )
+    said_by_library = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return said_by_library or isinstance(error, PeerError)

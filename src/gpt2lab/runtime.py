@@ -154,17 +154,6 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def is_lost_peer(error: Exception) -> bool:
-    """Tell whether an error says that another process is gone, in gloo's words or NCCL's."""
-    words = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "remote process",
-    )
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
 def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
     try:
         return act(), None

@@ -17,7 +17,7 @@ from gpt2lab import rng
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.saver import Saver
 from gpt2lab.data.loader import GlobalBatch, Loader
-from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError
+from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError, is_lost_peer
 from gpt2lab.faults import faultpoint
 from gpt2lab.histograms import Histograms
 from gpt2lab.measurements import Measurements
@@ -33,7 +33,7 @@ from gpt2lab.reliability.spikes import is_spike
 from gpt2lab.reliability.stop import launcher_grace_seconds
 from gpt2lab.reliability.stragglers import Stragglers
 from gpt2lab.runs.progress import is_due
-from gpt2lab.runtime import Runtime, is_lost_peer
+from gpt2lab.runtime import Runtime
 from gpt2lab.schedule import lr_at
 from gpt2lab.start import Start
 from gpt2lab.state import NOT_FINITE, TrainState
