@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab import hardware
 from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
+from whole_run import LAST, Run
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)
@@ -45,3 +47,24 @@ def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(prepared_once: Path, tmp_path: Path) -> Path:
     """Return a copy of them to spoil."""
     return Path(shutil.copytree(prepared_once, tmp_path / "prepared"))
+
+
+@pytest.fixture
+def run(tiny_data: Path, tmp_path: Path) -> Run:
+    """Return a tiny run that has not begun."""
+    return Run(tiny_data, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run of 26 steps, into the second epoch; treat as read-only."""
+    run = Run(tiny_data, tmp_path_factory.mktemp("straight"))
+    run.train(f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10")
+    return run
+
+
+@pytest.fixture
+def no_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the shipped table of hardware be all that is known."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    hardware.load.cache_clear()

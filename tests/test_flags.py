@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import math
 import sys
 import textwrap
 import types
@@ -19,25 +18,19 @@ from typing import Any, get_args, get_origin
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # for `python tests/...`
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gpt2lab import paths
-from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig, fixed
+from gpt2lab.config import Config, fixed
 from gpt2lab.errors import ConfigError
-from gpt2lab.flags import RENAMED, Command, Verbs, parse
-from gpt2lab.plan import BatchPlan, count_parameters, count_steps, make_plan, plan_batches
-from gpt2lab.presets import PRESETS, preset
+from gpt2lab.flags import RENAMED, Verbs, parse
+from gpt2lab.presets import preset
 from gpt2lab.settings import (
     ARCHITECTURE,
     LEAVES,
-    find_problems,
-    is_path,
     override,
     policy_of,
     to_flat,
 )
-from gpt2lab.start import decide
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
 
@@ -216,6 +209,14 @@ def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(argv: tu
     assert parse(list(argv)).typed == {"n_layer", "use_tensorboard"}
 
 
+@pytest.mark.parametrize(
+    ("typed", "value"), [("2M", 2_000_000), ("2.5k", 2500), ("4_096", 4096), ("7", 7)]
+)
+def test_a_whole_number_may_have_a_unit_of_thousands(typed: str, value: int) -> None:
+    assert fresh(f"--max_tokens={typed}")["max_tokens"] == value
+    assert fresh(f"--total_batch_size={typed}")["total_batch_size"] == value
+
+
 def test_a_switch_can_be_typed_off_again() -> None:
     saved = override(Config(), {"use_tensorboard": True})
     command = parse(["--no_use_tensorboard"])
@@ -323,7 +324,8 @@ def test_fp16_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (("--n_layer=two",), "--n_layer"),
+        (("--n_layer=two",), "'two' is not a whole number like 5000, 100M or 10B"),
+        (("--n_layer=1.5",), "'1.5' is not a whole number"),
         (("--n_layer",), "--n_layer"),
         (("--max_lr=fast",), "--max_lr"),
         (("--model=gpt3",), "gpt2-xl"),
@@ -333,239 +335,6 @@ def test_fp16_is_refused_with_the_reason() -> None:
 )
 def test_a_value_that_cannot_be_is_refused_in_one_line(argv: tuple[str, ...], part: str) -> None:
     assert part in refusal(*argv)
-
-
-PROBLEMS: list[tuple[dict[str, Any], str]] = [
-    ({"n_head": 5}, "n_embd 768 is not a multiple of n_head 5"),
-    ({"n_head": 0}, "n_head 0 must be at least 1"),
-    ({"n_layer": 0}, "n_layer 0 must be at least 1"),
-    ({"context_length": 0}, "context_length 0 must be at least 1"),
-    ({"vocab_size": 1}, "vocab_size 1 must be at least 2"),
-    ({"mini_batch_size": 0}, "mini_batch_size 0 must be at least 1"),
-    ({"dropout": 1.0}, "dropout 1.0 must be in [0, 1)"),
-    ({"dropout": -0.1}, "dropout -0.1 must be in [0, 1)"),
-    ({"seed": -1}, "seed -1 must be at least 0"),
-    ({"seed": 2**32}, "seed 4294967296 must be below 2**32"),
-    ({"max_lr": 0.0}, "max_lr 0.0 must be above 0"),
-    ({"max_lr": math.inf}, "max_lr inf is not a finite number"),
-    ({"grad_clip": math.inf}, "grad_clip inf is not a finite number"),
-    ({"min_lr": 1.0}, "min_lr 1.0 is above max_lr 0.0006"),
-    ({"min_lr": -1.0}, "min_lr -1.0 must be at least 0"),
-    ({"weight_decay": -0.1}, "weight_decay -0.1 must be at least 0"),
-    ({"wsd_decay": 0.0}, "wsd_decay 0.0 must be in (0, 1]"),
-    ({"warmup_steps": -1}, "warmup_steps -1 must be at least 0"),
-    ({"max_steps": 0}, "max_steps 0 must be at least 1"),
-    ({"num_epochs": 0.0}, "num_epochs 0.0 must be above 0"),
-    ({"max_steps": 1, "num_epochs": 1.0}, "max_steps and num_epochs both set the length"),
-    ({"eval_freq": -1}, "eval_freq -1 must be at least 0"),
-    ({"log_freq": 0}, "log_freq 0 must be at least 1"),
-    ({"keep_checkpoints": 0}, "keep_checkpoints 0 must be at least 1"),
-    ({"run_name": "a/b"}, "run_name 'a/b' must be a plain folder name"),
-    ({"run_name": ".hidden"}, "run_name '.hidden' must be a plain folder name"),
-    ({"run_name": ""}, "run_name '' must be a plain folder name"),
-]
-
-
-@pytest.mark.parametrize(("values", "problem"), PROBLEMS)
-def test_a_setting_that_cannot_work_is_one_problem_with_its_value(
-    values: dict[str, Any], problem: str
-) -> None:
-    (found,) = find_problems(override(Config(), values))
-    assert found.startswith(problem)
-
-
-def test_the_defaults_and_every_preset_have_no_problem() -> None:
-    for name in PRESETS:
-        assert find_problems(preset(name)) == []
-    assert find_problems(Config()) == []
-
-
-def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
-    argv = [
-        "--n_head=5",
-        "--seed=-1",
-        "--dropout=2",
-        "--log_freq=0",
-        f"--checkpoint_dir={tmp_path}",
-    ]
-    with pytest.raises(ConfigError) as error:
-        decide(parse(argv), world_size=1, set_aside=False)
-    for name in ("n_head 5", "seed -1", "dropout 2.0", "log_freq 0"):
-        assert name in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-# -- flat and nested -------------------------------------------------------------------------------------------------
-
-CHANGES: dict[str, st.SearchStrategy[Any]] = {
-    "n_layer": st.integers(1, 99),
-    "max_lr": st.floats(1e-6, 1.0),
-    "min_lr": st.none() | st.floats(0, 1e-6),
-    "num_epochs": st.none() | st.floats(0.1, 9),
-    "data_dir": st.sampled_from(["/a/b", "c"]),
-    "hellaswag_path": st.none() | st.just("/h.jsonl"),
-    "run_name": st.none() | st.text(min_size=1),
-    "use_tensorboard": st.booleans(),
-    "shuffle": st.sampled_from(["shards", "windows", "none"]),
-    "model": st.sampled_from(sorted(PRESETS)),
-}
-
-
-@settings(derandomize=True, max_examples=50, deadline=None)
-@given(st.fixed_dictionaries({}, optional=CHANGES))
-def test_flat_values_put_over_the_defaults_are_the_config_again(changes: dict[str, Any]) -> None:
-    config = override(Config(), changes)
-    flat = to_flat(config)
-    assert {name: flat[name] for name in changes} == changes
-    assert override(Config(), flat) == config
-    untouched = to_flat(Config())
-    assert all(flat[name] == untouched[name] for name in LEAVES if name not in changes)
-
-
-def test_paths_are_paths_in_the_config_and_text_in_the_flat_form() -> None:
-    path_names = {name for name in LEAVES if is_path(name)}
-    assert path_names == {"data_dir", "hellaswag_path", "checkpoint_dir"}
-    config = override(Config(), {"hellaswag_path": "x"})
-    assert config.eval.hellaswag_path == Path("x")
-    assert to_flat(config)["hellaswag_path"] == "x"
-
-
-def test_a_setting_of_another_version_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="unknown settings n_leyer, quux: written by another"):
-        override(Config(), {"n_layer": 3, "quux": 1, "n_leyer": 2})
-
-
-# -- plans -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
-def test_the_presets_are_the_sizes_that_openai_released(name: Any, parameters: int) -> None:
-    model = dataclasses.replace(preset(name).model, vocab_size=50257)
-    assert count_parameters(model) == parameters
-
-
-def test_the_closed_form_counts_what_is_listed_tensor_by_tensor() -> None:
-    model = ModelConfig(n_layer=3, n_head=2, n_embd=10, context_length=7, vocab_size=11)
-    block = [
-        *(10, 10),  # first norm
-        *(10 * 30, 30),  # query, key, value
-        *(10 * 10, 10),  # output of attention
-        *(10, 10),  # second norm
-        *(10 * 40, 40, 40 * 10, 10),  # MLP
-    ]
-    assert count_parameters(model) == 11 * 10 + 7 * 10 + 3 * sum(block) + (10 + 10)
-
-
-@pytest.mark.parametrize(("total", "world"), [(96, 1), (96, 2), (480, 5)])
-def test_the_batch_is_world_times_accumulation_times_micro_batch(total: int, world: int) -> None:
-    batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
-    plan = plan_batches(batch, context_length=4, world_size=world)
-    assert plan == BatchPlan(total // 4, 3, total // (4 * 3 * world), world, 4)
-    assert plan.samples == plan.world_size * plan.accumulation * plan.mini_batch_size
-    assert plan.tokens == total
-
-
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
-    def message(total: int, world: int) -> str:
-        batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
-        with pytest.raises(ConfigError) as error:
-            plan_batches(batch, context_length=4, world_size=world)
-        return str(error.value)
-
-    assert "nearest: 96 or 108 " in message(100, 1)
-    assert "nearest: 96 or 120 " in message(100, 2)
-    assert "nearest: 120 " in message(100, 10)  # 0 is no batch
-    assert "total_batch_size 100 is not a multiple of" in message(100, 1)
-    for total, world in [(96, 1), (108, 1), (96, 2), (120, 2), (120, 10)]:
-        batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
-        assert plan_batches(batch, context_length=4, world_size=world).tokens == total
-
-
-LENGTHS_OF_RUNS: list[tuple[dict[str, Any], int]] = [
-    ({"max_steps": 7}, 7),
-    ({"max_tokens": 640}, 10),
-    ({"max_tokens": 703}, 10),
-    ({"max_tokens": 704}, 11),
-    ({"num_epochs": 1.0}, 6),  # 25 windows in steps of 4
-    ({"num_epochs": 2.0}, 12),
-    ({"num_epochs": 0.5}, 3),
-    ({"num_epochs": 0.16}, 1),
-    ({}, 6),
-]
-
-
-@pytest.mark.parametrize(("length", "steps"), LENGTHS_OF_RUNS)
-def test_steps_tokens_and_epochs_become_whole_steps(length: dict[str, Any], steps: int) -> None:
-    batch = BatchConfig(total_batch_size=64)
-    counted = count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
-    assert counted == steps
-
-
-@pytest.mark.parametrize(
-    ("length", "given"), [({"max_tokens": 63}, "max_tokens 63"), ({"num_epochs": 0.15}, "0.15")]
-)
-def test_less_than_one_step_is_refused(length: dict[str, Any], given: str) -> None:
-    batch = BatchConfig(total_batch_size=64)
-    with pytest.raises(ConfigError, match=f"{given}.* less than one step of 64 tokens"):
-        count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
-
-
-def test_a_plan_adds_up() -> None:
-    config = override(Config(), {"total_batch_size": 64, "mini_batch_size": 2, "num_epochs": 2.0})
-    config = override(config, {"context_length": 16, "checkpoint_freq": 5, "keep_checkpoints": 2})
-    plan = make_plan(config, world_size=2, windows_per_epoch=25)
-    assert (plan.max_steps, plan.tokens, plan.epochs) == (12, 12 * 64, 12 * 4 / 25)
-    assert plan.batch.accumulation == 1
-    assert plan.checkpoint_bytes == 3 * 4 * plan.parameters  # weights and two moments, fp32
-    assert plan.disk_bytes == plan.retained_checkpoints * plan.checkpoint_bytes
-    assert (
-        plan.retained_checkpoints >= 2 + 1 + 2
-    )  # rolling, one whole epoch, best and the one before
-
-
-def tiny(tiny_flags: list[str], *more: str) -> Command:
-    return parse([*tiny_flags, *more])
-
-
-def test_warm_up_longer_than_the_run_is_refused(tiny_flags: list[str]) -> None:
-    start = decide(
-        tiny(tiny_flags, "--max_steps=9", "--warmup_steps=9"), world_size=1, set_aside=False
-    )
-    assert start.plan.max_steps == 9
-    with pytest.raises(ConfigError, match="warmup_steps 10 is longer than the run of 9 steps"):
-        decide(
-            tiny(tiny_flags, "--max_steps=9", "--warmup_steps=10"), world_size=1, set_aside=False
-        )
-
-
-def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
-    start = decide(tiny(tiny_flags, "--max_lr=0.01"), world_size=1, set_aside=False)
-    flat = to_flat(start.config)
-    steps = sum((size - 1) // 16 for size in (1003, 777, 1290)) // 8
-    assert start.plan.max_steps == steps
-    assert (flat["num_epochs"], flat["max_steps"], flat["max_tokens"]) == (1.0, None, None)
-    assert flat["min_lr"] == pytest.approx(0.001)
-    assert flat["warmup_steps"] == steps // 10
-    assert start.attempt == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_without_a_name_is_named_by_model_and_time(tiny_flags: list[str]) -> None:
-    flags = [flag for flag in tiny_flags if not flag.startswith("--run_name")]
-    start = decide(parse(flags), world_size=1, set_aside=False)
-    model, date, clock = start.run_dir.name.replace("_", "-").split("-")
-    assert (model, len(date), len(clock)) == ("gpt2", 8, 6)
-    assert (date + clock).isdigit()
 
 
 if __name__ == "__main__":

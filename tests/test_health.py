@@ -18,7 +18,7 @@ from gpt2lab.model import GPT
 from gpt2lab.reliability import drift, rewind, spikes
 from gpt2lab.runtime import Runtime
 from gpt2lab.state import NOT_FINITE, TrainState
-from test_run import Run
+from whole_run import Run
 
 S = 8  # windows a step
 

@@ -21,7 +21,7 @@ import launch
 from gpt2lab.checkpoints import importing
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.flags import parse
-from test_run import Run
+from whole_run import Run
 
 DONE, LAST = 4, 8  # steps of the run that the files are made from, steps of the one they become
 NANO = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 256, "bias": True}

@@ -15,7 +15,7 @@ import pytest
 import launch
 from gpt2lab.flags import parse
 from gpt2lab.reliability import preflight, trials
-from test_run import Run
+from whole_run import Run
 
 Usage = namedtuple("Usage", "total used free")
 NAMES = [

@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 
 from gpt2lab.errors import CheckpointError
-from test_run import Run
 from tiny import write_shards
+from whole_run import Run
 
 COMMON = ("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=3", "--warmup_steps=2")
-
-
-@pytest.fixture
-def run(tiny_data: Path, tmp_path: Path) -> Run:
-    return Run(tiny_data, tmp_path)
 
 
 def crash_after(run: Run, step: int, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:

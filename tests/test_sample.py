@@ -16,7 +16,7 @@ from gpt2lab.bench.sample import compare_with_rerun, describe
 from gpt2lab.config import ModelConfig
 from gpt2lab.data.tokenizer import gpt2_encoding
 from gpt2lab.evaluation.completion import Completer, Style
-from gpt2lab.evaluation.sample import _pick, draw
+from gpt2lab.evaluation.sample import _pick, draw, generate, sample_text
 from gpt2lab.flags import parse
 from gpt2lab.model import GPT, build_model
 from gpt2lab.pretrain import pretrain
@@ -263,3 +263,73 @@ def test_a_vocabulary_that_is_not_gpt2s_is_refused(
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     code, line = door(SAMPLE, "tiny", "--prompt=x", folder=tmp_path)
     assert (code, "below GPT-2's 50257" in line) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def padded_model() -> GPT:
+    """Return a model with the 47 padding rows of the default vocabulary."""
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=6, vocab_size=50304)
+    return build_model(config, seed=1, device=torch.device("cpu")).eval()
+
+
+def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_model) -> None:
+    texts = []
+    for global_seed, seed, training in ((1, 7, True), (2, 7, False), (2, 8, True)):
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        padded_model.train(training)
+        texts.append(sample_text(padded_model, "def ", max_new_tokens=5, seed=seed))
+        assert padded_model.training == training
+        assert torch.equal(torch.get_rng_state(), before)
+    padded_model.eval()
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("def ") for text in texts)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, monkeypatch) -> None:
+    plain = padded_model.head
+
+    def high_on_padding(hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain(hidden).clone()
+        logits[..., 50257:] = 1e4
+        return logits
+
+    monkeypatch.setattr(padded_model, "head", high_on_padding)
+    ids = generate(padded_model, [1, 2], max_new_tokens=40, generator=seeded(), top_k=50304)
+    assert ids[:2] == [1, 2]
+    assert len(ids) == 42
+    assert max(ids) < 50257
+
+
+def test_sampling_draws_from_its_own_generator_alone(padded_model) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    texts = [generate(padded_model, [5], max_new_tokens=8, generator=seeded(n)) for n in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, monkeypatch) -> None:
+    lengths = []
+    extend = padded_model.extend
+
+    def watched(tokens: torch.Tensor, caches: list) -> torch.Tensor:
+        lengths.append(tokens.size(1))
+        return extend(tokens, caches)
+
+    def certain(hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*hidden.shape[:-1], 50304)
+        logits[..., 50256 if len(lengths) > 9 else 17] = 1e4
+        return logits
+
+    monkeypatch.setattr(padded_model, "extend", watched)
+    monkeypatch.setattr(padded_model, "head", certain)
+    ids = generate(padded_model, [1, 2], max_new_tokens=40, generator=seeded())
+    assert ids == [1, 2] + [17] * 9
+    assert lengths == [2, 1, 1, 1, 1, 3, 1, 1, 1, 3], (
+        "one new id a step; full, it keeps the newer half"
+    )

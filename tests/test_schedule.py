@@ -116,3 +116,9 @@ def test_rate_stays_in_its_bounds_and_only_falls_after_the_warm_up(data) -> None
     never_decays = schedule == "wsd" and round(decay * last) == 0
     if warmup < last and not never_decays:
         assert rates[last] == pytest.approx(floor, abs=1e-12)
+
+
+def test_a_short_wsd_run_decays() -> None:
+    optim = OptimConfig(lr_schedule="wsd", wsd_decay=0.1, warmup_steps=0, min_lr=6e-5)
+    assert lr_at(4, optim, max_steps=4) == pytest.approx(6e-5)
+    assert lr_at(3, optim, max_steps=4) == optim.max_lr

@@ -27,7 +27,7 @@ from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.flags import parse
 from gpt2lab.model import build_model
 from gpt2lab.optim import build_optimizers
-from test_run import Run
+from whole_run import Run
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
 SEED = int(os.environ.get("SEED", "1337"))

@@ -1,0 +1,49 @@
+"""Forecasts in one line, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpt2lab import hardware
+from gpt2lab.planning import (
+    profiles,
+    timing,
+)
+from gpt2lab.planning.ask import Ask, job_of
+from gpt2lab.planning.estimate import Estimate, estimate
+from gpt2lab.planning.job import Job
+from gpt2lab.planning.machine import Machine, named
+from gpt2lab.presets import preset
+
+KNOWN = hardware.load(Path("/nonexistent"))
+
+
+def job_for(*, world: int = 1, **flags: object) -> Job:
+    ask = Ask(**flags)  # type: ignore[arg-type]
+    return job_of(ask, profiles.find(None, KNOWN), world=world, is_cpu=False, native_bf16=True)
+
+
+def on(gpu: str, *, gpus: int = 1, compiled: bool = True, **more: object) -> Machine:
+    card = KNOWN.gpu(gpu)
+    rates = timing.roofline(card, KNOWN, compiled=compiled)
+    return named(card, KNOWN, gpus=gpus, rates=rates, **({"nodes": 1, "interconnect": None} | more))  # type: ignore[arg-type]
+
+
+def foretell(gpu: str, *, gpus: int = 1, **flags: object) -> Estimate:
+    return estimate(job_for(world=gpus, **flags), on(gpu, gpus=gpus), KNOWN)
+
+
+def record(**more: object) -> dict[str, object]:
+    model = preset("gpt2-nano").model
+    return {
+        **{"device": "x", "world": 1, "threads": 2, "dtype": "fp32", "compile": False},
+        **{"n_layer": model.n_layer, "n_head": model.n_head, "n_embd": model.n_embd},
+        **{"context_length": model.context_length, "vocab_size": model.vocab_size},
+        **{
+            "micro_batch": 8,
+            "accumulation": 4,
+            "step_seconds": 0.5,
+            "others": 0.0,
+            "ratios": {"eval": 0.3},
+        },
+    } | more
