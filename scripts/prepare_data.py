@@ -15,7 +15,7 @@ from tyro.conf import Positional
 import _bootstrap  # noqa: F401
 from gpt2lab.door import run
 from gpt2lab.errors import ConfigError
-from gpt2lab.flags import Count, option, run_tyro
+from gpt2lab.flags import option, run_tyro
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class PrepareData:
         metadata={"help": "python-stdlib | fineweb-edu | hf:NAME | a file or folder"}
     )
     out: Path | None = option(None, "folder to create; default data/NAME in the repository")
-    shard_tokens: Count = option(100_000_000, "tokens per shard file")
-    val_tokens: Count | None = option(
+    shard_tokens: int = option(100_000_000, "tokens per shard file")
+    val_tokens: int | None = option(
         None, "tokens of the validation split; default 5 % of the text, at most 100M"
     )
-    max_tokens: Count | None = option(None, "stop after this many tokens")
+    max_tokens: int | None = option(None, "stop after this many tokens")
     text_column: str = option("text", "column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(
         None, "of a Hugging Face dataset; fineweb-edu: sample-10BT (default), sample-100BT ... full"

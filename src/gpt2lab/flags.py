@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from gpt2lab import fmt, paths
 from gpt2lab.config import LENGTHS, Config, Recipe, TuningConfig
@@ -36,20 +36,20 @@ def _read_count(words: list[str]) -> int:
     try:
         return fmt.parse_count(words[0])
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{words[0]!r} is not a number like 5000, 100M or 10B") from None
+        raise ValueError(f"{words[0]!r} is not a whole number like 5000, 100M or 10B") from None
 
 
-# A flag that takes 100M for 100_000_000.
-Count = Annotated[
-    int,
-    PrimitiveConstructorSpec(
+def _whole_numbers(known: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    """Let every flag that takes a whole number take 100M for 100_000_000."""
+    if known.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="N",
+        metavar="INT",
         instance_from_str=_read_count,
-        is_instance=lambda value: isinstance(value, int),
+        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
         str_from_instance=lambda value: [str(value)],
-    ),
-]
+    )
 
 
 def option(default: Any, help: str) -> Any:
@@ -311,8 +311,10 @@ def run_tyro(
     Raises: ConfigError; SystemExit(0) after printing help.
     """
     complaints = io.StringIO()
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_whole_numbers)
     try:
-        with contextlib.redirect_stderr(complaints):
+        with contextlib.redirect_stderr(complaints), registry:
             parsed, unknown = tyro.cli(
                 target,
                 args=argv,
