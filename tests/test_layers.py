@@ -21,8 +21,8 @@ def _rows(table: str) -> list[list[str]]:
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
 bench checkpoints data evaluation finetuning gpt2lab huggingface planning reliability runs sharding
-config errors faults fmt interval paths tags  planning.contention  reliability.heartbeat reliability.spikes
-  reliability.stop
+config errors faults fmt interval paths tags  bench.register_peak  planning.contention  reliability.heartbeat
+  reliability.spikes reliability.stop
 door hardware schedule settings state  bench.operator_groups  checkpoints.manifest  data.hellaswag_source data.order
   data.pieces data.sources data.tokenizer  finetuning.conversations  planning.loss_prediction  reliability.deadline
   runs.progress runs.tensorboard_server

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2lab.bench import ceilings, contestants, operator_groups, race, running, token_stream
+from gpt2lab.bench import (
+    ceilings,
+    contestants,
+    operator_groups,
+    race,
+    register_peak,
+    running,
+    token_stream,
+)
 from gpt2lab.bench.contestants import Contestant, Place, Step
 from gpt2lab.bench.shapes import SIZES, Size
 from gpt2lab.errors import CheckError, ConfigError
@@ -93,11 +101,11 @@ def test_each_trainers_own_lines_are_read(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     events: list[dict[str, Any]] = [
         {"event": "eval", "val_loss": 9},
-        {"event": "step", "loss": 5.401, "step_seconds": 0.4321},
+        {"event": "step", "loss": 5.401, "step_seconds": 0.4321, "data_wait_seconds": 0.01},
     ]
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (tmp_path / "run" / "metrics.jsonl").write_text(lines + '{"event": "st')
-    assert ours.read(place) == [Step(0.4321, 5.401)]
+    assert ours.read(place) == [Step(0.4321, 5.401, data_seconds=0.01)]
 
 
 def test_our_flags_are_flags_of_the_trainer(tmp_path: Path) -> None:
@@ -203,7 +211,7 @@ def test_memory_and_operators_of_any_training_script(tmp_path: Path) -> None:
     # Weights, gradients and two moments; and as AdamW is not fused here, temporaries as large as two more.
     assert 4 * weights < live < 6.1 * weights
     profile = running.measure_inside(trainer, "profile", limit_seconds=100)
-    seconds = operator_groups.split(profile["operators"], profile["step_seconds"])
+    seconds = operator_groups.split(profile["operators"], profile["step_seconds"], None)
     assert sum(seconds.values()) == pytest.approx(profile["step_seconds"], rel=0.3)
     assert seconds["matmul"] > 0
     assert seconds["optimizer"] > 0
@@ -268,14 +276,17 @@ def test_a_ratio_within_the_noise_is_not_printed() -> None:
 
 def test_the_table_holds_the_medians_of_the_timed_steps() -> None:
     ours, other = _entry("ours", [0.1, 0.3, 0.2], [0.2, 0.2, 0.2]), _entry("other", [0.4, 0.4, 0.5])
-    rows = race.summarize([ours, other], matmul={"bf16": 1e9, "fp32": 1e9}, peak_flops=None)
+    rows = race.summarize(
+        [ours, other], matmul={"bf16": 1e9, "fp32": 1e9}, peak={"bf16": 2e9, "fp32": None}
+    )
     assert rows[0]["tokens_per_second"] == pytest.approx(64 / 0.2)
     assert rows[0]["tokens_per_second_p10"] == pytest.approx(64 / 0.25)
     assert rows[1]["ours_is_times"] == {"ours": pytest.approx(2)}
     assert rows[0]["ours_is_times"] == {}
     assert rows[1]["share_of_matmul"] == pytest.approx(64 / 0.4 * SMALL.flops_per_token / 1e9)
+    assert rows[1]["mfu"] == pytest.approx(rows[1]["share_of_matmul"] / 2)
     assert (rows[1]["loss_first"], rows[1]["loss_last"]) == (5.0, 2.0)
-    assert (rows[1]["mfu"], rows[1]["first_step_seconds"]) == (None, [9.0])
+    assert rows[1]["first_step_seconds"] == [9.0]
     text = race.describe(rows)
     assert "320" in text
     assert "2.00" in text
@@ -313,9 +324,15 @@ def test_operators_are_sorted_by_what_they_do(operator: str, group: str) -> None
 
 
 def test_what_no_operator_explains_is_idle() -> None:
-    seconds = operator_groups.split({"aten::mm": 0.6, "aten::add": 0.1}, 1.0)
+    seconds = operator_groups.split({"aten::mm": 0.6, "aten::add": 0.1}, 1.0, None)
     assert seconds["idle"] == pytest.approx(0.3)
+    assert "data" not in seconds
     assert "matmul 600.0 ms (60%)" in operator_groups.describe("ours", seconds)
+
+
+def test_waiting_for_data_is_a_row_of_its_own_where_the_trainer_tells_it() -> None:
+    seconds = operator_groups.split({"aten::mm": 0.6}, 1.0, 0.1)
+    assert (seconds["data"], seconds["idle"]) == (0.1, pytest.approx(0.3))
 
 
 def test_ceilings_are_measured_and_leave_the_precision_as_it_was(
@@ -329,6 +346,23 @@ def test_ceilings_are_measured_and_leave_the_precision_as_it_was(
     assert min(v for v in found.as_json().values() if isinstance(v, float)) > 1e6
     assert found.matmul("fp32") == found.matmul_fp32
     assert "matmul bf16" in ceilings.describe(found)
+
+
+def test_registers_are_faster_than_any_matrix_product_or_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = register_peak.register_peak("fp32", threads=torch.get_num_threads())
+    if found is not None:
+        square = torch.randn(1024, 1024)
+        rates = []
+        for _ in range(5):
+            began = time.perf_counter()
+            square @ square
+            rates.append(2 * 1024**3 / (time.perf_counter() - began))
+        assert found > 0.8 * max(rates)  # both are measured, and others are on the machine
+    (tmp_path / "cpuinfo").write_text("flags : sse2 avx2")
+    monkeypatch.setattr(register_peak, "_CPUINFO", tmp_path / "cpuinfo")
+    assert register_peak.register_peak("bf16", threads=1) is None
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from gpt2lab import fmt
+from gpt2lab.bench.register_peak import register_peak
 from gpt2lab.bench.shapes import Size
 
 Device = Literal["cpu", "cuda"]
@@ -21,10 +22,12 @@ _LEAST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best of several shapes each."""
+    """The best of several shapes each; the registers' of a CPU that tells."""
 
     matmul_fp32: float  # FLOP/s, full precision
     matmul_bf16: float  # FLOP/s
+    register_fp32: float | None  # FLOP/s out of registers alone
+    register_bf16: float | None
     copy: float  # bytes/s, read and written both counted
     fresh_memory: float | None  # bytes/s of first touches, CPU only
     attention_sdpa: float  # FLOP/s forward and backward, dense count, at the size's own shape
@@ -47,6 +50,8 @@ def measure_ceilings(device: Device, size: Size) -> Ceilings:
     return Ceilings(
         matmul_fp32=max(_matmul(shape, torch.float32, device) for shape in shapes),
         matmul_bf16=max(_matmul(shape, torch.bfloat16, device) for shape in shapes),
+        register_fp32=_register_peak("fp32", device),
+        register_bf16=_register_peak("bf16", device),
         copy=_copy(device),
         fresh_memory=_fresh_memory() if device == "cpu" else None,
         attention_sdpa=_attention(size, device),
@@ -58,7 +63,11 @@ def measure_ceilings(device: Device, size: Size) -> Ceilings:
 
 def describe(ceilings: Ceilings) -> str:
     """Write them for people."""
+    peaks = {"bf16": ceilings.register_bf16, "fp32": ceilings.register_fp32}
     rows = [
+        [f"registers {name}", f"{peak / 1e9:,.0f} GFLOP/s"] for name, peak in peaks.items() if peak
+    ]
+    rows += [
         ["matmul bf16", f"{ceilings.matmul_bf16 / 1e9:,.0f} GFLOP/s"],
         ["matmul fp32", f"{ceilings.matmul_fp32 / 1e9:,.0f} GFLOP/s"],
         ["attention forward + backward, bf16", f"{ceilings.attention_sdpa / 1e9:,.0f} GFLOP/s"],
@@ -68,6 +77,10 @@ def describe(ceilings: Ceilings) -> str:
         rows.append(["memory touched first", f"{ceilings.fresh_memory / 1e9:,.1f} GB/s"])
     head = f"{ceilings.device_name}, {ceilings.threads} threads, torch {ceilings.torch_version}"
     return f"{head}\n{fmt.table(('ceiling', ''), rows)}"
+
+
+def _register_peak(precision: Literal["fp32", "bf16"], device: Device) -> float | None:
+    return register_peak(precision, threads=torch.get_num_threads()) if device == "cpu" else None
 
 
 def _matmul_shapes(size: Size, device: Device) -> list[tuple[int, int, int]]:

@@ -32,6 +32,9 @@ class Step:
 
     seconds: float
     loss: float  # nats/token
+    data_seconds: float | None = (
+        None  # of these, spent on waiting for the batch; None where nobody tells
+    )
 
 
 @dataclass(frozen=True)
@@ -260,7 +263,8 @@ def _our_steps(place: Place) -> list[Step]:
     path = place.folder / "run" / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     events = [json.loads(line) for line in lines]
-    return [Step(e["step_seconds"], e["loss"]) for e in events if e["event"] == "step"]
+    steps = [event for event in events if event["event"] == "step"]
+    return [Step(e["step_seconds"], e["loss"], e["data_wait_seconds"]) for e in steps]
 
 
 def _lines(pattern: str) -> Callable[[Place], list[Step]]:

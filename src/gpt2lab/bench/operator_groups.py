@@ -32,11 +32,19 @@ def group_of(operator: str) -> str:
     return "elementwise"
 
 
-def split(operators: Mapping[str, float], step_seconds: float) -> dict[str, float]:
-    """Return seconds a step by group, and `idle`: what no operator accounts for."""
+def split(
+    operators: Mapping[str, float], step_seconds: float, data_seconds: float | None
+) -> dict[str, float]:
+    """Return seconds a step by group, and `idle`: what no operator accounts for.
+
+    `data_seconds`: how long a step waits for its batch, during which it runs no operator; None: not known, so that
+    the wait is in `idle` and a batch's making in `elementwise`.
+    """
     seconds = dict.fromkeys(GROUPS, 0.0)
     for name, spent in operators.items():
         seconds[group_of(name)] += spent
+    if data_seconds is not None:
+        seconds["data"] = data_seconds
     seconds["idle"] = max(0.0, step_seconds - sum(seconds.values()))
     return seconds
 

@@ -36,6 +36,13 @@ class Entry:
         return statistics.median(self.seconds)
 
     @property
+    def data_seconds(self) -> float | None:
+        """Seconds that the middle step waited for its batch, if the trainer tells."""
+        waits = [step.data_seconds for run in self.runs for step in run.timed]
+        told = [seconds for seconds in waits if seconds is not None]
+        return statistics.median(told) if told else None
+
+    @property
     def rate(self) -> float:
         """Tokens/s of the middle step."""
         return self.contestant.size.tokens / self.median
@@ -66,9 +73,10 @@ def ratio(ours: Entry, other: Entry) -> tuple[float | None, str]:
 
 
 def summarize(
-    entries: Sequence[Entry], *, matmul: dict[str, float], peak_flops: float | None
+    entries: Sequence[Entry], *, matmul: dict[str, float], peak: dict[str, float | None]
 ) -> list[dict[str, Any]]:
-    """Return each contestant's numbers; the first is ours. `matmul`: FLOP/s of the ceiling by precision.
+    """Return each contestant's numbers; the first is ours. `matmul` and `peak`: FLOP/s by precision, of the best
+    matrix product seen and of the device itself where it is known: MFU is the share of that.
 
     `ours_is_times` holds how many times as fast each of our rows is.
     """
@@ -77,6 +85,8 @@ def summarize(
     for entry in entries:
         size, seconds = entry.contestant.size, sorted(entry.seconds)
         flops = entry.rate * size.flops_per_token
+        precision = entry.contestant.precision
+        device_peak = peak[precision]
         ratios = {mine.name: ratio(mine, entry) for mine in ours if mine is not entry}
         firsts = [run.steps[0] for run in entry.runs]
         rows.append(
@@ -92,8 +102,8 @@ def summarize(
                 "ours_is_times": {name: value for name, (value, _) in ratios.items()},
                 "ratio_texts": {name: text for name, (_, text) in ratios.items()},
                 "flops": flops,
-                "share_of_matmul": flops / matmul[entry.contestant.precision],
-                "mfu": flops / peak_flops if peak_flops else None,
+                "share_of_matmul": flops / matmul[precision],
+                "mfu": flops / device_peak if device_peak else None,
                 "loss_first": entry.runs[0].steps[0].loss,
                 "loss_last": entry.runs[0].steps[-1].loss,
                 "start_seconds": statistics.median(run.start_seconds for run in entry.runs),

@@ -88,7 +88,10 @@ def _compare_at(name: SizeName, plan: Plan, say: Callable[[str], None]) -> dict[
         rows = race.summarize(
             list(entries.values()),
             matmul={"fp32": best.matmul_fp32, "bf16": best.matmul_bf16},
-            peak_flops=peak_flops(best.device_name),
+            peak={
+                "fp32": best.register_fp32,
+                "bf16": best.register_bf16 or peak_flops(best.device_name),
+            },
         )
         say(race.describe(rows))
         result: dict[str, Any] = {
@@ -128,7 +131,9 @@ def _profiles(
     for entry in entries:
         _empty(entry.contestant)
         inside = measure_inside(entry.contestant, "profile", limit_seconds=plan.limit_seconds)
-        seconds = operator_groups.split(inside["operators"], inside["step_seconds"])
+        seconds = operator_groups.split(
+            inside["operators"], inside["step_seconds"], entry.data_seconds
+        )
         found[entry.name] = {"seconds": seconds, "operators": inside["operators"]}
         say(operator_groups.describe(entry.name, seconds))
         if entry is entries[0]:
