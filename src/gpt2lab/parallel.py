@@ -145,6 +145,8 @@ class Strategy:
         """
         if self._exact is not None:
             return self._exact.micro_batch(model, is_last=enabled)
+        if self._parallel == "fsdp":
+            fsdp.keep_gathered(model, after_backward=not enabled)
         if enabled or not isinstance(model, DistributedDataParallel):
             return contextlib.nullcontext()
         return model.no_sync()

@@ -44,8 +44,10 @@ def step_bytes(
     """
     gradients = 4 * count_parameters(model)
     blocks = 4 * model.n_layer * (12 * model.n_embd**2 + 13 * model.n_embd)
-    if parallel == "fsdp":  # a block's weights for its forward and again for its backward
-        gathered = accumulation * (gradients + blocks)
+    if (
+        parallel == "fsdp"
+    ):  # of every micro-batch a block's weights for its forward and again for its backward
+        gathered = gradients - blocks + accumulation * 2 * blocks
         return {"all_gather": gathered, "reduce_scatter": accumulation * gradients}
     if parallel == "zero1":
         return {"all_reduce": gradients, "all_gather": gradients}

@@ -3,7 +3,8 @@
 PyTorch's `fully_shard` (FSDP2), in the manner of ZeRO stage 3, Rajbhandari et al. 2020, arXiv:1910.02054. A block's
 weights are gathered for its forward pass, dropped, and gathered again for its backward pass, whose gradients are summed
 and split at once. That happens for every micro-batch: held back to the last one, as in the other modes, gradients would
-fill the memory that this mode is for.
+fill the memory that this mode is for. Embeddings and last norm are needed from a pass's beginning to its end; they stay
+whole until a step's last pass has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gpt2lab.model import GPT, empty_model
@@ -20,7 +21,7 @@ from gpt2lab.sharding.pieces import whole
 
 
 def shard(model: GPT, mesh: DeviceMesh, *, offload: bool) -> None:
-    """Leave of each weight this process's rows, in place; embeddings and last norm are gathered for the whole pass.
+    """Leave of each weight this process's rows, in place.
 
     `offload`: rows, gradients and optimizer state live in the CPU's memory, the GPU holds what it works on.
     """
@@ -28,6 +29,12 @@ def shard(model: GPT, mesh: DeviceMesh, *, offload: bool) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
+
+
+def keep_gathered(model: nn.Module, *, after_backward: bool) -> None:
+    """Say whether the weights outside the blocks shall stay whole after the coming backward pass, for the next one."""
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(not after_backward, recurse=False)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
