@@ -6,6 +6,7 @@ import hashlib
 import math
 import sys
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
@@ -31,9 +32,12 @@ OPTIM = OptimConfig(weight_decay=0.5)
 class Trained:
     """A model in one mode, and everything that a step of it needs."""
 
-    def __init__(self, runtime: Runtime, parallel: Parallel, *, seed: int = 0) -> None:
+    def __init__(self, runtime: Runtime, mode: str, *, seed: int = 0) -> None:
         self.runtime = runtime
-        self.strategy = Strategy(runtime, compile=False, dtype="fp32", parallel=parallel)
+        parallel = cast(Parallel, mode.removesuffix(" offloaded"))
+        self.strategy = Strategy(
+            runtime, compile=False, dtype="fp32", parallel=parallel, offload=mode != parallel
+        )
         self.model = build_model(CONFIG, seed=seed, device=runtime.device)
         self.wrapped = self.strategy.prepare(self.model)
         optimizers = build_optimizers(self.model, OPTIM, device=runtime.device)
@@ -94,7 +98,7 @@ def main(folder: Path) -> None:
     runtime.gather(None)
     saved = folder / "step_00000003"
 
-    for mode in ("zero1", "fsdp"):
+    for mode in ("zero1", "fsdp", "fsdp offloaded"):
         here = Trained(runtime, mode)
         for number, other in zip((1, 2, 3), stats, strict=True):
             before = here.weights()
