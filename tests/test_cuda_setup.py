@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from gpt2lab.config import SystemConfig
+from gpt2lab import attention_backend, parts
+from gpt2lab.config import SystemConfig, TuningConfig
 from gpt2lab.errors import ConfigError
+from gpt2lab.flags import parse
+from gpt2lab.model import build_model
 from gpt2lab.parallel import resolve_compile
+from gpt2lab.reliability.facts import facts_of
 from gpt2lab.runtime import Runtime
+from gpt2lab.start import decide
 
 SET = ("TORCHINDUCTOR_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -99,3 +106,31 @@ def test_a_gpu_that_cannot_compile_trains_all_the_same(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert resolve_compile("auto", device=cuda, max_steps=1) == (True, None)
+
+
+def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(
+    gpu: None, tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def choose(wanted: str, model: object, **how: Any) -> str:
+        asked.append((wanted, how["micro_batch"], how["masked"], how["autocast"]()._enabled))
+        return "efficient"
+
+    monkeypatch.setattr(attention_backend, "choose", choose)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
+    start = decide(parse(tiny_flags), world_size=1, set_aside=False)
+    model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
+    runtime = Runtime()
+    assert parts.look_at_attention(start, model, runtime) is start  # on a CPU
+    assert "attention" not in facts_of(start, runtime)["environment"]
+    runtime.use(SystemConfig(device="cuda"))
+    found = parts.look_at_attention(start, model, runtime)
+    assert facts_of(found, runtime)["environment"]["attention"] == "efficient"
+    system = dataclasses.replace(start.config.system, attention="flash", dtype="bf16")
+    config = dataclasses.replace(
+        start.config, system=system, tuning=TuningConfig(instructions="demo")
+    )
+    parts.look_at_attention(dataclasses.replace(start, config=config), model, runtime)
+    assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]

@@ -48,8 +48,8 @@ attention loss muon rng runtime telemetry  bench.ceilings bench.hf_loop bench.in
   bench.traffic  data.loader  runs.folder  sharding.pieces
 exact_reduce model optim  bench.data bench.trainers  checkpoints.checkpoint  finetuning.loader  reliability.control
   reliability.drift reliability.facts reliability.stragglers  runs.tensorboard  sharding.zero1
-histograms recompute  bench.save  checkpoints.saver  evaluation.sample  finetuning.lora finetuning.packed
-  huggingface.folder  reliability.receipt reliability.rewind  sharding.fsdp
+attention_backend histograms recompute  bench.save  checkpoints.saver  evaluation.sample  finetuning.lora
+  finetuning.packed  huggingface.folder  reliability.receipt reliability.rewind  sharding.fsdp
 parallel  checkpoints.foreign checkpoints.weights
 train_step  bench.sample  evaluation.completion evaluation.hellaswag evaluation.validation  finetuning.answers
   huggingface.export

@@ -29,6 +29,7 @@ from gpt2lab.parts import (
     Recipe,
     build_and_load,
     fit_to_hardware,
+    look_at_attention,
     refuse_mixed_hardware,
 )
 from gpt2lab.plan import describe
@@ -76,6 +77,7 @@ def pretrain(command: Command, *, recipe: Recipe = PRETRAINING, began: float | N
             start = runtime.everywhere(lambda: fit_to_hardware(start, runtime))
             refuse_mixed_hardware(start, runtime)
             model = recipe.build_model(start, runtime)
+            start = look_at_attention(start, model, runtime)
             folder = _open_folder(start, runtime)
             _run(start, recipe, runtime, signals, folder, model, began)
     except torch.OutOfMemoryError as error:
