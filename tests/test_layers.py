@@ -44,8 +44,8 @@ planning.card_presets planning.self_test
 dry_run  planning.auto planning.planner
 """)  # never torch: what lists, plans, refuses and reads answers in under half a second
 TORCH_ROWS = _rows("""
-attention loss muon rng runtime telemetry  bench.ceilings bench.hf_loop bench.instrument bench.litgpt_setup
-  bench.traffic  data.loader  runs.folder  sharding.pieces
+attention compile_cache loss muon rng runtime telemetry  bench.ceilings bench.hf_loop bench.instrument
+  bench.litgpt_setup bench.traffic  data.loader  runs.folder  sharding.pieces
 exact_reduce model optim  bench.data bench.trainers  checkpoints.checkpoint  finetuning.loader  reliability.control
   reliability.drift reliability.facts reliability.stragglers  runs.tensorboard  sharding.zero1
 attention_backend histograms recompute  bench.save  checkpoints.saver  evaluation.sample  finetuning.lora

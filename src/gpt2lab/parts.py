@@ -12,6 +12,7 @@ from torch import nn
 
 from gpt2lab import attention_backend, rng
 from gpt2lab.checkpoints.weights import load_initial
+from gpt2lab.compile_cache import use_cache_folder
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
@@ -73,6 +74,8 @@ def fit_to_hardware(start: Start, runtime: Runtime) -> Start:
             f"attention {system.attention}: is a GPU's kernel, and this run has no GPU; use --attention auto"
         )
     compiles, note = resolve_compile(system.compile, device=runtime.device, max_steps=steps)
+    if compiles:
+        use_cache_folder()
     if compiles and dtype == "fp32" and runtime.device.type == "cpu":
         use_fast_fp32_matmul()  # uncompiled fp32 stays the plain reference
     system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
