@@ -19,6 +19,7 @@ import tyro
 
 import _bootstrap  # noqa: F401
 from gpt2lab.bench.shapes import CPU_SIZES, SizeName
+from gpt2lab.bench.variants import VARIANTS, VariantName
 from gpt2lab.config import ModelName
 from gpt2lab.door import run
 from gpt2lab.errors import ConfigError
@@ -103,12 +104,20 @@ class Cpu:
         False, "also measure the peak of live tensor bytes, in processes of their own"
     )
     profile: bool = option(False, "also split a step into kinds of work, in processes of their own")
+    variant: tuple[VariantName, ...] = option(
+        (), "settings of our trainer that take their turns too, each against the default"
+    )
+    total_seconds: float | None = option(
+        None, "for all of it: what would end later is left out, and said to be"
+    )
     json: Path | None = option(None, "also write the numbers to this file")
 
 
 @dataclass(frozen=True)
 class Gpu(Cpu):
     """Take training steps on a GPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
+
+    sweep: bool = option(False, "all variants, the likeliest gains first")
 
     model: tuple[SizeName, ...] = option(("gpt2",), "sizes, one table each")
     warmup: int = option(10, "steps of each process that are not timed")
@@ -145,6 +154,10 @@ def main(argv: list[str]) -> int:
         print(text)
     if flags.json:
         flags.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    if isinstance(flags, Cpu):
+        from gpt2lab.bench.trainers import check_all_ran
+
+        check_all_ran(numbers)
     return 0
 
 
@@ -157,6 +170,8 @@ def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
     for name in ("rounds", "warmup", "steps"):
         if getattr(flags, name) < 1:
             raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
+    if flags.total_seconds is not None and flags.total_seconds <= 0:
+        raise ConfigError(f"--total_seconds {flags.total_seconds:g} must be above 0")
     plan = trainers.Plan(
         models=flags.model,
         peers=tuple(parse_peer(text) for text in flags.peer),
@@ -168,6 +183,8 @@ def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
         limit_seconds=flags.limit_seconds,
         memory=flags.memory,
         profile=flags.profile,
+        variants=tuple(VARIANTS) if isinstance(flags, Gpu) and flags.sweep else flags.variant,
+        total_seconds=flags.total_seconds,
     )
     if device == "cuda":
         import torch

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,11 @@ from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab import hardware
 from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
 from whole_run import LAST, Run
+
+# Programs that the tests start would keep their compiled code in the user's own cache.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}")
+)
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)

@@ -182,6 +182,10 @@ CASES = {
         ["--parallel=zero1", "--optimizer=muon"], ("optimizer muon", "--parallel zero1 splits")
     ),
     "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
+    "a GPU's kernel on a CPU": Case(
+        ["--attention=cudnn"],
+        ("attention cudnn: is a GPU's kernel", "no GPU", "--attention auto"),
+    ),
     "bucket of nothing": Case(["--ddp_bucket_mb=0"], ("ddp_bucket_mb 0.0 must be above 0",)),
     "timeout of nothing": Case(
         ["--pg_timeout_minutes=0"], ("pg_timeout_minutes 0 must be above 0",)

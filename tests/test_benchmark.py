@@ -86,6 +86,12 @@ def test_saves_side_by_side(tmp_path: Path) -> None:
         (["hellaswag", "--hellaswag_path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["save", "--folder", "/nowhere"], "--folder /nowhere: no such folder"),
         (["cpu", "--steps", "0"], "--steps 0 must be at least 1"),
+        (["cpu", "--total_seconds", "0"], "--total_seconds 0 must be above 0"),
+        (["cpu", "--variant", "slash"], "--variant"),
+        (
+            ["cpu", "--model", "mid", "--variant", "micro_double"],
+            "1 x 8 sequences cannot be cut into micro-batches 2 times as large",
+        ),
         (["cpu", "--peer", "nonogpt=/tmp"], "no such peer; known: nanogpt, ancestor, litgpt, hf"),
         (["cpu", "--peer", "nanogpt"], "give its checkout"),
         (["cpu", "--peer", "nanogpt=/nowhere"], "no folder /nowhere"),

@@ -21,8 +21,8 @@ def _rows(table: str) -> list[list[str]]:
 # into the first row where that holds; if that row is far down for what it does, the module knows too much.
 QUICK_ROWS = _rows("""
 bench checkpoints data evaluation finetuning gpt2lab huggingface planning reliability runs sharding
-config errors faults fmt interval paths tags  bench.register_peak  planning.contention  reliability.heartbeat
-  reliability.spikes reliability.stop
+config errors faults fmt interval paths tags  bench.gpu_watch bench.register_peak  planning.contention
+  reliability.heartbeat reliability.spikes reliability.stop
 door hardware schedule settings state  bench.operator_groups  checkpoints.manifest  data.hellaswag_source data.order
   data.pieces data.sources data.tokenizer  finetuning.conversations  planning.loss_prediction  reliability.deadline
   runs.progress runs.tensorboard_server
@@ -31,12 +31,12 @@ plan presets  bench.token_stream  checkpoints.catalog  data.encode data.hellaswa
 flags wandb_mirror  bench.shapes  checkpoints.disk checkpoints.listing  data.hellaswag_tokens data.shard_writer
   data.unfinished data.verifier  evaluation.target  finetuning.rows  planning.communication planning.memory
   planning.timing  runs.overview runs.plots
-changes  bench.contestants bench.sharing  data.adopt data.audit data.merge data.prepare data.windows
+changes  bench.sharing bench.variants  data.adopt data.audit data.merge data.prepare data.windows
   evaluation.compare  finetuning.beginning  huggingface.init_from huggingface.model_card  planning.calibration
   planning.job planning.machine  runs.summary
-start  bench.running  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
-ablation  bench.race  planning.estimate  runs.resume_command
-ablation_table  planning.deadline planning.explain planning.setting
+start  bench.contestants  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
+ablation  bench.running  planning.estimate  runs.resume_command
+ablation_table  bench.race  planning.deadline planning.explain planning.setting
 planning.report_json planning.report_text
 planning.alternatives planning.gpu_report planning.remaining
 planning.measuring planning.remedies planning.run_clock planning.scoring  runs.report
@@ -44,12 +44,12 @@ planning.card_presets planning.self_test
 dry_run  planning.auto planning.planner
 """)  # never torch: what lists, plans, refuses and reads answers in under half a second
 TORCH_ROWS = _rows("""
-attention loss muon rng runtime telemetry  bench.ceilings bench.hf_loop bench.instrument bench.litgpt_setup
-  bench.traffic  data.loader  runs.folder  sharding.pieces
+attention compile_cache loss muon rng runtime telemetry  bench.ceilings bench.hf_loop bench.instrument
+  bench.litgpt_setup bench.traffic  data.loader  runs.folder  sharding.pieces
 exact_reduce model optim  bench.data bench.trainers  checkpoints.checkpoint  finetuning.loader  reliability.control
   reliability.drift reliability.facts reliability.stragglers  runs.tensorboard  sharding.zero1
-histograms recompute  bench.save  checkpoints.saver  evaluation.sample  finetuning.lora finetuning.packed
-  huggingface.folder  reliability.receipt reliability.rewind  sharding.fsdp
+attention_backend histograms recompute  bench.save  checkpoints.saver  evaluation.sample  finetuning.lora
+  finetuning.packed  huggingface.folder  reliability.receipt reliability.rewind  sharding.fsdp
 parallel  checkpoints.foreign checkpoints.weights
 train_step  bench.sample  evaluation.completion evaluation.hellaswag evaluation.validation  finetuning.answers
   huggingface.export

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from gpt2lab import rng
 from gpt2lab.errors import CheckpointError
 from tiny import write_shards
 from whole_run import Run
@@ -105,3 +107,20 @@ def test_a_changed_rate_is_not_compared(run: Run, monkeypatch: pytest.MonkeyPatc
     run.train(*COMMON, "--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
     [event] = run.events("resume")
     assert (event["level"], event["verified_lr"]) == ("changed", None)
+
+
+@pytest.mark.parametrize("on_gpu", ["before", "now"])
+def test_a_run_goes_on_on_another_kind_of_device(
+    on_gpu: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One side has a GPU's generator, played by a state of that name, and the other has none to compare it with."""
+    capture = rng.capture
+
+    def with_gpu(device: torch.device) -> dict[str, Any]:
+        return {**capture(device), "cuda": "AAAA"}
+
+    monkeypatch.setattr(rng, "capture", with_gpu if on_gpu == "before" else capture)
+    run.train(*COMMON, "--stop_after_steps=3")
+    monkeypatch.setattr(rng, "capture", capture if on_gpu == "before" else with_gpu)
+    run.train(*COMMON, "--resume=latest")
+    assert [event["from_step"] for event in run.events("resume")] == [3]

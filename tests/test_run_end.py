@@ -184,6 +184,20 @@ def test_a_full_device_ends_in_one_line_with_the_lever_and_the_last_step_saved(
     assert run.status()["state"] == "completed"
 
 
+def test_a_device_too_full_for_the_optimizers_state_ends_in_one_line_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made by the first update, when the step itself has fitted; what moved by then is not saved."""
+
+    def full(self: torch.optim.AdamW, closure: object = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nGPU 0 ...")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    refusal = run.refused("--max_steps=3")
+    assert str(refusal).startswith("out of memory: CUDA out of memory. Tried to allocate 6.00 GiB.")
+    assert list(run.checkpoints()) == []
+
+
 def _full_from_step_two(train_step: Callable[..., StepStats]) -> Callable[..., StepStats]:
     taken: list[StepStats] = []
 

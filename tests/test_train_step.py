@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2lab.config import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
@@ -360,3 +362,34 @@ def test_losses_of_the_first_two_steps_are_the_committed_ones(strategy) -> None:
         f"the mathematics of a step changed: got {losses}. If that was intended (another init, loss, "
         "optimizer), update GOLDEN_LOSSES in a commit that says why; if not, it is a bug"
     )
+
+
+# -- what a GPU would wait for ---------------------------------------------------------------------------------------
+
+
+class CountsReads(TorchDispatchMode):
+    """Counts the tensors whose value python asks for, by .item(), float() or bool(): each waits for a GPU's queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("grad_clip", [0.0, 1.0])
+def test_a_step_reads_two_numbers_and_waits_for_nothing_else(
+    optimizer: Literal["adamw", "muon"], grad_clip: float, strategy: Strategy
+) -> None:
+    """The loss and the norm, one after the other, before the update: however many micro-batches there are."""
+    model = build_model(MODEL, seed=1337, device=CPU)
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
+    for batch in golden_batches():
+        with CountsReads() as counted:
+            train_step(
+                model, optimizers, batch, 1e-3, strategy=strategy, grad_clip=grad_clip, seed=1
+            )
+        assert counted.reads == 2

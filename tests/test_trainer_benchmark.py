@@ -370,10 +370,11 @@ def test_the_whole_comparison(tmp_path: Path) -> None:
     """Our trainer in two precisions beside Hugging Face, with memory and profile."""
     words = ["--model", "tiny256", "--dtype", "auto", "fp32", "--peer", "hf", "--steps", 2]
     words += ["--warmup", 1, "--memory", "--profile", "--json", tmp_path / "c.json"]
+    words += ["--variant", "eager", "--total_seconds", 270]
     code, said, error = benchmark("cpu", *words, timeout=280)
     assert code == 0, error
     found = json.loads((tmp_path / "c.json").read_text())["tiny256"]
-    assert [row["name"] for row in found["trainers"]] == ["ours", "ours fp32", "hf"]
+    assert [row["name"] for row in found["trainers"]] == ["ours", "ours fp32", "eager", "hf"]
     for row in found["trainers"]:
         assert row["tokens_per_second"] > 0
         assert 4 < row["loss_first"] < 7

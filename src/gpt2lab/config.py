@@ -30,6 +30,7 @@ ModelName = Literal[
 
 Parallel = Literal["ddp", "zero1", "fsdp"]
 Recompute = Literal["none", "block", "selective"]
+AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 T = TypeVar("T")
 
@@ -256,6 +257,10 @@ class SystemConfig:
     )
     compile: Literal["auto", "on", "off"] = free(
         "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
+    )
+    attention: AttentionBackend = free(
+        "auto",
+        "CUDA only: torch's attention kernel that a training step must run; auto = torch's choice, shown at the start",
     )
     parallel: Parallel = free(
         "ddp",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import shutil
 import sysconfig
 import time
@@ -206,7 +207,7 @@ def resolve_compile(
         wanted == "auto" and device.type == "cpu" and max_steps < CPU_COMPILE_FROM_STEPS
     ):
         return False, None
-    missing = _missing_for_compile()
+    missing = _missing_for_compile(device)
     if missing and wanted == "on":
         raise ConfigError(f"compile on: {missing}; install it or use --compile off")
     if missing:
@@ -214,8 +215,12 @@ def resolve_compile(
     return True, None
 
 
-def _missing_for_compile() -> str | None:
-    """Say what torch.compile lacks on this machine, or None."""
+def _missing_for_compile(device: torch.device) -> str | None:
+    """Say what torch.compile lacks on this machine, or None; on a GPU Triton builds its launchers in C."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "no Triton (pip install triton)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (7, 0):
+        return "this GPU is older than Triton supports (compute capability 7.0)"
     if not any(shutil.which(name) for name in ("g++", "c++", "clang++", "gcc", "cc")):
         return "no C++ compiler on the PATH"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt2lab import rng
+from gpt2lab import attention_backend, rng
 from gpt2lab.checkpoints.weights import load_initial
+from gpt2lab.compile_cache import use_cache_folder
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.tokenizer import NUM_TOKENS
@@ -68,13 +69,39 @@ def fit_to_hardware(start: Start, runtime: Runtime) -> Start:
         raise ConfigError(
             "fsdp_offload: moves weights from a GPU to the CPU's memory, and this run has no GPU; leave it out"
         )
+    if system.attention != "auto" and runtime.device.type != "cuda":
+        raise ConfigError(
+            f"attention {system.attention}: is a GPU's kernel, and this run has no GPU; use --attention auto"
+        )
     compiles, note = resolve_compile(system.compile, device=runtime.device, max_steps=steps)
+    if compiles:
+        use_cache_folder()
     if compiles and dtype == "fp32" and runtime.device.type == "cpu":
         use_fast_fp32_matmul()  # uncompiled fp32 stays the plain reference
     system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
     config = dataclasses.replace(start.config, system=system)
     warnings = (*start.warnings, note) if note else start.warnings
     return dataclasses.replace(start, config=config, warnings=warnings)
+
+
+def look_at_attention(start: Start, model: GPT, runtime: Runtime) -> Start:
+    """Have a GPU compute attention once, with the kernel that is wanted, and note which one ran; a CPU has no choice.
+
+    Raises: ConfigError on all processes, before the run has a folder.
+    """
+    if runtime.device.type != "cuda":
+        return start
+    config = start.config
+    found = runtime.everywhere(
+        lambda: attention_backend.choose(
+            config.system.attention,
+            model,
+            micro_batch=config.batch.mini_batch_size,
+            masked=config.tuning.instructions is not None,
+            autocast=Strategy.of(runtime, config.system).autocast,
+        )
+    )
+    return dataclasses.replace(start, attention=found)
 
 
 def refuse_mixed_hardware(start: Start, runtime: Runtime) -> None:

@@ -16,7 +16,7 @@ from gpt2lab.checkpoints.manifest import folder_name
 from gpt2lab.checkpoints.saver import Saver
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.errors import ConfigError, GPT2LabError, OutOfMemoryError
+from gpt2lab.errors import ConfigError, GPT2LabError, OutOfMemoryError, TornUpdateError
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.flags import Command
 from gpt2lab.histograms import Histograms
@@ -29,6 +29,7 @@ from gpt2lab.parts import (
     Recipe,
     build_and_load,
     fit_to_hardware,
+    look_at_attention,
     refuse_mixed_hardware,
 )
 from gpt2lab.plan import describe
@@ -76,11 +77,16 @@ def pretrain(command: Command, *, recipe: Recipe = PRETRAINING, began: float | N
             start = runtime.everywhere(lambda: fit_to_hardware(start, runtime))
             refuse_mixed_hardware(start, runtime)
             model = recipe.build_model(start, runtime)
+            start = look_at_attention(start, model, runtime)
             folder = _open_folder(start, runtime)
             _run(start, recipe, runtime, signals, folder, model, began)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, TornUpdateError) as error:
+        # The first update makes the optimizer's state, so that a step may fit until then and not after.
+        cause = error.__cause__ if isinstance(error, TornUpdateError) else error
+        if not isinstance(cause, torch.OutOfMemoryError):
+            raise
         raise OutOfMemoryError(
-            f"out of memory: {str(error).splitlines()[0]} A lower --mini_batch_size needs less and changes no loss; "
+            f"out of memory: {str(cause).splitlines()[0]} A lower --mini_batch_size needs less and changes no loss; "
             f"--mini_batch_size auto finds one that fits, scripts/memory_check.py shows what takes the room"
         ) from error
     finally:

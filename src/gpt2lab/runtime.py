@@ -11,6 +11,7 @@ import datetime
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -77,8 +78,13 @@ class Runtime:
             )
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
+        # fp32 is fp32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch would advise the same.
+        torch.set_float32_matmul_precision("highest")
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if system.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            _use_deterministic_cublas()
+            # Inductor else times kernels of which some add in another order, and takes the fastest.
+            os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
             _use_deterministic_kernels()
 
     def decided_by_first(self, decide: Callable[[], T]) -> T:
@@ -216,6 +222,18 @@ def _use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     # We read no uninitialised memory, and filling it costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _use_deterministic_cublas() -> None:
+    """Have cuBLAS work in buffers of its own, without which its sums may differ; it reads this when it is first used.
+
+    Raises: ConfigError if the environment says otherwise; torch would end in a traceback at the first product.
+    """
+    buffers = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if buffers not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG={buffers} is not deterministic; unset it, or set :4096:8 or :16:8"
+        )
 
 
 def _keep_freed_memory() -> None:

@@ -60,6 +60,7 @@ class Start:
     last_save_seconds: float | None  # what the run's newest checkpoint took, on a resume
     initial: InitialWeights | None  # of a fresh run with --init_from
     warnings: tuple[str, ...]
+    attention: str | None = None  # on a GPU: the kernel that was seen to compute it
 
     def describe_data(self) -> str:
         """Write the data for people."""

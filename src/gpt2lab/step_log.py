@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 
 from gpt2lab import fmt
+from gpt2lab.compile_cache import compiled_so_far
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.order import Order
 from gpt2lab.hardware import peak_flops
@@ -26,6 +29,7 @@ class StepLog:
         self._start, self._order, self._runtime = start, order, runtime
         self._clock, self._telemetry = clock, telemetry
         self._announced_epoch: int | None = None
+        self._tells_compiling = start.config.system.compile == "on"
         device = runtime.device
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak_flops = peak * runtime.world_size if peak else None
@@ -64,6 +68,10 @@ class StepLog:
             cpu_seconds=cpu_seconds,
             **self._clock.fields(left),
         )
+        if self._tells_compiling:  # the first step of this start has
+            compiled, self._tells_compiling = compiled_so_far(), False
+            self._telemetry.event("compile", step, **asdict(compiled))
+            self._telemetry.say(compiled.describe())
         last_step, log_freq = self._clock.progress.last_step, self._start.config.log.log_freq
         if step == 1 or is_due(step, log_freq, last_step):
             self._telemetry.say(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2lab import fmt
 from gpt2lab.bench.register_peak import register_peak
@@ -18,6 +19,11 @@ from gpt2lab.bench.shapes import Size
 Device = Literal["cpu", "cuda"]
 _SECONDS = 1.0  # spent on each measurement
 _LEAST_ROUNDS = 5
+_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,10 @@ class Ceilings:
     copy: float  # bytes/s, read and written both counted
     fresh_memory: float | None  # bytes/s of first touches, CPU only
     attention_sdpa: float  # FLOP/s forward and backward, dense count, at the size's own shape
+    attention_by_kernel: dict[
+        str, float | None
+    ]  # the same of each of a GPU's kernels, None: cannot
+    cudnn: int | None
     device_name: str
     torch_version: str
     threads: int
@@ -47,7 +57,8 @@ class Ceilings:
 def measure_ceilings(device: Device, size: Size) -> Ceilings:
     """Measure all, a second each."""
     shapes = _matmul_shapes(size, device)
-    return Ceilings(
+    kernels = _KERNELS if device == "cuda" else {}
+    found = Ceilings(
         matmul_fp32=max(_matmul(shape, torch.float32, device) for shape in shapes),
         matmul_bf16=max(_matmul(shape, torch.bfloat16, device) for shape in shapes),
         register_fp32=_register_peak("fp32", device),
@@ -55,15 +66,21 @@ def measure_ceilings(device: Device, size: Size) -> Ceilings:
         copy=_copy(device),
         fresh_memory=_fresh_memory() if device == "cpu" else None,
         attention_sdpa=_attention(size, device),
+        attention_by_kernel={name: _attention_by(kernel, size) for name, kernel in kernels.items()},
+        cudnn=torch.backends.cudnn.version() if device == "cuda" else None,  # type: ignore[no-untyped-call]
         device_name=torch.cuda.get_device_name() if device == "cuda" else _processor_name(),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
     )
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for the trainers that come
+    return found
 
 
 def describe(ceilings: Ceilings) -> str:
     """Write them for people."""
     peaks = {"bf16": ceilings.register_bf16, "fp32": ceilings.register_fp32}
+    by_kernel = ceilings.attention_by_kernel.items()
     rows = [
         [f"registers {name}", f"{peak / 1e9:,.0f} GFLOP/s"] for name, peak in peaks.items() if peak
     ]
@@ -71,11 +88,16 @@ def describe(ceilings: Ceilings) -> str:
         ["matmul bf16", f"{ceilings.matmul_bf16 / 1e9:,.0f} GFLOP/s"],
         ["matmul fp32", f"{ceilings.matmul_fp32 / 1e9:,.0f} GFLOP/s"],
         ["attention forward + backward, bf16", f"{ceilings.attention_sdpa / 1e9:,.0f} GFLOP/s"],
+        *[
+            [f"  by {name}", "cannot" if rate is None else f"{rate / 1e9:,.0f} GFLOP/s"]
+            for name, rate in by_kernel
+        ],
         ["memory copy, read + write", f"{ceilings.copy / 1e9:,.1f} GB/s"],
     ]
     if ceilings.fresh_memory is not None:
         rows.append(["memory touched first", f"{ceilings.fresh_memory / 1e9:,.1f} GB/s"])
     head = f"{ceilings.device_name}, {ceilings.threads} threads, torch {ceilings.torch_version}"
+    head += f", cuDNN {ceilings.cudnn}" if ceilings.cudnn else ""
     return f"{head}\n{fmt.table(('ceiling', ''), rows)}"
 
 
@@ -132,19 +154,33 @@ def _attention(size: Size, device: Device) -> float:
     return 12.0 * B * T * T * size.n_embd / _median_seconds(step, device)
 
 
+def _attention_by(kernel: SDPBackend, size: Size) -> float | None:
+    """Return the rate of one of a GPU's kernels, None if it cannot do the shape."""
+    try:
+        with sdpa_kernel(kernel):
+            return _attention(size, "cuda")
+    except RuntimeError:
+        return None
+
+
 def _median_seconds(act: Callable[[], object], device: Device) -> float:
-    """Return the median duration of `act`, after one unmeasured call."""
+    """Return the median duration of `act`, after unmeasured calls.
+
+    A GPU is waited for after several calls: to start one and to wait takes it as long as a small product.
+    """
+    calls = 10 if device == "cuda" else 1
 
     def timed() -> float:
         began = time.perf_counter()
-        act()
+        for _ in range(calls):
+            act()
         if device == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / calls
 
     timed()
     seconds: list[float] = []
-    while sum(seconds) < _SECONDS or len(seconds) < _LEAST_ROUNDS:
+    while calls * sum(seconds) < _SECONDS or len(seconds) < _LEAST_ROUNDS:
         seconds.append(timed())
     return statistics.median(seconds)
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from gpt2lab import paths
 from gpt2lab.bench.shapes import Size
+from gpt2lab.bench.variants import Variant
 from gpt2lab.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
@@ -65,8 +66,16 @@ class Contestant:
     precision: Literal["fp32", "bf16"] = "bf16"  # of its matrix products: which ceiling is its own
 
 
-def ours(place: Place, size: Size, *, dtype: Literal["auto", "fp32", "bf16"]) -> Contestant:
-    """Return our trainer with its own defaults for everything that is not work."""
+def ours(
+    place: Place,
+    size: Size,
+    *,
+    dtype: Literal["auto", "fp32", "bf16"],
+    variant: tuple[str, Variant] | None = None,
+) -> Contestant:
+    """Return our trainer with its own defaults for everything that is not work, or with a variant of them."""
+    name, changed = variant or ("ours" if dtype == "auto" else f"ours {dtype}", Variant())
+    size = changed.cut(size)
     flags = {
         **{name: getattr(size, name) for name in ("n_layer", "n_head", "n_embd")},
         "vocab_size": size.our_vocab_size,
@@ -84,13 +93,15 @@ def ours(place: Place, size: Size, *, dtype: Literal["auto", "fp32", "bf16"]) ->
         "run_name": "run",
         "device": place.device,
         "dtype": dtype,
+        **changed.flags,
     }
     return Contestant(
-        name="ours" if dtype == "auto" else f"ours {dtype}",
+        name=name,
         program=(str(paths.REPOSITORY / "src" / "train.py"), *_as_flags(flags)),
         place=place,
         read=_our_steps,
         size=size,
+        environment=changed.environment,
         precision="fp32" if dtype == "fp32" else "bf16",
     )
 
@@ -265,6 +276,14 @@ def _our_steps(place: Place) -> list[Step]:
     events = [json.loads(line) for line in lines]
     steps = [event for event in events if event["event"] == "step"]
     return [Step(e["step_seconds"], e["loss"], e["data_wait_seconds"]) for e in steps]
+
+
+def attention_of(contestant: Contestant) -> str | None:
+    """Return the attention kernel that ours found to run, where it has looked."""
+    path = contestant.place.folder / "run" / "run.json"
+    facts = json.loads(path.read_text()) if path.exists() else {"environment": {}}
+    kernel: str | None = facts["environment"].get("attention")
+    return kernel
 
 
 def _lines(pattern: str) -> Callable[[Place], list[Step]]:

@@ -32,14 +32,15 @@ def main(what: str, result: str, script: str, *flags: str) -> None:
     torch._inductor.config.cpp.enable_kernel_profile = True  # compiled kernels by name
     steps, profiler = 0, _profiler(memory=what == "memory")
     began = 0.0
-    if what == "memory":
+    if what == "memory" and not torch.cuda.is_available():
         profiler.start()
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal steps, began
         steps += 1
         if what == "memory" and steps == _MEMORY_STEPS:
-            profiler.stop()
+            if not torch.cuda.is_available():  # a GPU's allocator knows its peak
+                profiler.stop()
             _leave(result, {"peak_live_bytes": _peak_bytes(profiler)})
         if what == "profile" and steps == _PROFILE_FROM:
             profiler.start()
@@ -83,8 +84,8 @@ def _operators(profiler: profile) -> dict[str, float]:
     on_gpu = torch.cuda.is_available()
     found: dict[str, float] = {}
     for event in profiler.key_averages():
-        if on_gpu and not str(event.device_type).endswith("CUDA"):
-            continue
+        if on_gpu and (not str(event.device_type).endswith("CUDA") or event.is_user_annotation):
+            continue  # an annotation, such as `Optimizer.step`, spans kernels that are counted themselves
         micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         found[event.key] = found.get(event.key, 0.0) + micros / 1e6 / _PROFILE_STEPS
     return found

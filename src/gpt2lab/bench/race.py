@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpt2lab import fmt
@@ -19,6 +19,8 @@ class Entry:
     contestant: Contestant
     runs: list[Run]
     live_bytes: int | None = None
+    attention: str | None = None  # ours on a GPU: the kernel that ran
+    failed: str | None = None  # why it has no runs
 
     @property
     def name(self) -> str:
@@ -105,11 +107,14 @@ def summarize(
                 "share_of_matmul": flops / matmul[precision],
                 "mfu": flops / device_peak if device_peak else None,
                 "loss_first": entry.runs[0].steps[0].loss,
+                "losses": [step.loss for step in entry.runs[0].steps],
                 "loss_last": entry.runs[0].steps[-1].loss,
                 "start_seconds": statistics.median(run.start_seconds for run in entry.runs),
                 "first_step_seconds": [step.seconds for step in firsts],
                 "peak_rss": max(run.peak_rss for run in entry.runs),
                 "peak_live_bytes": entry.live_bytes,
+                "attention": entry.attention,
+                "gpu": [asdict(run.gpu) for run in entry.runs if run.gpu],
                 "others": max((run.others or 0.0) for run in entry.runs),
             }
         )
@@ -119,7 +124,7 @@ def summarize(
 def describe(rows: Sequence[dict[str, Any]]) -> str:
     """Write the table."""
     ours = [row["name"] for row in rows if row["name"].startswith("ours")]
-    cells = []
+    on_gpu, cells = any(row["gpu"] for row in rows), []
     for row in rows:
         cells.append(
             [
@@ -136,6 +141,7 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
                 fmt.num_bytes(row["peak_rss"]),
                 "-" if row["peak_live_bytes"] is None else fmt.num_bytes(row["peak_live_bytes"]),
                 f"{row['others']:.0%}",
+                *([_weather(row["gpu"])] if on_gpu else []),
             ]
         )
     header = ["", "tokens/s", "p10-p90", *[f"{name} is x" for name in ours]]
@@ -149,8 +155,14 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
         "RSS",
         "live",
         "others",
+        *(["SM MHz, W, C"] if on_gpu else []),
     ]
     return fmt.table(header, cells)
+
+
+def _weather(seen: Sequence[dict[str, float]]) -> str:
+    """Write clock, power and temperature of a contestant's first process."""
+    return "{sm_mhz:.0f}, {watts:.0f}, {celsius:.0f}".format(**seen[0]) if seen else "n/a"
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab.bench.contestants import Contestant, Step
+from gpt2lab.bench.gpu_watch import GpuWatch, Weather
 from gpt2lab.errors import CheckError
 from gpt2lab.planning.contention import Watch
 
@@ -30,6 +31,7 @@ class Run:
     start_seconds: float  # from the start of the process to the start of its first step
     peak_rss: int  # bytes resident
     others: float | None  # share of the processor in other hands meanwhile
+    gpu: Weather | None = None
 
     @property
     def timed(self) -> tuple[Step, ...]:
@@ -43,6 +45,8 @@ def run(contestant: Contestant, *, warmup: int, steps: int, limit_seconds: float
     Raises: CheckError with the last line of its output if it does not get there.
     """
     watch = Watch()
+    on_gpu = contestant.place.device == "cuda"
+    gpu = GpuWatch(contestant.place.folder / "nvidia-smi.csv") if on_gpu else None
     began = time.monotonic()
     process = _start(contestant, [])
     first_seen = 0.0
@@ -57,12 +61,14 @@ def run(contestant: Contestant, *, warmup: int, steps: int, limit_seconds: float
             time.sleep(_LOOK_SECONDS)
     finally:
         peak_rss = _end(process)
+        weather = gpu.stop() if gpu else None
     return Run(
         steps=tuple(found[: warmup + steps]),
         warmup=warmup,
         start_seconds=max(0.0, first_seen - found[0].seconds),
         peak_rss=peak_rss,
         others=watch.others(),
+        gpu=weather,
     )
 
 

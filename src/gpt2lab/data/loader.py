@@ -105,6 +105,8 @@ class Loader:
         ready: queue.Queue[GlobalBatch | BaseException],
         stopped: threading.Event,
     ) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on GPU 0
         item: GlobalBatch | BaseException
         while not stopped.is_set():
             try:

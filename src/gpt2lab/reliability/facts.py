@@ -28,6 +28,8 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "deterministic": start.config.system.deterministic or not on_gpu,
         "torch": torch.__version__,
     }
+    if start.attention is not None:
+        environment["attention"] = start.attention
     return {
         "run": start.run_dir.name,
         "attempt": start.attempt,

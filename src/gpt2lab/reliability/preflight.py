@@ -26,6 +26,7 @@ from gpt2lab.parts import (
     build_and_load,
     build_first,
     fit_to_hardware,
+    look_at_attention,
     refuse_mixed_hardware,
 )
 from gpt2lab.planning import card_presets
@@ -86,7 +87,9 @@ def _check_all(command: Command, runtime: Runtime) -> list[Check]:
     if checks[-1].result == "failed":
         return checks
     try:
-        parts = build_and_load(start, runtime, build_first(start, runtime))
+        model = build_first(start, runtime)
+        start = look_at_attention(start, model, runtime)
+        parts = build_and_load(start, runtime, model)
         began = time.monotonic()
         batch = runtime.everywhere(lambda: _first_batch(parts))
         read_seconds = time.monotonic() - began

@@ -25,7 +25,9 @@ def shard(model: GPT, mesh: DeviceMesh, *, offload: bool) -> None:
 
     `offload`: rows, gradients and optimizer state live in the CPU's memory, the GPU holds what it works on.
     """
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    # Pinned: so that a GPU copies while it works. Without a GPU torch cannot pin.
+    pin = mesh.device_type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -41,7 +43,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients to at most `max_norm`; return the L2 norm of all processes' rows before, ()."""
     rows = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
     squares = nn.utils.get_total_norm(rows) ** 2
-    dist.all_reduce(squares)
+    dist.all_reduce(squares)  # of offloaded gradients over gloo: runtime.py's group has both
     norm = squares.sqrt()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
     torch._foreach_mul_(rows, scale)

@@ -23,15 +23,18 @@ def own_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def spread(rows: torch.Tensor, mesh: DeviceMesh, like: torch.Tensor) -> DTensor:
-    """Make the rows of all processes one tensor of the shape of `like`. Nothing is copied or sent."""
+    """Make the rows of all processes one tensor of the shape of `like`, on the mesh's device. Nothing is sent."""
     return DTensor.from_local(
         rows, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor. All processes call it together if it is spread."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return all of a tensor; all processes call it together if it is spread. What is offloaded goes by the GPUs."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    there: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+    return there.full_tensor()
 
 
 def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -41,5 +44,5 @@ def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(target, DTensor) or tensor.shape != target.shape:
         return tensor
-    rows = own_rows(tensor, target.device_mesh).to(target.to_local().device, copy=True)
-    return spread(rows, target.device_mesh, tensor)
+    rows = own_rows(tensor, target.device_mesh).clone()
+    return spread(rows, target.device_mesh, tensor).to(target.to_local().device)
