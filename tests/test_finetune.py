@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import launch
 from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
 from gpt2lab.checkpoints.weights import load_weights
-from gpt2lab.config import Config
-from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
+from gpt2lab.config import Config, Recipe, Recompute, TuningConfig
+from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.target import find_target
 from gpt2lab.finetuning.conversations import Turn, read_conversations
 from gpt2lab.finetuning.loader import RowLoader, order_of
+from gpt2lab.finetuning.lora import add_lora, init_adapters
 from gpt2lab.finetuning.packed import PackedGPT, hidden_of_rows
+from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.finetuning.rows import NOBODY, Rows, choose_held_out, open_instructions
 from gpt2lab.finetuning.template import encode
 from gpt2lab.flags import parse
 from gpt2lab.loss import token_losses
-from gpt2lab.model import GPT
+from gpt2lab.model import GPT, Block
 from gpt2lab.plan import BatchPlan
 from gpt2lab.pretrain import pretrain
+from gpt2lab.recompute import recompute_activations
+from gpt2lab.reliability.preflight import preflight
 from gpt2lab.runs.resume_command import plan_continuation, write
 from gpt2lab.settings import override
 from gpt2lab.start import decide
@@ -135,6 +143,35 @@ def test_packing_and_micro_batches_change_nothing_but_the_order_of_sums(
         other, other_gradient = loss_and_gradient(model, rows, pieces)
         assert other == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-4, atol=1e-7)
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_recomputing_activations_changes_no_bit(
+    lora_r: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters the first block has no input that needs a gradient, and is computed again all the same."""
+    calls, forward = 0, Block.forward
+
+    def counted(block: Block, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(block, *args)
+
+    monkeypatch.setattr(Block, "forward", counted)
+    rows, found = rows_of(folder, "on")["train"], []
+    modes: tuple[Recompute, ...] = ("none", "block", "selective")
+    for mode in modes:
+        model = load_weights(find_target(str(folder / "hf"), folder))
+        if lora_r:
+            add_lora(model, TuningConfig(lora_r=lora_r))
+            init_adapters(model, seed=1)
+        recompute_activations(model, mode)
+        calls = 0
+        found.append(loss_and_gradient(model, rows))
+        assert calls == (1 if mode == "none" else 2)
+    for loss, gradient in found[1:]:
+        assert loss == found[0][0]
+        assert torch.equal(gradient, found[0][1])
+
 
 
 @pytest.mark.parametrize("packing", ["on", "off"])
@@ -246,6 +283,37 @@ def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
 def test_other_conversations_are_refused_on_resume(folder: Path, tmp_path: Path) -> None:
     pairs = Path(shutil.copy(folder / "pairs.jsonl", tmp_path))
     flags = [f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
+@pytest.mark.parametrize(
+    ("modes", "lora"),
+    [(("fsdp", "zero1"), ("--lora_r=2",)), (("zero1", "fsdp"), ())],
+    ids=["adapters", "all-weights"],
+)
+def test_what_each_process_holds_changes_nothing(
+    modes: tuple[str, str], lora: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    """Three steps in each mode, resumed in the other: the losses, evaluations and files of one process."""
+    finetune(flags_of(folder, tmp_path, "one", *lora))
+    begin = flags_of(folder, tmp_path, "two", *lora, "--stop_after_steps=3")
+    go_on = [f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"]
+    recompute = "--activation_checkpointing=block"
+    for flags, mode in ((begin, modes[0]), ([*go_on, recompute], modes[1])):
+        done = launch.train([*flags, f"--parallel={mode}"], world=2, program=FINETUNE)
+        assert done.returncode == 0, done.stderr
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected, found = launch.steps(one), launch.steps(two)
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    for step, event in expected.items():
+        assert found[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
+        assert found[step]["batch_hash"] == event["batch_hash"]
+    losses = [[event["val_loss"] for event in launch.events(run, "eval")] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for name in ("step_00000003/model", "step_00000003/optim", "step_00000006/model"):
+        tensors, others = (load_file(run / f"{name}.safetensors") for run in (one, two))
+        assert {key: value.shape for key, value in others.items()} == {
+            key: value.shape for key, value in tensors.items()
+        }
+
+
     finetune(
         [
             *flags_of(folder, tmp_path / "runs", "r", "--stop_after_steps=2"),
@@ -410,13 +478,6 @@ def test_a_start_without_model_or_conversations_says_what_is_missing(
     for name in ("init_from", "instructions"):
         with pytest.raises(ConfigError, match=f"--{name} is missing"):
             finetune([flag for flag in flags if not flag.startswith(f"--{name}=")])
-
-
-@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
-def test_sharded_modes_are_refused(mode: str, folder: Path, tmp_path: Path) -> None:
-    flags = flags_of(folder, tmp_path / "runs", "r", f"--parallel={mode}")
-    with pytest.raises(ConfigError, match=f"--parallel {mode} is for pretraining"):
-        decide(parse(flags, "finetune"), world_size=2, set_aside=False)
 
 
 def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, tiny_flags: list[str]) -> None:

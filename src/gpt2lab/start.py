@@ -145,10 +145,6 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
 
 def _open_data(config: Config) -> TokenData:
     if config.tuning.instructions is not None:
-        if config.system.parallel != "ddp":
-            raise ConfigError(
-                f"--parallel {config.system.parallel} is for pretraining; fine-tuning shares work by ddp, leave it out"
-            )
         return open_instructions(config)
     return open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
 
