@@ -248,7 +248,11 @@ def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
     assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.1
     rows = rows_of(folder, "on")
     assert evals[0]["val_tokens"] == rows["val"].targets()
-    assert 0 < steps[1]["tokens"] < 4 * CONTEXT / 2  # answers alone are counted
+    for step, event in steps.items():
+        assert event["tokens"] == 4 * CONTEXT * step
+        assert event["tokens_per_second"] == pytest.approx(4 * CONTEXT / event["step_seconds"])
+        assert 0 < event["targets"] < 4 * CONTEXT / 2  # answers alone
+    assert f"tok/s | targets {steps[1]['targets']} | mfu n/a" in (run / "log.txt").read_text()
     assert launch.events(run, "checkpoint")[-1]["kind"] == "final"
     assert json.loads((run / "status.json").read_text())["resume"].find("src/finetune.py") > 0
 

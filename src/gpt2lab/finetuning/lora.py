@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from gpt2lab import rng
 from gpt2lab.config import TuningConfig
 from gpt2lab.errors import ConfigError
+from gpt2lab.finetuning.adapters import is_named, targets_of
 from gpt2lab.model import GPT
 
 
@@ -52,8 +53,8 @@ def add_lora(model: GPT, config: TuningConfig) -> None:
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     chosen: dict[str, nn.Linear] = {}
-    for target in (word.strip() for word in config.lora_targets.split(",")):
-        matches = {name: layer for name, layer in layers.items() if _is_named(name, target)}
+    for target in targets_of(config):
+        matches = {name: layer for name, layer in layers.items() if is_named(name, target)}
         if not matches:
             ends = sorted({name.rpartition(".")[2] for name in layers})
             raise ConfigError(
@@ -86,10 +87,6 @@ def merge_lora(model: GPT) -> None:
 
 def _adapters(model: GPT) -> list[tuple[str, LoRALinear]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, LoRALinear)]
-
-
-def _is_named(name: str, target: str) -> bool:
-    return target != "" and (name == target or name.endswith(f".{target}"))
 
 
 def _replace(model: GPT, name: str, layer: nn.Module) -> None:
