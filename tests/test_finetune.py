@@ -39,7 +39,6 @@ from gpt2lab.recompute import recompute_activations
 from gpt2lab.reliability.preflight import preflight
 from gpt2lab.runs.resume_command import plan_continuation, write
 from gpt2lab.settings import override
-from gpt2lab.start import decide
 
 FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
 
@@ -144,6 +143,7 @@ def test_packing_and_micro_batches_change_nothing_but_the_order_of_sums(
         assert other == pytest.approx(loss, rel=1e-6)
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-4, atol=1e-7)
 
+
 @pytest.mark.parametrize("lora_r", [0, 2])
 def test_recomputing_activations_changes_no_bit(
     lora_r: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,7 +171,6 @@ def test_recomputing_activations_changes_no_bit(
     for loss, gradient in found[1:]:
         assert loss == found[0][0]
         assert torch.equal(gradient, found[0][1])
-
 
 
 @pytest.mark.parametrize("packing", ["on", "off"])
@@ -284,9 +283,6 @@ def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
         assert two_steps[step]["tokens"] == event["tokens"]
 
 
-def test_other_conversations_are_refused_on_resume(folder: Path, tmp_path: Path) -> None:
-    pairs = Path(shutil.copy(folder / "pairs.jsonl", tmp_path))
-    flags = [f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
 @pytest.mark.parametrize(
     ("modes", "lora"),
     [(("fsdp", "zero1"), ("--lora_r=2",)), (("zero1", "fsdp"), ())],
@@ -318,6 +314,9 @@ def test_what_each_process_holds_changes_nothing(
         }
 
 
+def test_other_conversations_are_refused_on_resume(folder: Path, tmp_path: Path) -> None:
+    pairs = Path(shutil.copy(folder / "pairs.jsonl", tmp_path))
+    flags = [f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
     finetune(
         [
             *flags_of(folder, tmp_path / "runs", "r", "--stop_after_steps=2"),
@@ -437,7 +436,8 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> N
         ),
         (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
         (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
-        (("--preflight",), ("--preflight is for pretraining",)),
+        (("--data_dir=data",), ("--data_dir is for pretraining",)),
+        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to src/train.py",)),
         (("--mini_batch_size=auto",), ("auto is for pretraining",)),
     ],
 )
@@ -472,6 +472,37 @@ def test_the_door_lists_plans_and_refuses(folder: Path, tmp_path: Path) -> None:
     )
     theirs = launch.train(["--lora_r=8"])
     assert theirs.stderr == "error: unknown flag --lora_r: it belongs to src/finetune.py\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_shows_no_flag_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: dict[Recipe, str] = {"pretrain": "", "finetune": ""}
+    for recipe in shown:
+        with pytest.raises(SystemExit):
+            parse(["--help"], recipe)
+        shown[recipe] = capsys.readouterr().out
+    for flag in ("--import_checkpoint", "--trust", "--fit_schedule"):
+        assert flag in shown["pretrain"]
+        assert flag not in shown["finetune"]
+    assert "--lora_r" not in shown["pretrain"]
+    assert "--lora_r" in shown["finetune"]
+
+
+def test_preflight_tries_a_step_on_the_answers(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = [*flags_of(folder, tmp_path / "runs", "r", "--lora_r=2"), "--preflight", "--json"]
+    monkeypatch.setattr(sys, "argv", ["src/finetune.py", *flags])
+    assert preflight(parse(flags, "finetune"), recipe=FINETUNING) == 0
+    told = json.loads(capsys.readouterr().out)
+    details = {check["name"]: check["detail"] for check in told["checks"]}
+    assert "22 conversations in" in details["data"]
+    (loss,) = re.findall(r"loss (\d+\.\d+)", details["step"])
+    assert float(loss) == pytest.approx(math.log(NUM_TOKENS), rel=0.02), "of a random model"
+    assert "src/finetune.py --init_from" in told["command"]
     assert not (tmp_path / "runs").exists()
 
 
