@@ -32,8 +32,8 @@ flags wandb_mirror  bench.shapes  checkpoints.disk checkpoints.listing  data.hel
   data.unfinished data.verifier  evaluation.target  finetuning.rows  planning.communication planning.memory
   planning.timing  runs.overview runs.plots
 changes  bench.contestants bench.sharing  data.adopt data.audit data.merge data.prepare data.windows
-  evaluation.compare  finetuning.beginning  huggingface.init_from huggingface.model_card  planning.calibration
-  planning.job planning.machine  runs.summary
+  evaluation.compare evaluation.style  finetuning.beginning  huggingface.init_from huggingface.model_card
+  planning.calibration planning.job planning.machine  runs.summary
 start  bench.running  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
 ablation  bench.race  planning.estimate  runs.resume_command
 ablation_table  planning.deadline planning.explain planning.setting
