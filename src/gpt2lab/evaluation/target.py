@@ -93,5 +93,6 @@ def _download(name: str) -> Path:
     except Exception as error:  # a dozen kinds, from a bad name to no network; one meaning
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{name}: no such run or folder, and not to be had from the Hugging Face Hub ({reason})"
+            f"{name}: no such run or folder (scripts/status.py lists the runs), and not to be had from the "
+            f"Hugging Face Hub ({reason})"
         ) from error
