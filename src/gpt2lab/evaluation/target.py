@@ -56,7 +56,9 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
         return Target(name, info.path, info, tuple(warnings))
     if _is_hf(folder):
         return Target(name, folder, None)
-    raise CheckpointError(f"{folder}: neither a run, a checkpoint nor a Hugging Face GPT-2")
+    raise CheckpointError(
+        f"{folder}: neither a run, a checkpoint nor a Hugging Face GPT-2, whose {HF_CONFIG} has a model_type"
+    )
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
