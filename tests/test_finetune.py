@@ -20,9 +20,12 @@ import launch
 from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
 from gpt2lab.checkpoints.weights import load_weights
 from gpt2lab.config import Config, Recipe, Recompute, TuningConfig
+from gpt2lab.data.ledger import describe as describe_tokens
+from gpt2lab.data.ledger import tokens_of_step
 from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.target import find_target
+from gpt2lab.finetuning.beginning import begin_tuning
 from gpt2lab.finetuning.conversations import Turn, read_conversations
 from gpt2lab.finetuning.loader import RowLoader, order_of
 from gpt2lab.finetuning.lora import add_lora, init_adapters
@@ -34,11 +37,13 @@ from gpt2lab.flags import parse
 from gpt2lab.loss import token_losses
 from gpt2lab.model import GPT, Block
 from gpt2lab.plan import BatchPlan
+from gpt2lab.presets import preset
 from gpt2lab.pretrain import pretrain
 from gpt2lab.recompute import recompute_activations
 from gpt2lab.reliability.preflight import preflight
+from gpt2lab.runs.report import render
 from gpt2lab.runs.resume_command import plan_continuation, write
-from gpt2lab.settings import override
+from gpt2lab.settings import override, to_flat
 
 FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
 
@@ -234,6 +239,22 @@ def test_equal_records_from_the_hub_are_read_like_a_file(
     assert [one.turns for one in hub] == [one.turns for one in file]
     with pytest.raises(DataError, match="hf:org/none: cannot be read"):
         read_conversations("hf:org/none")
+
+
+def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
+    def begun(*more: str) -> dict[str, Any]:
+        command = parse(["--init_from=x", "--instructions=demo", *more], "finetune")
+        return to_flat(begin_tuning(command, command.over(preset("modern-micro"))))
+
+    def optim(settings: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(settings[name] for name in ("optimizer", "max_lr", "muon_lr"))
+
+    assert optim(to_flat(preset("modern-micro"))) == ("muon", 4e-3, 1e-2)
+    assert optim(begun()) == ("muon", 4e-4, 1e-3)
+    assert optim(begun("--max_lr=1e-3", "--muon_lr=2e-3")) == ("muon", 1e-3, 2e-3)
+    assert optim(begun("--lora_r=4"))[:2] == ("adamw", 2e-3)
+    with pytest.raises(ConfigError, match="--optimizer muon: is for the matrices of the blocks"):
+        begun("--lora_r=4", "--optimizer=muon")
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
@@ -449,6 +470,7 @@ def test_settings_that_cannot_work_are_one_line(
     kept = [flag for flag in flags if flag.partition("=")[0] not in names]
     with pytest.raises(GPT2LabError) as caught:
         finetune([*kept, *change])
+        (("--lora_targets=c_attn",), ("--lora_targets goes with --lora_r N",)),
     line = str(caught.value)
     assert "\n" not in line
     assert all(part in line for part in parts), line

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from gpt2lab import rng
 from gpt2lab.config import TuningConfig
-from gpt2lab.errors import ConfigError
 from gpt2lab.finetuning.adapters import is_named, targets_of
 from gpt2lab.model import GPT
 
@@ -48,20 +47,13 @@ def add_lora(model: GPT, config: TuningConfig) -> None:
     """Freeze the model, and give the layers that `lora_targets` names an adapter, which computes nothing yet.
 
     A target names every linear layer whose full name is it or ends with "." and it.
-
-    Raises: ConfigError naming the layers there are, if a target matches none.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    chosen: dict[str, nn.Linear] = {}
-    for target in targets_of(config):
-        matches = {name: layer for name, layer in layers.items() if is_named(name, target)}
-        if not matches:
-            ends = sorted({name.rpartition(".")[2] for name in layers})
-            raise ConfigError(
-                f"lora_targets {target!r} matches no linear layer of the model; there are {', '.join(ends)} "
-                f"(one of a kind: {min(layers)}, and so on)"
-            )
-        chosen |= matches
+    targets = targets_of(config)
+    chosen = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and any(is_named(name, target) for target in targets)
+    }
     model.requires_grad_(False)  # the adapters come after it
     for name, layer in chosen.items():
         _replace(model, name, LoRALinear(layer, r=config.lora_r, alpha=config.lora_alpha))
