@@ -277,6 +277,21 @@ def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
     assert json.loads((run / "status.json").read_text())["resume"].find("src/finetune.py") > 0
 
 
+def test_what_a_step_trained_on_can_be_read_back(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    tokens = tokens_of_step(run, 4)
+    assert tokens.windows.shape == (4, CONTEXT + 1)
+    assert tokens.hash == launch.steps(run)[4]["batch_hash"]
+    told = describe_tokens(run, tokens, as_text=True)
+    assert re.search(r"--- sample 12: pairs_train row \d+\n<\|endoftext\|>### Instruction:\n", told)
+
+
+def test_its_report_names_the_conversations(folder: Path) -> None:
+    page = render(folder / "runs" / "whole")
+    assert ", on pairs.jsonl, begun" in page
+    assert "data_dir" not in page[: page.index("settings of the last start")]
+
+
 def test_stopped_and_resumed_it_is_the_same_run(folder: Path, tmp_path: Path) -> None:
     flags = flags_of(folder, tmp_path, "cut")
     finetune([*flags, "--stop_after_steps=2"])
@@ -455,6 +470,7 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> N
             ("--lora_r=2", "--lora_targets=c_attn,q_proj"),
             ("'q_proj' matches no", "c_attn, c_fc, c_"),
         ),
+        (("--lora_targets=c_attn",), ("--lora_targets goes with --lora_r N",)),
         (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
         (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
         (("--data_dir=data",), ("--data_dir is for pretraining",)),
@@ -470,7 +486,6 @@ def test_settings_that_cannot_work_are_one_line(
     kept = [flag for flag in flags if flag.partition("=")[0] not in names]
     with pytest.raises(GPT2LabError) as caught:
         finetune([*kept, *change])
-        (("--lora_targets=c_attn",), ("--lora_targets goes with --lora_r N",)),
     line = str(caught.value)
     assert "\n" not in line
     assert all(part in line for part in parts), line
