@@ -111,9 +111,10 @@ def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
 def test_what_each_process_holds_changes_nothing(
     modes: tuple[str, str], lora: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
-    """Three steps in each mode, resumed in the other: the losses, evaluations and files of one process."""
+    """Three steps in each mode, of two micro-batches a process, resumed in the other: as one process, files too."""
     finetune(flags_of(folder, tmp_path, "one", *lora))
-    begin = flags_of(folder, tmp_path, "two", *lora, "--stop_after_steps=3")
+    cut = ("--mini_batch_size=1", "--stop_after_steps=3")
+    begin = flags_of(folder, tmp_path, "two", *lora, *cut)
     go_on = [f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"]
     recompute = "--activation_checkpointing=block"
     for flags, mode in ((begin, modes[0]), ([*go_on, recompute], modes[1])):
