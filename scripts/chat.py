@@ -14,6 +14,7 @@ from tyro.conf import Positional
 import _bootstrap  # noqa: F401
 from gpt2lab.door import run
 from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.style import Style, refuse_style
 from gpt2lab.flags import option, run_tyro
 
 if TYPE_CHECKING:
@@ -29,11 +30,7 @@ class Talk:
     target: Positional[str] = field(
         metadata={"help": "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2"}
     )
-    max_new_tokens: int = option(200, "most tokens of an answer")
-    temperature: float = option(0.7, "0 = always the likeliest token")
-    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all")
-    top_p: float = option(1.0, "of these, from the fewest that have this probability together")
-    seed: int = option(1337, "same seed and same words, same answers")
+    style: Style = option(Style(max_new_tokens=200, temperature=0.7), "how an answer is drawn")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -44,19 +41,12 @@ def main(argv: list[str]) -> int:
     flags = run_tyro(Talk, argv)
     from gpt2lab import paths
 
-    for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
-        if getattr(flags, name) < least:
-            raise ConfigError(f"{name} {getattr(flags, name)} must be at least {least}")
-    if not 0 <= flags.temperature < float("inf"):
-        raise ConfigError(f"temperature {flags.temperature} must be 0 or above")
-    if not 0 < flags.top_p <= 1:
-        raise ConfigError(f"top_p {flags.top_p} must be above 0 and at most 1")
-    from gpt2lab.evaluation.completion import Completer, Style  # torch
+    refuse_style(flags.style)
+    from gpt2lab.evaluation.completion import Completer  # torch
     from gpt2lab.finetuning.beginning import was_tuned
     from gpt2lab.finetuning.chat import Chat
 
     runs = flags.checkpoint_dir
-    style = {name: getattr(flags, name, 1) for name in Style.__dataclass_fields__}
     completer = Completer(
         flags.target,
         checkpoint_dir=paths.from_working_directory(runs)
@@ -64,7 +54,7 @@ def main(argv: list[str]) -> int:
         else paths.from_repository(Path("checkpoints")),
         device=flags.device,
         dtype=flags.dtype,
-        style=Style(**style),
+        style=flags.style,
     )
     for warning in completer.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -15,6 +15,7 @@ from tyro.conf import Positional
 import _bootstrap  # noqa: F401
 from gpt2lab.door import run
 from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.style import Style, refuse_style
 from gpt2lab.flags import option, run_tyro
 
 if TYPE_CHECKING:
@@ -33,11 +34,7 @@ class Sample:
     batch: Path | None = option(None, "file of prompts, one a line")
     out: Path | None = option(None, "with --batch: file to write, one JSON object a text")
     num_samples: int = option(1, "texts for each prompt")
-    max_new_tokens: int = option(100, "most tokens of a text, without its prompt")
-    temperature: float = option(1.0, "0 = always the likeliest token")
-    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all")
-    top_p: float = option(1.0, "of these, from the fewest that have this probability together")
-    seed: int = option(1337, "same seed, same text")
+    style: Style = option(Style(), "how a text is drawn")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -49,7 +46,7 @@ def main(argv: list[str]) -> int:
     from gpt2lab import paths
 
     _refuse(flags)
-    from gpt2lab.evaluation.completion import Completer, Style, complete_file  # torch
+    from gpt2lab.evaluation.completion import Completer, complete_file  # torch
 
     def typed(path: Path) -> Path:
         return paths.from_working_directory(path)
@@ -60,16 +57,19 @@ def main(argv: list[str]) -> int:
         checkpoint_dir=typed(runs) if runs else paths.from_repository(Path("checkpoints")),
         device=flags.device,
         dtype=flags.dtype,
-        style=Style(**{name: getattr(flags, name) for name in Style.__dataclass_fields__}),
+        style=flags.style,
     )
     for warning in completer.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if flags.batch is not None:
-        complete_file(completer, typed(flags.batch), typed(flags.out))
+        complete_file(
+            completer, typed(flags.batch), typed(flags.out), num_samples=flags.num_samples
+        )
     elif flags.interactive:
-        _converse(completer)
+        _converse(completer, flags.num_samples)
     else:
-        for found in completer.complete(completer.encode(flags.prompt)):
+        ids = completer.encode(flags.prompt)
+        for found in completer.complete(ids, num_samples=flags.num_samples):
             print(f"{flags.prompt}{found.text}", end="\n" if flags.num_samples == 1 else "\n---\n")
     print(completer.describe_speed(), file=sys.stderr)
     return 0
@@ -81,16 +81,12 @@ def _refuse(flags: Sample) -> None:
         raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
     if (flags.batch is None) != (flags.out is None):
         raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
-    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
-        if getattr(flags, name) < least:
-            raise ConfigError(f"{name} {getattr(flags, name)} must be at least {least}")
-    if not 0 <= flags.temperature < float("inf"):
-        raise ConfigError(f"temperature {flags.temperature} must be 0 or above")
-    if not 0 < flags.top_p <= 1:
-        raise ConfigError(f"top_p {flags.top_p} must be above 0 and at most 1")
+    if flags.num_samples < 1:
+        raise ConfigError(f"num_samples {flags.num_samples} must be at least 1")
+    refuse_style(flags.style)
 
 
-def _converse(completer: "Completer") -> None:
+def _converse(completer: "Completer", num_samples: int) -> None:
     """Continue each line that is typed, showing the text as it comes."""
     number = 0
     while True:
@@ -107,7 +103,7 @@ def _converse(completer: "Completer") -> None:
         except ConfigError as refusal:
             print(f"error: {refusal}", file=sys.stderr)
             continue
-        for place in range(completer.style.num_samples):
+        for place in range(num_samples):
             print(prompt, end="", flush=True)
             for piece in completer.stream(ids, number=number, place=place):
                 print(piece, end="", flush=True)

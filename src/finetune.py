@@ -31,6 +31,11 @@ def main(argv: list[str]) -> int:
         return print_plan(command)
     # From here on torch is imported: seconds that the actions above do not owe.
     from gpt2lab.finetuning.recipe import FINETUNING
+
+    if command.verbs.preflight:
+        from gpt2lab.reliability.preflight import preflight
+
+        return preflight(command, recipe=FINETUNING)
     from gpt2lab.planning.run_clock import process_began
     from gpt2lab.pretrain import pretrain
 

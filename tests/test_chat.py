@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from conversations import CONTEXT, finetune, flags_of, write_model
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.completion import Completer, Style
+from gpt2lab.evaluation.completion import Completer
+from gpt2lab.evaluation.style import Style
 from gpt2lab.evaluation.target import find_target
 from gpt2lab.finetuning.beginning import was_tuned
 from gpt2lab.finetuning.chat import Chat
@@ -63,7 +64,7 @@ class Echo:
     """Answers with the number of tokens that it was given."""
 
     context_length = CONTEXT
-    style = Style(1, 12, 0.0, 0, 1.0, 0)
+    style = Style(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int | None]] = []
@@ -208,7 +209,7 @@ def test_a_completer_stops_where_it_is_told(folder: Path) -> None:
         checkpoint_dir=folder / "runs",
         device="cpu",
         dtype="fp32",
-        style=Style(1, 20, 0.0, 0, 1.0, 0),
+        style=Style(max_new_tokens=20, temperature=0.0, top_k=0, seed=0),
     )
     ids = encode([Turn("user", "Hi")])[0]
     assert "".join(completer.stream(ids, number=0, place=0)) == "Hello there"

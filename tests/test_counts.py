@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpt2lab.config import ModelConfig
+from gpt2lab.config import Config, ModelConfig
+from gpt2lab.finetuning.adapters import count_adapters
+from gpt2lab.finetuning.lora import add_lora
 from gpt2lab.model import GPT
-from gpt2lab.plan import count_matmul_parameters, count_parameters, flops_per_token
+from gpt2lab.plan import (
+    count_matmul_parameters,
+    count_parameters,
+    flops_per_token,
+    tuning_flops_per_token,
+)
 from gpt2lab.presets import PRESETS, preset
+from gpt2lab.settings import override
 
 
 def random_shapes(count: int) -> list[ModelConfig]:
@@ -48,6 +56,22 @@ def test_counts_are_those_of_the_built_model(name: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
     assert flops_per_token(config) * B * config.context_length == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("targets", ["c_attn,c_fc,c_proj", "mlp.c_proj", "blocks.1.attn.c_attn"])
+def test_adapters_are_counted_and_spare_the_gradients_of_the_matrices(targets: str) -> None:
+    config = override(Config(), {"lora_r": 8, "lora_targets": targets, "context_length": 256})
+    with torch.device("meta"):
+        model = GPT(config.model)
+        add_lora(model, config.tuning)
+        ids = torch.zeros(1, 256, dtype=torch.int64)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert count_adapters(config.model, config.tuning) == trained
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    counted, formula = counter.get_total_flops() / 256, tuning_flops_per_token(config)
+    # The backward pass ends at the first adapter, so at least 2 operations a weight before it are spared besides.
+    assert 0.85 * formula < counted <= formula
 
 
 def test_124m_costs_what_everybody_computes() -> None:

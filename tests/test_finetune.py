@@ -1,48 +1,42 @@
-"""Fine-tuning: what a sample is, what counts as a target, and that all else is as in pretraining."""
+"""Fine-tuning: what a sample is, and what counts as a target."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import launch
 from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
 from gpt2lab.checkpoints.weights import load_weights
-from gpt2lab.config import Config
+from gpt2lab.config import Config, Recompute, TuningConfig
 from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
-from gpt2lab.errors import ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import DataError
 from gpt2lab.evaluation.target import find_target
 from gpt2lab.finetuning.conversations import Turn, read_conversations
 from gpt2lab.finetuning.loader import RowLoader, order_of
+from gpt2lab.finetuning.lora import add_lora, init_adapters
 from gpt2lab.finetuning.packed import PackedGPT, hidden_of_rows
 from gpt2lab.finetuning.rows import NOBODY, Rows, choose_held_out, open_instructions
 from gpt2lab.finetuning.template import encode
-from gpt2lab.flags import parse
 from gpt2lab.loss import token_losses
-from gpt2lab.model import GPT
+from gpt2lab.model import GPT, Block
 from gpt2lab.plan import BatchPlan
-from gpt2lab.pretrain import pretrain
-from gpt2lab.runs.resume_command import plan_continuation, write
+from gpt2lab.recompute import recompute_activations
 from gpt2lab.settings import override
-from gpt2lab.start import decide
-
-FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, pairs, and the finished run `whole`; treat as read-only."""
+    """Return a folder with a model and pairs; treat as read-only."""
     folder = tmp_path_factory.mktemp("finetune")
     write_model(folder / "hf")
     write_pairs(folder / "pairs.jsonl")
-    finetune(flags_of(folder, folder / "runs", "whole"))
     return folder
 
 
@@ -137,6 +131,35 @@ def test_packing_and_micro_batches_change_nothing_but_the_order_of_sums(
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_recomputing_activations_changes_no_bit(
+    lora_r: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters the first block has no input that needs a gradient, and is computed again all the same."""
+    calls, forward = 0, Block.forward
+
+    def counted(block: Block, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(block, *args)
+
+    monkeypatch.setattr(Block, "forward", counted)
+    rows, found = rows_of(folder, "on")["train"], []
+    modes: tuple[Recompute, ...] = ("none", "block", "selective")
+    for mode in modes:
+        model = load_weights(find_target(str(folder / "hf"), folder))
+        if lora_r:
+            add_lora(model, TuningConfig(lora_r=lora_r))
+            init_adapters(model, seed=1)
+        recompute_activations(model, mode)
+        calls = 0
+        found.append(loss_and_gradient(model, rows))
+        assert calls == (1 if mode == "none" else 2)
+    for loss, gradient in found[1:]:
+        assert loss == found[0][0]
+        assert torch.equal(gradient, found[0][1])
+
+
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(
     folder: Path, packing: str
@@ -200,97 +223,6 @@ def test_equal_records_from_the_hub_are_read_like_a_file(
         read_conversations("hf:org/none")
 
 
-# -- runs ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
-    run = folder / "runs" / "whole"
-    steps, evals = launch.steps(run), launch.events(run, "eval")
-    assert list(steps) == [1, 2, 3, 4, 5, 6]
-    assert [event["step"] for event in evals] == [0, 3, 6]
-    assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.1
-    rows = rows_of(folder, "on")
-    assert evals[0]["val_tokens"] == rows["val"].targets()
-    assert 0 < steps[1]["tokens"] < 4 * CONTEXT / 2  # answers alone are counted
-    assert launch.events(run, "checkpoint")[-1]["kind"] == "final"
-    assert json.loads((run / "status.json").read_text())["resume"].find("src/finetune.py") > 0
-
-
-def test_stopped_and_resumed_it_is_the_same_run(folder: Path, tmp_path: Path) -> None:
-    flags = flags_of(folder, tmp_path, "cut")
-    finetune([*flags, "--stop_after_steps=2"])
-    finetune([f"--checkpoint_dir={tmp_path}", "--run_name=cut", "--resume=latest"])
-    whole, cut = folder / "runs" / "whole", tmp_path / "cut"
-    assert launch.losses(cut) == launch.losses(whole)
-    assert launch.parameter_hash(cut, 6) == launch.parameter_hash(whole, 6)
-    (resume,) = launch.events(cut, "resume")
-    assert (resume["level"], resume["verified_batches"]) == ("bit-identical", [2])
-
-
-def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
-    folder: Path, tmp_path: Path
-) -> None:
-    lora = ("--lora_r=2", "--drift_check_freq=1")
-    finetune(flags_of(folder, tmp_path, "one", *lora))
-    two = flags_of(folder, tmp_path, "two", *lora, "--stop_after_steps=4")
-    done = launch.train(two, world=2, program=FINETUNE)
-    assert done.returncode == 0, done.stderr
-    finetune([f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"])
-    one, two_steps = launch.steps(tmp_path / "one"), launch.steps(tmp_path / "two")
-    for step, event in one.items():
-        assert two_steps[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
-        assert two_steps[step]["batch_hash"] == event["batch_hash"]
-        assert two_steps[step]["tokens"] == event["tokens"]
-
-
-def test_other_conversations_are_refused_on_resume(folder: Path, tmp_path: Path) -> None:
-    pairs = Path(shutil.copy(folder / "pairs.jsonl", tmp_path))
-    flags = [f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
-    finetune(
-        [
-            *flags_of(folder, tmp_path / "runs", "r", "--stop_after_steps=2"),
-            f"--instructions={pairs}",
-        ]
-    )
-    spaced = pairs.read_text().replace('": "', '":  "')  # other bytes, the same conversations
-    pairs.write_text(spaced)
-    moved = shutil.move(pairs, tmp_path / "moved.jsonl")
-    finetune([*flags, "--resume=latest", f"--instructions={moved}", "--stop_after_steps=3"])
-    moved.write_text(spaced.replace("And?", "Then?"))
-    with pytest.raises(
-        ConfigError, match=r"would change its mathematics: data .*allow_change data"
-    ):
-        finetune([*flags, "--resume=latest"])
-    with pytest.raises(ConfigError, match=r"packing on -> off"):
-        finetune([*flags, "--resume=latest", "--packing=off"])
-
-
-def test_each_program_continues_its_own_runs(folder: Path, tmp_path: Path) -> None:
-    flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=whole", "--resume=latest"]
-    with pytest.raises(ConfigError, match=r"run whole was begun by src/finetune\.py; continue it"):
-        pretrain(parse(flags))
-    plan = plan_continuation(
-        str(folder / "runs" / "whole"),
-        num_gpus=2,
-        argv=["--max_steps=9", "--allow_change=max_steps"],
-    )
-    assert "--nproc_per_node=2" in write(plan, output="command")
-    assert "src/finetune.py --resume latest" in write(plan, output="command")
-
-
-def test_a_run_that_no_longer_improves_stops_and_is_saved(folder: Path, tmp_path: Path) -> None:
-    """At a rate of 3 the loss only grows: the best is the first evaluation, and two more are one too many."""
-    more = ("--max_lr=3", "--warmup_steps=0", "--max_steps=20", "--eval_freq=2", "--grad_clip=0")
-    finetune(flags_of(folder, tmp_path, "r", *more, "--early_stopping_patience=2"))
-    evals = {event["step"]: event["val_loss"] for event in launch.events(tmp_path / "r", "eval")}
-    best = min((n for n in evals if n), key=lambda n: evals[n])
-    (stop,) = launch.events(tmp_path / "r", "stop")
-    assert (stop["reason"], stop["step"]) == ("early stopping", best + 4)
-    assert max(evals) == best + 4 < 20
-    assert json.loads((tmp_path / "r" / "status.json").read_text())["state"] == "stopped"
-    assert (tmp_path / "r" / f"step_{best + 4:08d}").is_dir()
-
-
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 GOOD = json.dumps({"instruction": "Hi", "output": "Hello"})
@@ -351,79 +283,3 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> N
     path.write_text("\n\n")
     with pytest.raises(DataError, match=r"no conversations in it; a line holds \"messages\""):
         open_instructions(override(Config(), settings))
-
-
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        (("--instructions=none.jsonl",), ("none.jsonl: No such file", "hf:NAME or demo")),
-        (("--init_from=runs/none/x",), ("runs/none/x: no such folder",)),
-        (("--n_layer=2",), ("n_layer 2 does not fit --init_from",)),
-        (
-            ("--lora_r=2", "--lora_targets=c_attn,q_proj"),
-            ("'q_proj' matches no", "c_attn, c_fc, c_"),
-        ),
-        (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
-        (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
-        (("--preflight",), ("--preflight is for pretraining",)),
-        (("--mini_batch_size=auto",), ("auto is for pretraining",)),
-    ],
-)
-def test_settings_that_cannot_work_are_one_line(
-    change: tuple[str, ...], parts: tuple[str, ...], folder: Path, tmp_path: Path
-) -> None:
-    flags = flags_of(folder, tmp_path / "runs", "r")
-    names = {flag.partition("=")[0] for flag in change}
-    kept = [flag for flag in flags if flag.partition("=")[0] not in names]
-    with pytest.raises(GPT2LabError) as caught:
-        finetune([*kept, *change])
-    line = str(caught.value)
-    assert "\n" not in line
-    assert all(part in line for part in parts), line
-    assert not (tmp_path / "runs").exists()
-
-
-def test_the_door_lists_plans_and_refuses(folder: Path, tmp_path: Path) -> None:
-    """Without torch: what it prints comes in the time that Python takes to start."""
-    flags = flags_of(folder, tmp_path / "runs", "r", "--dry_run")
-    planned = launch.train(flags, program=FINETUNE)
-    assert planned.returncode == 0
-    assert f"{folder / 'pairs.jsonl'}, 22 conversations in" in planned.stdout
-    listed = launch.train(
-        ["--list_checkpoints", f"--checkpoint_dir={folder / 'runs'}"], program=FINETUNE
-    )
-    assert "whole" in listed.stdout
-    refused = launch.train([*flags, "--lora=8"], program=FINETUNE)
-    assert (refused.returncode, refused.stderr) == (
-        2,
-        "error: unknown flag --lora: did you mean --lora_r?\n",
-    )
-    theirs = launch.train(["--lora_r=8"])
-    assert theirs.stderr == "error: unknown flag --lora_r: it belongs to src/finetune.py\n"
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_start_without_model_or_conversations_says_what_is_missing(
-    folder: Path, tmp_path: Path
-) -> None:
-    flags = flags_of(folder, tmp_path / "runs", "r")
-    for name in ("init_from", "instructions"):
-        with pytest.raises(ConfigError, match=f"--{name} is missing"):
-            finetune([flag for flag in flags if not flag.startswith(f"--{name}=")])
-
-
-@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
-def test_sharded_modes_are_refused(mode: str, folder: Path, tmp_path: Path) -> None:
-    flags = flags_of(folder, tmp_path / "runs", "r", f"--parallel={mode}")
-    with pytest.raises(ConfigError, match=f"--parallel {mode} is for pretraining"):
-        decide(parse(flags, "finetune"), world_size=2, set_aside=False)
-
-
-def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, tiny_flags: list[str]) -> None:
-    pretrain(parse([*tiny_flags, "--max_steps=1"]))
-    run = tmp_path / "runs" / "tiny"
-    with pytest.raises(ConfigError, match="vocab_size 256 is below GPT-2's 50257"):
-        finetune(
-            [f"--init_from={run}", "--instructions=demo", f"--checkpoint_dir={tmp_path / 'new'}"]
-        )
-    assert not (tmp_path / "new").exists()

@@ -24,16 +24,16 @@ bench checkpoints data evaluation finetuning gpt2lab huggingface planning reliab
 config errors faults fmt interval paths tags  bench.gpu_watch bench.register_peak  planning.contention
   reliability.heartbeat reliability.spikes reliability.stop
 door hardware schedule settings state  bench.operator_groups  checkpoints.manifest  data.hellaswag_source data.order
-  data.pieces data.sources data.tokenizer  finetuning.conversations  planning.loss_prediction  reliability.deadline
-  runs.progress runs.tensorboard_server
+  data.pieces data.sources data.tokenizer  finetuning.adapters finetuning.conversations  planning.loss_prediction
+  reliability.deadline  runs.progress runs.tensorboard_server
 plan presets  bench.token_stream  checkpoints.catalog  data.encode data.hellaswag_items data.shards
   evaluation.results  finetuning.template  huggingface.config  planning.profiles  runs.history
 flags wandb_mirror  bench.shapes  checkpoints.disk checkpoints.listing  data.hellaswag_tokens data.shard_writer
   data.unfinished data.verifier  evaluation.target  finetuning.rows  planning.communication planning.memory
   planning.timing  runs.overview runs.plots
 changes  bench.sharing bench.variants  data.adopt data.audit data.merge data.prepare data.windows
-  evaluation.compare  finetuning.beginning  huggingface.init_from huggingface.model_card  planning.calibration
-  planning.job planning.machine  runs.summary
+  evaluation.compare evaluation.style  finetuning.beginning  huggingface.init_from huggingface.model_card
+  planning.calibration planning.job planning.machine  runs.summary
 start  bench.contestants  data.ledger  planning.ask planning.cost planning.events planning.here planning.lr_rules
 ablation  bench.running  planning.estimate  runs.resume_command
 ablation_table  bench.race  planning.deadline planning.explain planning.setting
@@ -104,8 +104,8 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports_in(source: str) -> set[str]:
-    """Return the full names of all that a source imports, inside functions too, but not for type checkers alone."""
+def imports_in(source: str, *, for_types_alone: bool = False) -> set[str]:
+    """Return the full names of all that a source imports, inside functions too: to run, or for type checkers alone."""
     tree, names = ast.parse(source), set()
     only_for_types = {
         inner
@@ -115,7 +115,7 @@ def imports_in(source: str) -> set[str]:
         for inner in ast.walk(statement)
     }
     for node in ast.walk(tree):
-        if node in only_for_types:
+        if (node in only_for_types) != for_types_alone:
             continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -169,6 +169,7 @@ def late():
     names = imports_in(source)
     assert {own(name) for name in names} == {None, "fmt", "data.order"}
     assert "torch.nn" in names
+    assert imports_in(source, for_types_alone=True) == {"gpt2lab.model.GPT"}
 
 
 def test_every_module_stands_in_one_row() -> None:
@@ -183,6 +184,14 @@ def test_a_module_imports_only_from_rows_above_its_own(module: str) -> None:
         needed = own(name)
         if needed is not None:
             assert ROW_OF[needed] < ROW_OF[module], f"{module} imports {needed}"
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_a_module_names_no_types_from_below(module: str) -> None:
+    """What only a type checker reads makes a circle too, for people."""
+    for name in imports_in(FILES[module].read_text(), for_types_alone=True):
+        needed = own(name)
+        assert needed is None or ROW_OF[needed] < ROW_OF[module], f"{module} names {needed}"
 
 
 @pytest.mark.parametrize("module", sorted({*INSTANT, *itertools.chain(*QUICK_ROWS)}))

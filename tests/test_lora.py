@@ -110,6 +110,9 @@ def test_the_doors_see_the_merged_weights(folder: Path, tmp_path: Path) -> None:
     assert answer["val_tokens"] == logged["val_tokens"]
     out = tmp_path / "export"
     door(SCRIPTS / "export_hf.py", "lora", f"--out={out}", "--json", folder=folder)
+    card = (out / "README.md").read_text()
+    assert "| training data | `pairs.jsonl`, fingerprint" in card
+    assert "| adapters | LoRA of rank 2" in card
     again = dict(load_weights(find_target(str(out), folder)).named_parameters())
     base = dict(load(folder).named_parameters())
     for name, parameter in load(folder, "lora").named_parameters():

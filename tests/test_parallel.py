@@ -6,7 +6,6 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ import torch
 
 import launch
 from gpt2lab.config import ModelConfig, Recompute
-from gpt2lab.errors import ConfigError
 from gpt2lab.model import build_model
-from gpt2lab.parallel import Strategy
 from gpt2lab.plan import count_parameters
 from gpt2lab.recompute import recompute_activations
 
@@ -209,15 +206,6 @@ def test_compiled_and_recomputing_processes_agree_with_a_plain_one(
     more = ("--compile=on", "--activation_checkpointing=selective", f"--parallel={mode}")
     train(tiny_data, tmp_path, *more, world=2)
     assert_same_curve(tmp_path / "run", alone)
-
-
-def test_fsdp_refuses_a_model_within_another_module() -> None:
-    """Whose forward would not be the one that gathers the weights: fine-tuning's."""
-    two = SimpleNamespace(world_size=2, is_distributed=True, device=torch.device("cpu"))
-    strategy = Strategy(two, compile=False, dtype="fp32", parallel="fsdp")  # type: ignore[arg-type]
-    model = build_model(MODEL, seed=0, device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match="not to fine-tune; use --parallel ddp or zero1"):
-        strategy.prepare(model, lambda plain: torch.nn.Sequential(plain))
 
 
 # -- activation checkpointing ------------------------------------------------------------------------------------

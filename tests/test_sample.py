@@ -15,8 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gpt2lab.bench.sample import compare_with_rerun, describe
 from gpt2lab.config import ModelConfig
 from gpt2lab.data.tokenizer import gpt2_encoding
-from gpt2lab.evaluation.completion import Completer, Style
+from gpt2lab.evaluation.completion import Completer
 from gpt2lab.evaluation.sample import _pick, draw, generate, sample_text
+from gpt2lab.evaluation.style import Style
 from gpt2lab.flags import parse
 from gpt2lab.model import GPT, build_model
 from gpt2lab.pretrain import pretrain
@@ -42,13 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completer(folder: Path, **style: Any) -> Completer:
-    defaults = {"num_samples": 1, "max_new_tokens": 20, "temperature": 1.0, "top_k": 50}
     return Completer(
         "hf",
         checkpoint_dir=folder,
         device="cpu",
         dtype="fp32",
-        style=Style(**{**defaults, "top_p": 1.0, "seed": 1, **style}),
+        style=Style(**{"max_new_tokens": 20, "seed": 1, **style}),
     )
 
 
@@ -106,9 +106,9 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder: Path) -> 
 
 def test_a_sample_depends_on_its_seed_and_place_alone(folder: Path) -> None:
     prompt = completer(folder).encode("The ")
-    three = completer(folder, num_samples=3).complete(prompt)
+    three = completer(folder).complete(prompt, num_samples=3)
     assert [found.text for found in three[:2]] == [
-        found.text for found in completer(folder, num_samples=2).complete(prompt)
+        found.text for found in completer(folder).complete(prompt, num_samples=2)
     ]
     assert len({found.text for found in three}) == 3
     other = completer(folder, seed=2)
@@ -172,8 +172,9 @@ def test_the_door_prints_prompt_and_text_and_the_speed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ("hf", "--prompt=The ", "--max_new_tokens=5", "--device=cpu")
-    expected = completer(folder, max_new_tokens=5, seed=1337, num_samples=2)
-    texts = [f"The {found.text}" for found in expected.complete(expected.encode("The "))]
+    expected = completer(folder, max_new_tokens=5, seed=1337)
+    found = expected.complete(expected.encode("The "), num_samples=2)
+    texts = [f"The {one.text}" for one in found]
     assert door(SAMPLE, *argv, folder=folder) == f"{texts[0]}\n"
     assert door(SAMPLE, *argv, "--num_samples=2", folder=folder) == "".join(
         f"{text}\n---\n" for text in texts
@@ -209,9 +210,9 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path)
         for line, prompt in enumerate(["The", "", "naïve 你好"], start=1)
         for sample in (0, 1)
     ]
-    one = completer(folder, max_new_tokens=4, seed=1337, num_samples=2)
+    one = completer(folder, max_new_tokens=4, seed=1337)
     for number, prompt in enumerate(["The", "", "naïve 你好"]):
-        found = one.complete(one.encode(prompt), number=number)
+        found = one.complete(one.encode(prompt), number=number, num_samples=2)
         assert [text.text for text in found] == [
             e["text"] for e in lines if e["line"] == number + 1
         ]

@@ -106,7 +106,8 @@ class DataConfig:
     """Which tokens, in which order."""
 
     data_dir: Path = free(
-        Path("data/fineweb_edu"), "folder of token shards, see scripts/prepare_data.py"
+        Path("data/fineweb_edu"),
+        "folder of token shards, see scripts/prepare_data.py (fine-tuning has --instructions)",
     )
     shuffle: Literal["shards", "windows", "none"] = guarded(
         "shards", "what each epoch after the first permutes (windows: every epoch, single windows)"
@@ -123,7 +124,7 @@ class BatchConfig:
     )
     mini_batch_size: int = free(
         16,
-        "sequences per forward pass of one process, or `auto` (guarded when dropout > 0)",
+        "sequences per forward pass of one process (guarded when dropout > 0); src/train.py finds one with `auto`",
         least=1,
     )
 

@@ -118,16 +118,34 @@ class _Flags:
 
 
 @dataclass(frozen=True)
+class _TuningVerbs(Verbs):
+    """What to do, as opposed to what the run is."""
+
+    # Of pretraining alone; suppressed, a flag is neither shown nor known.
+    import_checkpoint: Annotated[Path | None, tyro.conf.Suppress] = None
+    trust: Annotated[bool, tyro.conf.Suppress] = False
+    fit_schedule: Annotated[bool, tyro.conf.Suppress] = False
+
+
+@dataclass(frozen=True)
 class _TuningFlags(_Flags):
+    verbs: Annotated[_TuningVerbs, tyro.conf.FlagCreatePairsOff] = field(
+        default_factory=_TuningVerbs
+    )
     tuning: TuningConfig = field(default_factory=TuningConfig)
 
 
 PROGRAMS = {"pretrain": "src/train.py", "finetune": "src/finetune.py"}
 _ABOUT = {
     "pretrain": "Train GPT-2 on token shards.",
-    "finetune": "Fine-tune a model on conversations: python src/finetune.py --init_from RUN --instructions FILE.jsonl",
+    "finetune": """Fine-tune a model on conversations: python src/finetune.py --init_from RUN --instructions FILE.jsonl
+
+The defaults below are pretraining's. Here, where nothing is typed: num_epochs 3, 16 rows a step (4 for small models),
+a tenth of max_lr (half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and
+checkpoint_freq 50, keep_checkpoints 3, epoch_checkpoints off.""",
 }
 _TUNING = frozenset(TuningConfig.__dataclass_fields__)
+_PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
 
 
 @dataclass(frozen=True)
@@ -195,8 +213,9 @@ def parse(argv: list[str], recipe: Recipe = "pretrain") -> Command:
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
     _refuse_idle_verbs(flags.verbs)
-    if recipe == "finetune":
-        _refuse_pretraining_verbs(flags.verbs, finds_mini_batch)
+    if recipe == "finetune" and (finds_mini_batch or "data_dir" in typed):
+        name = "--mini_batch_size auto" if finds_mini_batch else "--data_dir"
+        raise ConfigError(f"{name} is for pretraining, {PROGRAMS['pretrain']}; leave it out here")
     if flags.verbs.preflight and (finds_mini_batch or flags.verbs.fit_schedule):
         raise ConfigError(
             "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
@@ -267,18 +286,6 @@ def _refuse_idle_verbs(verbs: Verbs) -> None:
     unknown = [name for name in names if name not in LEAVES and name != "data"]
     if unknown:
         raise ConfigError(f"--allow_change {unknown[0]}: no such setting; see --help, or `data`")
-
-
-def _refuse_pretraining_verbs(verbs: Verbs, finds_mini_batch: bool) -> None:
-    asked = {
-        "--preflight": verbs.preflight,
-        "--import_checkpoint": verbs.import_checkpoint is not None,
-        "--fit_schedule": verbs.fit_schedule,
-        "--mini_batch_size auto": finds_mini_batch,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(f"{name} is for pretraining, src/train.py; leave it out here")
 
 
 def _parse(argv: tuple[str, ...], base: Config, recipe: Recipe) -> _Flags:
@@ -360,8 +367,9 @@ def _unknown(token: str, target: Any) -> str:
         return f"unknown flag {token.partition('=')[0]}; see --help"
     if name in RENAMED:
         return f"unknown flag --{name}: it is now {RENAMED[name]}"
-    if name in _TUNING:
-        return f"unknown flag --{name}: it belongs to {PROGRAMS['finetune']}"
+    owner = "finetune" if name in _TUNING else "pretrain" if name in _PRETRAINING else None
+    if owner is not None:
+        return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"
     known = [*LEAVES, *(leaf for leaf in Verbs.__dataclass_fields__)]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else "see --help"

@@ -10,20 +10,9 @@ import torch
 
 from gpt2lab.model import GPT
 from gpt2lab.runs.progress import is_due
-from gpt2lab.telemetry import Telemetry
+from gpt2lab.telemetry import Histogram, Telemetry
 
 _BINS = 64
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of a tensor's values in bins of equal width from `low` to `high`."""
-
-    low: float
-    high: float
-    sum: float
-    sum_of_squares: float
-    counts: tuple[int, ...]
 
 
 def histogram(values: torch.Tensor) -> Histogram | None:

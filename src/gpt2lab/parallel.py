@@ -78,22 +78,17 @@ class Strategy:
         """Return the module to train; `model` keeps its parameters' names, under fsdp only its rows of them.
 
         `to_train` may put the model into another module, whose forward gives the loss.
-
-        Raises: ConfigError if it does so under fsdp, whose weights are whole only within the model's own forward.
         """
+        if self._parallel == "fsdp":
+            self._bare = fsdp.skeleton(model)
         trained = to_train(model)
-        if self._parallel == "fsdp" and trained is not model:
-            raise ConfigError(
-                "parallel fsdp: gathers weights for a plain model alone, not to fine-tune; "
-                "use --parallel ddp or zero1"
-            )
         recompute_activations(model, self._recompute)
         if self._compile:
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
             # use model.logits and model.hidden, so their shapes never make the step compile again.
             trained.compile()
         if self._parallel == "fsdp":
-            fsdp.shard(model, self._mesh, offload=self._offload)
+            fsdp.shard(model, trained, self._mesh, offload=self._offload)
         elif self._runtime.is_distributed and self._exact is None:
             return DistributedDataParallel(
                 trained, gradient_as_bucket_view=True, bucket_cap_mb=self._bucket_mb
@@ -116,7 +111,10 @@ class Strategy:
     @contextlib.contextmanager
     def whole(self, model: GPT) -> Iterator[GPT]:
         """Lend the model with all its weights, to evaluate or to sample; all processes enter together."""
-        yield fsdp.gather_model(model, self.device) if self._parallel == "fsdp" else model
+        if self._parallel == "fsdp":
+            yield fsdp.gather_model(model, self._bare, self.device)
+        else:
+            yield model
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Scale the global gradient to at most `max_norm`, and return its L2 norm before, ()."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from gpt2lab import fmt
 from gpt2lab.config import BatchConfig, Config, LengthConfig, ModelConfig
 from gpt2lab.errors import ConfigError
+from gpt2lab.finetuning.adapters import count_adapters
 from gpt2lab.settings import options_of
 
 CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
@@ -44,13 +45,21 @@ def flops_per_token(model: ModelConfig) -> int:
     return 6 * count_matmul_parameters(model) + attention
 
 
+def tuning_flops_per_token(config: Config) -> int:
+    """Count them where adapters are trained: frozen matrices need no gradient, 4 N_matmul + 6 N_adapters + 12 L C T."""
+    spared = 2 * count_matmul_parameters(config.model)
+    return flops_per_token(config.model) - spared + 6 * count_adapters(config.model, config.tuning)
+
+
 def checkpoint_bytes(config: Config) -> int:
     """Return the tensor bytes of one checkpoint: weights and the optimizer's state, fp32.
 
-    AdamW keeps two moments of a weight, Muon one of each in a block's matrix. The files are larger by their headers
-    and state, about 200 bytes a tensor and 10 kB a process.
+    AdamW keeps two moments of a weight, Muon one of each in a block's matrix; with adapters, theirs alone. The files
+    are larger by their headers and state, about 200 bytes a tensor and 10 kB a process.
     """
     model = config.model
+    if config.tuning.lora_r:
+        return 4 * count_parameters(model) + 12 * count_adapters(model, config.tuning)
     in_blocks = 12 * model.n_layer * model.n_embd**2 if config.optim.optimizer == "muon" else 0
     return 12 * count_parameters(model) - 4 * in_blocks
 
@@ -163,7 +172,9 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
         max_steps=max_steps,
         epochs=epochs,
         parameters=count_parameters(config.model),
-        flops_per_token=flops_per_token(config.model),
+        flops_per_token=tuning_flops_per_token(config)
+        if config.tuning.lora_r
+        else flops_per_token(config.model),
         checkpoint_bytes=checkpoint_bytes(config),
         retained_checkpoints=_count_retained(config, max_steps, math.floor(epochs)),
     )

@@ -52,6 +52,14 @@ def is_path(name: str) -> bool:
     return "Path" in str(LEAVES[name][1].type)
 
 
+def data_name(config: Config) -> str:
+    """Name the shards or conversations of a run, without the folder that they lie in."""
+    source = config.tuning.instructions
+    if source is None:
+        return config.data.data_dir.name
+    return source if source.startswith("hf:") else Path(source).name
+
+
 def to_flat(config: Config) -> dict[str, Any]:
     """Return {flag: JSON value} in declaration order."""
     flat = {}

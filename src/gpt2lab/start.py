@@ -24,11 +24,10 @@ from gpt2lab.config import Config
 from gpt2lab.data.hellaswag_items import read_items
 from gpt2lab.data.hellaswag_source import fetch_hellaswag
 from gpt2lab.data.order import Order
-from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.data.shards import TokenData
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
-from gpt2lab.finetuning.beginning import begin_tuning, refuse_other_recipe
-from gpt2lab.finetuning.rows import open_instructions
+from gpt2lab.finetuning.beginning import begin_tuning, open_what_is_learned, refuse_other_recipe
 from gpt2lab.flags import Command
 from gpt2lab.huggingface.init_from import InitialWeights, begin_from
 from gpt2lab.plan import Plan, make_plan
@@ -104,7 +103,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     config, note = _fit_parallel(command, config, world_size)
     config, second = _fit_mini_batch(command, config, world_size)
     warnings = [*warnings, *note, *second]
-    data = _open_data(config)
+    data = open_what_is_learned(config)
     orders = {split: _order(config, data, split) for split in data.splits}
     plan = make_plan(
         config, world_size=world_size, windows_per_epoch=orders["train"].windows_per_epoch
@@ -142,16 +141,6 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     if not start.is_complete:
         _check_length(start)
     return start
-
-
-def _open_data(config: Config) -> TokenData:
-    if config.tuning.instructions is not None:
-        if config.system.parallel != "ddp":
-            raise ConfigError(
-                f"--parallel {config.system.parallel} is for pretraining; fine-tuning shares work by ddp, leave it out"
-            )
-        return open_instructions(config)
-    return open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
 
 
 def _choose_hellaswag(

@@ -17,7 +17,7 @@ class TrainState:
 
     step: int = 0  # completed optimizer steps
     samples: int = 0  # windows trained on: the next batch starts at this sample number
-    tokens: int = 0  # target tokens trained on
+    tokens: int = 0  # trained on, also those that are no target
     train_seconds: float = 0.0  # steps only, no evaluation or saving, over all starts
     val_loss: float | None = None  # of exactly this step, None if it was not measured here
     best_val_loss: float | None = None

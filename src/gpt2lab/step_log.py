@@ -45,8 +45,8 @@ class StepLog:
         cpu_seconds: float,
     ) -> None:
         """Write the step's event, and its console line if one is due."""
-        step, rate = state.step, batch.num_targets / seconds
-        flops = self._start.plan.flops_per_token
+        step, tokens = state.step, self._start.plan.batch.tokens
+        rate, flops = tokens / seconds, self._start.plan.flops_per_token
         mfu = rate * flops / self._peak_flops if self._peak_flops else None
         left = self._clock.progress.remaining_interval(step)
         self._telemetry.event(
@@ -58,6 +58,7 @@ class StepLog:
             step_seconds=seconds,
             tokens_per_second=rate,
             tokens=state.tokens,
+            targets=batch.num_targets,
             epoch=batch.epoch,
             data_wait_seconds=batch.wait_seconds,
             mfu=mfu,
@@ -74,10 +75,12 @@ class StepLog:
             self._telemetry.say(compiled.describe())
         last_step, log_freq = self._clock.progress.last_step, self._start.config.log.log_freq
         if step == 1 or is_due(step, log_freq, last_step):
+            targets = "" if batch.num_targets == tokens else f" | targets {batch.num_targets:,}"
+            shown = "n/a" if mfu is None else f"{mfu:.1%}"
             self._telemetry.say(
                 f"step {step}/{last_step} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {lr:.1e} | "
-                f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s | "
-                f"mfu {'n/a' if mfu is None else f'{mfu:.1%}'} | eta {fmt.duration(left.value if left else None)}"
+                f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s{targets} | "
+                f"mfu {shown} | eta {fmt.duration(left.value if left else None)}"
             )
             if line := self._clock.line(step, left):
                 self._telemetry.say(line)

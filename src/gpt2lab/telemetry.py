@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,9 +23,18 @@ from gpt2lab.wandb_mirror import WandbMirror, is_installed
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from gpt2lab.histograms import Histogram
-
 _RESULTS = ("Loss/train", "Loss/validation", "Evaluation/hellaswag_accuracy")  # by which to compare
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of a tensor's values in bins of equal width from `low` to `high`."""
+
+    low: float
+    high: float
+    sum: float
+    sum_of_squares: float
+    counts: tuple[int, ...]
 
 
 class Telemetry:

@@ -179,7 +179,7 @@ class Trainer:
             return False
         self.state = self.state.advance(
             samples=batch.samples,
-            tokens=batch.num_targets,
+            tokens=self.start.plan.batch.tokens,
             seconds=seconds,
             loss=stats.loss,
             refused=None if stats.updated else "spike" if spiked else NOT_FINITE,

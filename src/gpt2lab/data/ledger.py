@@ -9,10 +9,11 @@ import numpy as np
 
 from gpt2lab import paths
 from gpt2lab.data.order import Order
-from gpt2lab.data.shards import open_data
 from gpt2lab.data.tokenizer import NUM_TOKENS, gpt2_encoding
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.finetuning.beginning import open_what_is_learned
+from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.runs import history
 
 
@@ -24,7 +25,7 @@ class StepTokens:
     epoch: int
     first_sample: int
     windows: np.ndarray  # (S, T + 1) uint16, in sample order; targets are windows[:, 1:]
-    places: tuple[tuple[str, int], ...]  # shard file and token offset of each window
+    places: tuple[str, ...]  # of each window: shard and token offset, or row
     hash: str
 
 
@@ -47,31 +48,36 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
         )
     context_length = config.model.context_length
     samples = begun[-1]["tokens_per_step"] // context_length
-    shards = open_data(config.data.data_dir, vocab_size=config.model.vocab_size).splits["train"]
+    data = open_what_is_learned(config)
+    shards = data.splits["train"]
     order = Order(
         [shard.tokens for shard in shards],
         context_length=context_length,
         shuffle=config.data.shuffle,
         seed=config.data.seed,
     )
-    reader = WindowReader(
-        shards, context_length=context_length, id_limit=min(config.model.vocab_size, NUM_TOKENS)
-    )
     first = event["first_sample"]
     chosen, offsets = order.locate(np.arange(first, first + samples))
-    windows = reader.read(chosen, offsets)
-    reader.close()
+    names = [shards[shard].path.name for shard in chosen.tolist()]
+    if isinstance(data, InstructionData):
+        numbers = offsets // context_length
+        windows = data.rows["train"].ids[numbers]
+        places = [f"row {number}" for number in numbers.tolist()]
+    else:
+        reader = WindowReader(
+            shards, context_length=context_length, id_limit=min(config.model.vocab_size, NUM_TOKENS)
+        )
+        windows = reader.read(chosen, offsets)
+        reader.close()
+        places = [f"from token {offset}" for offset in offsets.tolist()]
     digest = hash_windows(windows)
     if digest != event["batch_hash"]:
         raise DataError(
-            f"step {step} of {run_dir.name} trained on other tokens than {config.data.data_dir} has now "
+            f"step {step} of {run_dir.name} trained on other tokens than {data.folder} has now "
             f"(hash {event['batch_hash'][:12]}, now {digest[:12]}); restore the data that it was trained on"
         )
-    places = tuple(
-        (shards[shard].path.name, offset)
-        for shard, offset in zip(chosen.tolist(), offsets.tolist(), strict=True)
-    )
-    return StepTokens(step, event["epoch"], first, windows, places, digest)
+    where = tuple(" ".join(both) for both in zip(names, places, strict=True))
+    return StepTokens(step, event["epoch"], first, windows, where, digest)
 
 
 def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
@@ -81,8 +87,8 @@ def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
         f"step {tokens.step} of {paths.for_people(run_dir)}: epoch {tokens.epoch}, {count} windows "
         f"of {width - 1} + 1 tokens, batch_hash {tokens.hash} as logged"
     ]
-    for row, (name, offset) in enumerate(tokens.places):
-        lines.append(f"--- sample {tokens.first_sample + row}: {name} from token {offset}")
+    for row, place in enumerate(tokens.places):
+        lines.append(f"--- sample {tokens.first_sample + row}: {place}")
         ids = tokens.windows[row].tolist()
         lines.append(gpt2_encoding().decode(ids) if as_text else " ".join(map(str, ids)))
     return "\n".join(lines)

@@ -21,21 +21,10 @@ from gpt2lab.config import SystemConfig
 from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
 from gpt2lab.errors import ConfigError, DataError, SaveError
 from gpt2lab.evaluation.sample import draw
+from gpt2lab.evaluation.style import Style
 from gpt2lab.evaluation.target import find_target
 from gpt2lab.parallel import Strategy
 from gpt2lab.runtime import Runtime, resolve_dtype
-
-
-@dataclass(frozen=True)
-class Style:
-    """How texts are drawn; see `sample.draw`."""
-
-    num_samples: int
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -93,9 +82,11 @@ class Completer:
             )
         return ids
 
-    def complete(self, ids: list[int], *, number: int = 0) -> list[Completion]:
-        """Return `num_samples` continuations of prompt `number`; each depends on the seed, the prompt and its place."""
-        rows = list(self._draw(ids, number, list(range(self.style.num_samples))))
+    def complete(
+        self, ids: list[int], *, number: int = 0, num_samples: int = 1
+    ) -> list[Completion]:
+        """Return continuations of prompt `number`; each depends on the seed, the prompt and its place."""
+        rows = list(self._draw(ids, number, list(range(num_samples))))
         found = []
         for drawn in map(list, zip(*rows, strict=True)):
             ended = END_OF_TEXT in drawn
@@ -149,8 +140,8 @@ class Completer:
         )
 
 
-def complete_file(completer: Completer, source: Path, out: Path) -> None:
-    """Continue every line of `source`; `out` gets one JSON object a text, and appears when all is done.
+def complete_file(completer: Completer, source: Path, out: Path, *, num_samples: int) -> None:
+    """Continue every line of `source` so many times; `out` gets one JSON object a text, and appears when all is done.
 
     Keys: prompt, text (without the prompt), line (from 1), sample (from 0), tokens, ended.
 
@@ -174,7 +165,8 @@ def complete_file(completer: Completer, source: Path, out: Path) -> None:
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-                for sample, found in enumerate(completer.complete(ids, number=number)):
+                texts = completer.complete(ids, number=number, num_samples=num_samples)
+                for sample, found in enumerate(texts):
                     place = {"line": number + 1, "sample": sample}
                     line = {"prompt": prompt, "text": found.text, **place}
                     line |= {"tokens": found.tokens, "ended": found.ended}

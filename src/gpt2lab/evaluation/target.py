@@ -56,7 +56,9 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
         return Target(name, info.path, info, tuple(warnings))
     if _is_hf(folder):
         return Target(name, folder, None)
-    raise CheckpointError(f"{folder}: neither a run, a checkpoint nor a Hugging Face GPT-2")
+    raise CheckpointError(
+        f"{folder}: neither a run, a checkpoint nor a Hugging Face GPT-2, whose {HF_CONFIG} has a model_type"
+    )
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
@@ -93,5 +95,6 @@ def _download(name: str) -> Path:
     except Exception as error:  # a dozen kinds, from a bad name to no network; one meaning
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{name}: no such run or folder, and not to be had from the Hugging Face Hub ({reason})"
+            f"{name}: no such run or folder (scripts/status.py lists the runs), and not to be had from the "
+            f"Hugging Face Hub ({reason})"
         ) from error

@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 from gpt2lab.config import LENGTHS, Config, Recipe
+from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.target import Target
+from gpt2lab.finetuning.adapters import refuse_targets
+from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.finetuning.template import JINJA, as_prompt
 from gpt2lab.flags import PROGRAMS, Command
 from gpt2lab.settings import override
@@ -32,10 +35,21 @@ def begin_tuning(command: Command, config: Config) -> Config:
         raise ConfigError(
             "--instructions is missing: what to learn, a .jsonl file, hf:NAME or demo"
         )
+    optim, typed = config.optim, command.typed
+    if tuning.lora_r:
+        refuse_targets(config.model, tuning)
+        if optim.optimizer == "muon" and "optimizer" in typed:
+            raise ConfigError(
+                "--optimizer muon: is for the matrices of the blocks, which are frozen beside adapters; leave it out"
+            )
+    elif idle := sorted({"lora_alpha", "lora_targets"} & typed):
+        raise ConfigError(f"--{idle[0]} goes with --lora_r N: without it all weights are trained")
     rows = _ROWS_OF_SMALL if config.batch.total_batch_size < _SMALL else _ROWS
     values: dict[str, Any] = {
         "shuffle": "windows",
-        "max_lr": float(f"{config.optim.max_lr * (0.5 if tuning.lora_r else 0.1):.12g}"),
+        "max_lr": _part(optim.max_lr, 0.5 if tuning.lora_r else 0.1),
+        "muon_lr": None if optim.muon_lr is None else _part(optim.muon_lr, 0.1),
+        "optimizer": "adamw" if tuning.lora_r else optim.optimizer,
         "total_batch_size": rows * T,
         "mini_batch_size": min(rows, config.batch.mini_batch_size),
         "weight_decay": 0.0,
@@ -46,9 +60,23 @@ def begin_tuning(command: Command, config: Config) -> Config:
         "epoch_checkpoints": "off",
         "sample_prompt": as_prompt("Who are you?"),
     }
-    if not command.typed & set(LENGTHS):
+    if not typed & set(LENGTHS):
         values["num_epochs"] = 3.0
-    return override(config, {name: v for name, v in values.items() if name not in command.typed})
+    return override(config, {name: v for name, v in values.items() if name not in typed})
+
+
+def _part(rate: float, factor: float) -> float:
+    return float(f"{rate * factor:.12g}")  # as people would write it
+
+
+def open_what_is_learned(config: Config) -> TokenData:
+    """Return the token shards of a run, or its conversations.
+
+    Raises: DataError, ConfigError.
+    """
+    if config.tuning.instructions is not None:
+        return open_instructions(config)
+    return open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
 
 
 def recipe_of(config: Config) -> Recipe:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from gpt2lab import rng
 from gpt2lab.config import TuningConfig
-from gpt2lab.errors import ConfigError
+from gpt2lab.finetuning.adapters import is_named, targets_of
 from gpt2lab.model import GPT
 
 
@@ -47,20 +47,13 @@ def add_lora(model: GPT, config: TuningConfig) -> None:
     """Freeze the model, and give the layers that `lora_targets` names an adapter, which computes nothing yet.
 
     A target names every linear layer whose full name is it or ends with "." and it.
-
-    Raises: ConfigError naming the layers there are, if a target matches none.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    chosen: dict[str, nn.Linear] = {}
-    for target in (word.strip() for word in config.lora_targets.split(",")):
-        matches = {name: layer for name, layer in layers.items() if _is_named(name, target)}
-        if not matches:
-            ends = sorted({name.rpartition(".")[2] for name in layers})
-            raise ConfigError(
-                f"lora_targets {target!r} matches no linear layer of the model; there are {', '.join(ends)} "
-                f"(one of a kind: {min(layers)}, and so on)"
-            )
-        chosen |= matches
+    targets = targets_of(config)
+    chosen = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and any(is_named(name, target) for target in targets)
+    }
     model.requires_grad_(False)  # the adapters come after it
     for name, layer in chosen.items():
         _replace(model, name, LoRALinear(layer, r=config.lora_r, alpha=config.lora_alpha))
@@ -86,10 +79,6 @@ def merge_lora(model: GPT) -> None:
 
 def _adapters(model: GPT) -> list[tuple[str, LoRALinear]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, LoRALinear)]
-
-
-def _is_named(name: str, target: str) -> bool:
-    return target != "" and (name == target or name.endswith(f".{target}"))
 
 
 def _replace(model: GPT, name: str, layer: nn.Module) -> None:

@@ -88,7 +88,9 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = safetensors.torch.load_file(path, device="cpu")
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(
+            f"{path}: cut short or damaged ({error}); copy or download it again"
+        ) from error
     ours: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
         name = our_name(full_name)

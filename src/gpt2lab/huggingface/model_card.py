@@ -11,7 +11,7 @@ from gpt2lab.config import Config
 from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.evaluation.target import Target
 from gpt2lab.runs import history
-from gpt2lab.settings import override
+from gpt2lab.settings import data_name, override
 
 _CARD = """---
 library_name: transformers
@@ -92,8 +92,11 @@ def _trained_on(manifest: dict[str, Any]) -> dict[str, str]:
     rows = {}
     if manifest.get("initial_weights"):
         rows["initial weights"] = f"`{manifest['initial_weights']['init_from']}`"
+    tuning = config.tuning
+    if tuning.lora_r:
+        rows["adapters"] = f"LoRA of rank {tuning.lora_r}, put into the weights"
     return rows | {
-        "training data": f"`{config.data.data_dir.name}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
+        "training data": f"`{data_name(config)}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
         "training tokens": f"{manifest['tokens']:,} in {manifest['step']:,} steps of "
         f"{config.batch.total_batch_size:,}, max_lr {config.optim.max_lr:g}, {config.system.dtype}",
     }

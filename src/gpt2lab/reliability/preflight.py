@@ -22,9 +22,10 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
 from gpt2lab.flags import Command
 from gpt2lab.parts import (
+    PRETRAINING,
     Parts,
+    Recipe,
     build_and_load,
-    build_first,
     fit_to_hardware,
     look_at_attention,
     refuse_mixed_hardware,
@@ -52,12 +53,12 @@ class Check:
     numbers: dict[str, Any] = field(default_factory=dict)  # for --json
 
 
-def preflight(command: Command) -> int:
+def preflight(command: Command, *, recipe: Recipe = PRETRAINING) -> int:
     """Try everything, print the checks and the verdict; return 0 for GO and 1 for NO-GO."""
     if "RANK" in os.environ:
         end_with_parent()
     runtime = Runtime(timeout_minutes=command.verbs.pg_timeout_minutes)
-    checks = _check_all(command, runtime)
+    checks = _check_all(command, recipe, runtime)
     failed = [check.name for check in checks if check.result == "failed"]
     if runtime.rank == 0:
         _print(checks, failed, command_to_start(checks), as_json=command.verbs.json)
@@ -71,7 +72,7 @@ def _decide(command: Command, world_size: int) -> Start:
     return decide(fitted, world_size=world_size, set_aside=False) if fitted else start
 
 
-def _check_all(command: Command, runtime: Runtime) -> list[Check]:
+def _check_all(command: Command, recipe: Recipe, runtime: Runtime) -> list[Check]:
     """Run the checks in order; one that later ones rest on ends the list where it fails."""
     try:
         start = runtime.decided_by_first(lambda: _decide(command, runtime.world_size))
@@ -87,9 +88,9 @@ def _check_all(command: Command, runtime: Runtime) -> list[Check]:
     if checks[-1].result == "failed":
         return checks
     try:
-        model = build_first(start, runtime)
+        model = recipe.build_model(start, runtime)
         start = look_at_attention(start, model, runtime)
-        parts = build_and_load(start, runtime, model)
+        parts = build_and_load(start, runtime, model, recipe)
         began = time.monotonic()
         batch = runtime.everywhere(lambda: _first_batch(parts))
         read_seconds = time.monotonic() - began

@@ -87,7 +87,7 @@ def try_step(
     config: Config, parts: Parts, batch: GlobalBatch, runtime: Runtime, max_steps: int
 ) -> StepTrial:
     """Take two real steps with the run's own parts, uncompiled, on a piece of `batch`; the parts are spoilt then."""
-    piece = _cut(batch, most=_most_tokens(config, runtime), world_size=runtime.world_size)
+    piece = _cut(batch, most=_most_tokens(config, runtime), runtime=runtime)
     for _ in range(2):  # the first makes memory and kernels ready
         began = time.monotonic()
         with torch.compiler.set_stance("force_eager"):
@@ -102,7 +102,7 @@ def try_step(
             )
         runtime.synchronize()
     return StepTrial(
-        tokens=piece.num_targets // runtime.world_size,
+        tokens=piece.micro_batches[0].tokens.numel(),
         seconds=time.monotonic() - began,
         loss=stats.loss,
         grad_norm=stats.grad_norm,
@@ -115,7 +115,7 @@ def _most_tokens(config: Config, runtime: Runtime) -> int:
     return min(STEP_TOKENS, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
 
 
-def _cut(batch: GlobalBatch, *, most: int, world_size: int) -> GlobalBatch:
+def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
     """Return a batch of one micro-batch a process with at most `most` tokens, shorter windows if one is too long."""
     micro = batch.micro_batches[0]
     rows, length = micro.tokens.shape
@@ -127,9 +127,8 @@ def _cut(batch: GlobalBatch, *, most: int, world_size: int) -> GlobalBatch:
         targets=micro.targets[:rows, :length].contiguous(),
         is_last=True,
     )
-    return dataclasses.replace(
-        batch, micro_batches=(piece,), num_targets=rows * length * world_size
-    )
+    targets = runtime.sum((piece.targets >= 0).sum())
+    return dataclasses.replace(batch, micro_batches=(piece,), num_targets=max(1, int(targets)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import __version__, fmt
+from gpt2lab import __version__, fmt, paths
 from gpt2lab.checkpoints import catalog
 from gpt2lab.checkpoints.manifest import replace_durably
 from gpt2lab.config import Config
@@ -23,7 +23,7 @@ from gpt2lab.plan import count_parameters
 from gpt2lab.planning.remaining import read_json, spent_seconds
 from gpt2lab.presets import preset
 from gpt2lab.runs import history, overview, plots, summary
-from gpt2lab.settings import LEAVES, to_flat
+from gpt2lab.settings import LEAVES, data_name, is_path, to_flat
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 _STYLE = Path(__file__).with_suffix(".css")
@@ -91,7 +91,7 @@ def _title(config: Config, events: Events) -> str:
     model = config.model
     trained = f"{fmt.count(count_parameters(model))} parameters, context {model.context_length}"
     begun = f", begun {_clock(events[0]['time'])}" if events else ""
-    return f"{model.model}, {trained}, on {config.data.data_dir.name}{begun}"
+    return f"{model.model}, {trained}, on {data_name(config)}{begun}"
 
 
 def _begins(events: Events) -> Events:
@@ -225,7 +225,10 @@ def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
     plain = to_flat(preset(config.model.model))
     rows = []
     for name, value in to_flat(config).items():
-        differs = value != plain[name] and LEAVES[name][0] != "checkpoint"
+        usual = plain[name]
+        if usual is not None and is_path(name):  # a run keeps the whole path
+            usual = str(paths.from_repository(Path(usual)))
+        differs = value != usual and LEAVES[name][0] != "checkpoint"
         rows.append((name, _setting(value), _setting(plain[name]), differs))
     return rows
 

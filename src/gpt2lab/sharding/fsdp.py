@@ -9,6 +9,8 @@ whole until a step's last pass has ended.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,21 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gpt2lab.model import GPT, empty_model
+from gpt2lab.model import GPT
 from gpt2lab.sharding.pieces import whole
 
 
-def shard(model: GPT, mesh: DeviceMesh, *, offload: bool) -> None:
+def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
     """Leave of each weight this process's rows, in place.
 
-    `offload`: rows, gradients and optimizer state live in the CPU's memory, the GPU holds what it works on.
+    `trained` is the model or holds it: the module whose forward is the whole pass. `offload`: rows, gradients and
+    optimizer state live in the CPU's memory, the GPU holds what it works on.
     """
     # Pinned: so that a GPU copies while it works. Without a GPU torch cannot pin.
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
+    fully_shard(trained, mesh=mesh, offload_policy=policy)
 
 
 def keep_gathered(model: nn.Module, *, after_backward: bool) -> None:
@@ -50,10 +53,16 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm
 
 
+def skeleton(model: GPT) -> GPT:
+    """Return a copy of a plain model's modules, adapters too, whose weights take no memory."""
+    weights = {id(p): nn.Parameter(p.to("meta")) for p in model.parameters()}
+    return copy.deepcopy(model, weights)
+
+
 @torch.no_grad()
-def gather_model(model: GPT, device: torch.device) -> GPT:
-    """Return a plain model with all weights, on every process; all call it together."""
-    plain = empty_model(model.config).to(device)
+def gather_model(model: GPT, bare: GPT, device: torch.device) -> GPT:
+    """Return a plain model with all weights, shaped as its skeleton `bare`, on every process; all call it together."""
+    plain = copy.deepcopy(bare).to_empty(device=device)
     for name, parameter in plain.named_parameters():
         parameter.copy_(whole(model.get_parameter(name)))
     return plain
