@@ -132,6 +132,14 @@ def test_torchrun_names_the_first_cause_though_all_fail_in_one_second(
     assert str(cause) in str(ChildFailedError("train.py", failures)).split("Root Cause")[1]
 
 
+def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path: Path) -> None:
+    answer = run(TRAIN, "--dry_run", cwd=tmp_path, python=("-S",))
+    assert answer.returncode == 2
+    assert re.fullmatch(
+        r"error: \S+ has no package tyro; use .*requirements\.txt.*\n", answer.stderr
+    )
+
+
 @pytest.mark.parametrize("door", QUICK)
 def test_a_quick_door_never_imports_torch_and_writes_nothing(workplace: Path, door: str) -> None:
     write_checkpoint(workplace / "runs" / "other", 5)

@@ -35,6 +35,15 @@ def run(main: Callable[[list[str]], int]) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; nothing half-written was kept", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as missing:
+        if not missing.name or missing.name.partition(".")[0] == "gpt2lab":
+            raise
+        print(
+            f"error: {sys.executable} has no package {missing.name}; use the Python in which requirements.txt is "
+            "installed (.venv/bin/python after `make install`)",
+            file=sys.stderr,
+        )
+        return _leave(2)
     except Exception as error:
         traceback.print_exc()
         _tell_launcher(error, report=traceback.format_exc())

@@ -147,12 +147,13 @@ def print_memory(ask: Ask) -> int:
             print(
                 f"fits; the largest micro-batch that leaves {1 - need.target:.0%} free is {largest}"
             )
-        elif largest:
-            print(f"does not fit; --mini_batch_size {largest} does")
         else:
-            print(
-                "does not fit, not even one sequence at a time; a smaller --model or --context_length does"
+            remedy = (
+                f"--mini_batch_size {largest} does"
+                if largest
+                else "not even one sequence at a time does; a smaller --model or --context_length may"
             )
+            print(f"does not fit into the {need.target:.0%} of it that a run may take; {remedy}")
     return 3 if need.fits is False else 0
 
 
