@@ -107,7 +107,7 @@ class DataConfig:
 
     data_dir: Path = free(
         Path("data/fineweb_edu"),
-        "folder of token shards, see scripts/prepare_data.py (fine-tuning has --instructions)",
+        "folder of token shards, see scripts/prepare_data.py (not to fine-tune)",
     )
     shuffle: Literal["shards", "windows", "none"] = guarded(
         "shards", "what each epoch after the first permutes (windows: every epoch, single windows)"
