@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -136,10 +138,12 @@ def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None
 def test_watch_shows_again_until_it_is_interrupted(run_dir: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "status.py"), "--watch=0.1"]
     command += [f"--checkpoint_dir={run_dir.parent}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # What a shell starts in the background, as these tests may be, ignores Ctrl+C, and so do its children.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
         assert process.stdout is not None
         shown = [process.stdout.readline() for _ in range(9)]
-        process.send_signal(2)
+        process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait(30) == 0
     assert sum("completed" in line for line in shown) >= 2
