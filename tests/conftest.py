@@ -15,9 +15,9 @@ from gpt2lab import hardware
 from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
 from whole_run import LAST, Run
 
-# Programs that the tests start would keep their compiled code in the user's own cache.
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}")
+# Programs that the tests start would keep their compiled code in the user's own cache. torch has set a default by now.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+    Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}"
 )
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.

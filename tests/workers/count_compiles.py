@@ -35,4 +35,6 @@ nn.Module.compile = functools.partialmethod(  # type: ignore[method-assign,assig
 )
 gpt2lab.trainer.train_step = counted_step
 pretrain(parse(sys.argv[1:]))
-print(f"graphs after step 1: {after_first}, at the end: {counters['stats']['unique_graphs']}")
+graphs = counters["stats"]["unique_graphs"]
+# In one write, the line's end with it: several processes have one output.
+sys.stdout.write(f"graphs after step 1: {after_first}, at the end: {graphs}\n")

@@ -35,4 +35,4 @@ def checked_step(model: Any, *args: Any, **kwargs: Any) -> StepStats:
 
 gpt2lab.trainer.train_step = checked_step
 pretrain(parse(sys.argv[1:]))
-print(f"compared {compared} steps")
+sys.stdout.write(f"compared {compared} steps\n")  # one write, where print makes two
