@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -169,7 +170,9 @@ def test_steps_norms_refusals_and_files_are_those_of_ddp(world: int, tmp_path: P
 def test_evaluation_hellaswag_and_samples_are_those_of_one_process(
     mode: str, tiny_data: Path, tmp_path: Path
 ) -> None:
-    items = Path(__file__).parent / "golden" / "hellaswag_items.jsonl"
+    # A copy: what was tokenised is kept beside the items.
+    items = tmp_path / "items.jsonl"
+    shutil.copy(Path(__file__).parent / "golden" / "hellaswag_items.jsonl", items)
     more = (
         *("--vocab_size=50304", "--max_steps=2", f"--hellaswag_path={items}", "--eval_freq=1"),
         *("--hellaswag_limit=8", "--hellaswag_freq=1", "--sample_freq=1", "--sample_tokens=8"),
