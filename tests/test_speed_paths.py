@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import launch
 from gpt2lab import attention, runtime
 from gpt2lab.bench import token_stream
+from gpt2lab.loss import GradientInForward, cross_entropy_sum, head_cross_entropy_sum
 
 
 def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -59,6 +60,55 @@ def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(
     attention.attend(q[:, :, -1:], k, v, allowed[:, :, -1:], 0.0)
     attention.attend(*_qkv(1024, torch.bfloat16), None, 0.0)
     assert taken == [64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_compiled_loss_of_the_head_is_cross_entropy(dtype: torch.dtype, is_frozen: bool) -> None:
+    """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = (5 * torch.randn(2, 9, 16, generator=generator)).requires_grad_()
+    weight = torch.randn(77, 16, generator=generator).requires_grad_(not is_frozen)
+    targets = torch.randint(0, 77, (2, 9), generator=generator)
+    targets[0, 3:5] = targets[1, 0] = -1
+    trained = [hidden] if is_frozen else [hidden, weight]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(F.linear(hidden, weight), targets)
+
+    results = []
+    for loss_of in (torch.compile(head_cross_entropy_sum, fullgraph=True), plain):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = loss_of(hidden, weight, targets)
+        results.append((loss, *torch.autograd.grad(loss / 11, trained)))
+    exact = dtype == torch.float32
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == torch.float32
+        # bf16: gradients of up to a few units, of products rounded to 8 bits.
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5 if exact else 2**-7, atol=1e-5 if exact else 2**-6
+        )
+
+
+def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not compiled gives the bits of the plain form; and a score that is not finite is seen in the loss."""
+    hidden, weight = torch.randn(1, 4, 8), torch.randn(10, 8)
+    targets = torch.tensor([[1, -1, 3, 9]])
+    expected = cross_entropy_sum(F.linear(hidden, weight), targets)
+    taken: list[bool] = []
+    real = GradientInForward.apply
+    monkeypatch.setattr(
+        GradientInForward, "apply", lambda *given: taken.append(True) or real(*given)
+    )
+    assert torch.equal(head_cross_entropy_sum(hidden, weight, targets), expected)
+    assert not taken
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(head_cross_entropy_sum(hidden, weight, targets), expected)
+    assert taken
+    hidden[0, 2, 0] = float("nan")
+    assert head_cross_entropy_sum(hidden, weight, targets).isnan()
 
 
 def test_fast_fp32_products_are_fp32() -> None:
