@@ -14,7 +14,7 @@ from gpt2lab.runs import history
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "src" / "train.py"
-_SECONDS = 120  # a hung process group must fail its test, not the suite
+_SECONDS = 200  # a hung process group must fail its test, not the suite
 
 
 def command_for(program: Path, flags: list[str], *, world: int) -> list[str]:
