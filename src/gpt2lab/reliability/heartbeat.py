@@ -46,7 +46,8 @@ class Heartbeat:
             hang_seconds,
             tell,
         )
-        self._step, self._phase, self._since = 0, PHASES[0], time.monotonic()
+        # One object, so that the watching thread never sees one phase with another's age.
+        self._now = (0, PHASES[0], time.monotonic())
         self._longest: dict[str, float] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,13 +60,14 @@ class Heartbeat:
     def enter(self, phase: str, step: int) -> None:
         """Begin a phase of the step under way."""
         now = time.monotonic()
-        lasted = now - self._since
-        self._longest[self._phase] = max(lasted, self._longest.get(self._phase, 0.0))
-        self._step, self._phase, self._since = step, phase, now
+        _, before, since = self._now
+        self._longest[before] = max(now - since, self._longest.get(before, 0.0))
+        self._now = (step, phase, now)
 
     def beat(self) -> None:
         """Say that a long phase goes on: between the batches of an evaluation."""
-        self._since = time.monotonic()
+        step, phase, _ = self._now
+        self._now = (step, phase, time.monotonic())
 
     def close(self) -> None:
         """End the watch."""
@@ -75,9 +77,9 @@ class Heartbeat:
             with suppress(OSError):
                 self._path(self._rank).unlink()
 
-    def limit_seconds(self) -> float:
-        """Return how long the present phase may last."""
-        longest = self._longest.get(self._phase)
+    def limit_seconds(self, phase: str) -> float:
+        """Return how long a phase may last."""
+        longest = self._longest.get(phase)
         if longest is None:
             return _FIRST_TIME * self._hang_seconds
         return max(self._hang_seconds, _SLOWER * longest)
@@ -88,23 +90,25 @@ class Heartbeat:
     def _watch(self) -> None:
         pause = min(_BEAT_SECONDS, self._hang_seconds / 4)
         while not self._closed.wait(pause):
-            phase, lasts = self._phase, time.monotonic() - self._since
+            step, phase, since = seen = self._now
+            lasts = time.monotonic() - since
             with suppress(OSError):
-                self._write(phase, lasts)
-            if lasts > self.limit_seconds():
+                self._write(step, phase, lasts)
+            # What was seen may be over: writing takes its time on a slow disk.
+            if lasts > self.limit_seconds(phase) and seen is self._now:
                 report = self.report(pause)
                 print(f"error: process {self._rank}: {report}", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
                 self._tell(report)
                 os._exit(EXIT_CODE)
 
-    def _write(self, phase: str, lasts: float) -> None:
+    def _write(self, step: int, phase: str, lasts: float) -> None:
         path = self._path(self._rank)
         told = {
             "rank": self._rank,
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "step": self._step,
+            "step": step,
             "phase": phase,
             "seconds": round(lasts, 1),
             "time": time.time(),
@@ -124,7 +128,8 @@ class Heartbeat:
             + f"{beat['phase']} of step {beat['step']} for {beat['seconds']:.0f} s"
             for beat in blamed
         )
-        own = f"{self._phase} of step {self._step} for {time.monotonic() - self._since:.0f} s"
+        step, phase, since = self._now
+        own = f"{phase} of step {step} for {time.monotonic() - since:.0f} s"
         return f"hangs in {own}; all wait for: {told or 'nobody known'}; go on with --resume latest"
 
 
