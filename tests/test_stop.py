@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -23,7 +24,7 @@ NOW = datetime(2026, 11, 21, 18, 0, tzinfo=timezone(timedelta(hours=1)))
 
 
 def ends_as(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own: these signals end processes."""
+    """Run code in a process of its own: these signals, and a hang, end processes."""
     head = "import os, signal, time\nfrom gpt2lab.reliability.stop import Signals\nme = os.getpid()\ns = Signals()\n"
     src = str(Path(__file__).resolve().parents[1] / "src")
     return subprocess.run(
@@ -82,6 +83,34 @@ def test_closing_gives_the_signals_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_phase_is_judged_by_its_own_limit_though_it_ends_meanwhile(tmp_path: Path) -> None:
+    """Its state is written to a disk that may be slow; the next phase's limit once ended a run that went well."""
+    code = (
+        "from pathlib import Path\nfrom gpt2lab.reliability.heartbeat import Heartbeat\n"
+        f"beats = Heartbeat(Path({str(tmp_path)!r}), rank=0, hang_seconds=0.4)\n"
+        "beats.enter('agreeing', 1); beats.enter('training', 1)\n"  # for the first time: thrice as long
+        "write = beats._write\n"
+        "def write_slowly(*told):\n"
+        "    write(*told)\n"
+        "    if told[-1] > 0.6: beats.enter('agreeing', 2)\n"
+        "beats._write = write_slowly\n"
+        "time.sleep(1.0); beats.close(); print('alive')"
+    )
+    done = ends_as(code)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+@pytest.fixture
+def central_europe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set this process's clock to a zone that has summer time."""
+    with monkeypatch.context() as zone:
+        zone.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("central_europe")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -95,10 +124,29 @@ def test_moments_are_the_next_clock_time_or_an_iso_date(text: str, expected: dat
     assert parse_moment(text, now=NOW) == expected
 
 
-@pytest.mark.parametrize("text", ["25:00", "soon", "2026-11-21T17:59", "2026-13-01"])
+@pytest.mark.usefixtures("central_europe")
+@pytest.mark.parametrize(
+    "text", ["25:00", "soon", "2026-11-21T17:59", "2026-13-01", "0001-01-01T00:00"]
+)
 def test_moments_that_are_none_or_have_passed_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="stop_at"):
         parse_moment(text, now=NOW)
+
+
+@pytest.mark.usefixtures("central_europe")
+@pytest.mark.parametrize(
+    ("text", "begun", "hour"),
+    [
+        ("2026-10-25T18:30", datetime(2026, 10, 24, 12, 0), 17),  # summer time ends on the 25th
+        ("11:30", datetime(2026, 10, 24, 12, 0), 10),
+        ("2026-03-29T18:30", datetime(2026, 3, 28, 12, 0), 16),  # and begins on the 29th
+    ],
+)
+def test_a_moment_beyond_a_change_of_the_clocks_is_what_they_will_show(
+    text: str, begun: datetime, hour: int
+) -> None:
+    moment = parse_moment(text, now=begun.astimezone()).astimezone(timezone.utc)
+    assert (moment.day, moment.hour, moment.minute) == (begun.day + 1, hour, 30)
 
 
 def test_the_schedulers_end_is_a_deadline_and_nonsense_is_none() -> None:

@@ -55,17 +55,18 @@ def parse_moment(text: str, *, now: datetime) -> datetime:
 
     Raises: ConfigError.
     """
+    wall = now.astimezone().replace(tzinfo=None)
     try:
         if clock := re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip()):
-            moment = now.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
-            return moment if moment > now else moment + timedelta(days=1)
-        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
-    except ValueError:
+            moment = wall.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
+            moment = moment if moment > wall else moment + timedelta(days=1)
+        else:
+            moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        moment = moment.astimezone()  # by the clock of that day: summer time may begin before it
+    except (ValueError, OverflowError):
         raise ConfigError(
             f"stop_at {text!r} is no moment; write 18:30 or 2026-11-21T18:30 (local time, or with +02:00)"
         ) from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=now.tzinfo)
     if moment <= now:
         raise ConfigError(f"stop_at {text} has passed; it is {now:%Y-%m-%dT%H:%M} now")
     return moment
