@@ -56,4 +56,5 @@ while true; do
     echo "ended with exit code $code; starting again in $PAUSE s" >&2
     sleep "$PAUSE" &
     wait $!
+    [[ -n $asked ]] && exit "$code"  # asked during the pause: nothing runs that could be stopped
 done

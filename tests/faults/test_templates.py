@@ -72,6 +72,18 @@ def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run: Fau
     assert "needs --run_name" in run.errors()
 
 
+def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun) -> None:
+    marks = run.folder / "starts"
+    command = ["bash", "-c", f"echo start >> '{marks}'; exit 1", *run.argv()]
+    process = start(run, [str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="60")
+    while "starting again" not in run.errors():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert run.end_of(process) == 1
+    assert marks.read_text() == "start\n"
+
+
 def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(
     run: FaultRun, tmp_path: Path
 ) -> None:
