@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -179,6 +180,20 @@ def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_pat
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")
         assert int.from_bytes(content[16:20], "big") > 1000  # pixels wide
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "pictures" / "plot.png"
+    picture.parent.mkdir()
+    picture.write_bytes(b"the one before")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match="No space left"):
+        plots.draw([plots.read_curves(run_dir)], picture)
+    assert [(path.name, path.read_bytes()) for path in picture.parent.iterdir()] == [
+        ("plot.png", b"the one before")
+    ]
 
 
 def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -92,6 +94,38 @@ def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned)
     run.train(*common, "--resume=latest")
     assert list(run.checkpoints()) == [3, 4]
     assert run.losses(attempt=1)[4] == run.losses(attempt=2)[4]
+
+
+@pytest.mark.parametrize("file", ["config.json", "status.json"])
+def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2", "--eval_freq=0")
+    before = run.listing().keys()
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if f".{file}." in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device", file)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    refusal = run.refused("--max_steps=4", "--resume=latest")
+    assert isinstance(refusal, SaveError)
+    assert str(refusal) == f"{file}: No space left on device; free space and start again"
+    assert run.listing().keys() == before
+    monkeypatch.undo()
+    run.train("--max_steps=4", "--resume=latest")
+
+
+def test_a_stop_before_anything_was_saved_names_no_resume(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train("--max_steps=4", "--max_hours=1e-9")
+    report = capsys.readouterr().out.split("run tiny\n")[1]
+    assert "--resume" not in report
+    assert "begin again" in report
+    run.train("--max_steps=4")
 
 
 def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[str]) -> None:

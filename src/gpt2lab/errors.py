@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class GPT2LabError(Exception):
     """A refusal: one line that says what, where and the fix."""
@@ -72,6 +74,34 @@ class CheckError(GPT2LabError):
     """Something was computed and compared, and does not hold."""
 
     exit_code = 1
+
+
+_REFUSED_BY_THE_SYSTEM = {
+    errno.EACCES: "give this user the right to it, or choose another place",
+    errno.EPERM: "give this user the right to it, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.ENOTDIR: "choose another place",
+    errno.ELOOP: "choose another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOSPC: "free space and start again",
+    errno.EDQUOT: "free space and start again",
+}
+
+
+def refusal_of(error: BaseException) -> GPT2LabError | None:
+    """Return an error as a refusal: ours as it is, what the system refuses (no bug) as one of ours; else None."""
+    if isinstance(error, GPT2LabError):
+        return error
+    if not isinstance(error, OSError) or error.errno not in _REFUSED_BY_THE_SYSTEM:
+        return None
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    refusal = (SaveError if is_full else ConfigError)(
+        f"{what}; {_REFUSED_BY_THE_SYSTEM[error.errno]}"
+    )
+    refusal.is_local = True  # the others may have been let
+    refusal.__cause__ = error
+    return refusal
 
 
 def is_lost_peer(error: Exception) -> bool:

@@ -16,7 +16,13 @@ from gpt2lab.checkpoints.manifest import folder_name
 from gpt2lab.checkpoints.saver import Saver
 from gpt2lab.data.hellaswag_tokens import load_questions
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.errors import ConfigError, GPT2LabError, OutOfMemoryError, TornUpdateError
+from gpt2lab.errors import (
+    ConfigError,
+    GPT2LabError,
+    OutOfMemoryError,
+    TornUpdateError,
+    refusal_of,
+)
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.flags import Command
 from gpt2lab.histograms import Histograms
@@ -143,8 +149,7 @@ def _run(
     trainer: Trainer | None = None
     watch = Watch()
     try:
-        if folder:
-            _write_what_begins(start, parts, folder, telemetry)
+        runtime.decided_by_first(lambda: _write_what_begins(start, parts, folder, telemetry))
         trainer = _assemble(start, parts, runtime, signals, folder, telemetry, heartbeat, began)
         reason = trainer.fit()
         if folder:
@@ -153,7 +158,8 @@ def _run(
     except BaseException as error:
         if folder:
             step = trainer.state.step if trainer else parts.state.step
-            code = error.exit_code if isinstance(error, GPT2LabError) else 1
+            refusal = refusal_of(error)
+            code = refusal.exit_code if refusal else 1
             reason = f"{type(error).__name__}: {error}"
             with contextlib.suppress(OSError, GPT2LabError):  # the first error is the one to report
                 folder.write_status("failed", step=step, reason=str(error), exit_code=code)
@@ -275,8 +281,11 @@ def _clock(start: Start, facts: dict[str, Any], began: float, *, is_first: bool)
     return clock
 
 
-def _write_what_begins(start: Start, parts: Parts, folder: RunFolder, telemetry: Telemetry) -> None:
-    """Record and show this start: settings, plan, and on a resume where it goes on."""
+def _write_what_begins(
+    start: Start, parts: Parts, folder: RunFolder | None, telemetry: Telemetry
+) -> None:
+    """Record and show this start, on the first process: settings, plan, and on a resume where it goes on."""
+    assert folder is not None
     folder.write_config(start.config, parts.facts)
     folder.facts = {
         "attempt": start.attempt,

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from gpt2lab.config import SystemConfig
-from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError, refusal_of
 
 T = TypeVar("T")
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -90,7 +90,7 @@ class Runtime:
     def decided_by_first(self, decide: Callable[[], T]) -> T:
         """Run `decide` on the first process and return its result, or raise its refusal, on all."""
         if not self.is_distributed:
-            return decide()
+            return _unwrap(_attempt(decide))
         answer: list[Any] = [None]
         if self.rank == 0:
             answer = [_attempt(decide)]
@@ -99,9 +99,9 @@ class Runtime:
 
     def everywhere(self, act: Callable[[], T]) -> T:
         """Run `act` on every process; if one refuses, all raise that refusal instead of waiting for it forever."""
-        if not self.is_distributed:
-            return act()
         mine = _attempt(act)
+        if not self.is_distributed:
+            return _unwrap(mine)
         refusals: list[Any] = [None] * self.world_size
         dist.all_gather_object(refusals, mine[1], group=self._decisions)
         for refusal in refusals:
@@ -163,7 +163,10 @@ class Runtime:
 def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
     try:
         return act(), None
-    except GPT2LabError as refusal:
+    except (GPT2LabError, OSError) as error:
+        refusal = refusal_of(error)
+        if refusal is None:
+            raise
         return None, refusal
 
 

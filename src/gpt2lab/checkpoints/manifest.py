@@ -53,8 +53,12 @@ def sync_folder(path: Path) -> None:
 def replace_durably(path: Path, content: str | bytes) -> None:
     """Replace a small file in one step: readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    write_durably(temporary, content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    try:
+        write_durably(temporary, content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -48,10 +49,11 @@ class RunFolder:
             raise ConfigError(
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._lock.flush()
         catalog.sweep(path)
+        with contextlib.suppress(OSError):  # of a full disk: the name only helps who comes second
+            os.ftruncate(self._lock.fileno(), 0)
+            holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+            os.write(self._lock.fileno(), holder.encode())
 
     def close(self) -> None:
         """Unlock the folder."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpt2lab.checkpoints.manifest import replace_durably
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs import history
 
@@ -61,9 +62,10 @@ def draw(runs: list[Curves], path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing or the file cannot be written.
     """
-    figure = _figure(runs)
+    file = io.BytesIO()
+    _figure(runs).savefig(file, format="png", dpi=130)
     try:
-        figure.savefig(path, dpi=130)
+        replace_durably(path, file.getvalue())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 

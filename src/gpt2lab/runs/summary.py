@@ -48,7 +48,9 @@ def describe_run(run_dir: Path) -> str:
     if infos:
         lines.append("  checkpoints")
         lines += ["    " + line for line in listing.checkpoint_table(infos).splitlines()]
-    lines.append(f"  go on             {command_to_go_on(run_dir, events)}")
+        lines.append(f"  go on             {command_to_go_on(run_dir, events)}")
+    else:
+        lines.append("  begin again       with the same command line: nothing was saved")
     folder = shlex.quote(paths.for_people(run_dir.parent))
     if (run_dir / "tensorboard").exists():
         lines.append(f"  look at it        {paths.program('tensorboard')} --logdir {folder}")
