@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -312,6 +313,36 @@ def test_half_written_checkpoints_are_never_listed(
     assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == [5]
     assert entry["damaged"] == []
     assert not list((tmp_path / "r").glob(".tmp-00000010*"))
+
+
+def test_a_terminal_that_lacks_a_character_is_no_error(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "läufe").symlink_to(runs)
+    answer = subprocess.run(
+        [sys.executable, str(TRAIN), "--list_checkpoints", "--checkpoint_dir", "läufe"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (answer.returncode, answer.stderr) == (0, b"")
+    assert answer.stdout.startswith(b"l\\xe4ufe/")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (errno.ENOSPC, 75, "error: /data/x: No space left on device; free space and start again\n"),
+        (errno.EACCES, 2, "error: /data/x: Permission denied; give this user the right to it, "),
+        (errno.ENAMETOOLONG, 2, "error: /data/x: File name too long; choose a shorter name\n"),
+        (errno.EBADF, 1, "Traceback"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(
+    capsys: pytest.CaptureFixture[str], number: int, code: int, line: str
+) -> None:
+    error = OSError(number, os.strerror(number), "/data/x")
+    assert run_door(Mock(side_effect=error)) == code
+    assert capsys.readouterr().err.startswith(line)
 
 
 def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) -> None:

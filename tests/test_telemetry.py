@@ -67,6 +67,14 @@ def whole_line(step: int) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
+def test_a_name_that_is_no_text_can_be_logged(tmp_path) -> None:
+    """Names of files are bytes: what of them is not UTF-8 is half a surrogate pair in Python."""
+    telemetry = Telemetry(tmp_path, attempt=1)
+    telemetry.say("run caf\udce9")
+    telemetry.close()
+    assert (tmp_path / "log.txt").read_text() == "run caf\\udce9\n"
+
+
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"\xff\xfe", b"{}"])
 def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, torn) -> None:
     whole = b"".join(whole_line(step) for step in (1, 2))

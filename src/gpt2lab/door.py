@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -10,25 +11,24 @@ import time
 import traceback
 from collections.abc import Callable
 
-from gpt2lab.errors import GPT2LabError, is_lost_peer
+from gpt2lab.errors import GPT2LabError, is_lost_peer, refusal_of
 
 
 def run(main: Callable[[list[str]], int]) -> int:
     """Call a door's main with the command line and turn refusals into exit codes.
 
     Of many processes with the same refusal, the first prints it. An error that nobody foresaw keeps its traceback:
-    it is a bug, and the traceback is the report.
+    it is a bug, and the traceback is the report. What a terminal cannot show is written as a code: no reason to end.
     """
+    for stream, errors in (
+        (sys.stdin, "replace"),
+        (sys.stdout, "backslashreplace"),
+        (sys.stderr, "backslashreplace"),
+    ):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
     try:
         return main(sys.argv[1:])
-    except GPT2LabError as refusal:
-        rank = os.environ.get("RANK", "0")
-        if rank == "0":
-            print(f"error: {refusal}", file=sys.stderr)
-        elif refusal.is_local:
-            print(f"error: process {rank}: {refusal}", file=sys.stderr)
-        _tell_launcher(refusal, report=str(refusal))
-        return _leave(refusal.exit_code)
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -45,9 +45,22 @@ def run(main: Callable[[list[str]], int]) -> int:
         )
         return _leave(2)
     except Exception as error:
+        refusal = refusal_of(error)
+        if refusal is not None:
+            return _refuse(refusal)
         traceback.print_exc()
         _tell_launcher(error, report=traceback.format_exc())
         return _leave(1)
+
+
+def _refuse(refusal: GPT2LabError) -> int:
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(f"error: {refusal}", file=sys.stderr)
+    elif refusal.is_local:
+        print(f"error: process {rank}: {refusal}", file=sys.stderr)
+    _tell_launcher(refusal, report=str(refusal))
+    return _leave(refusal.exit_code)
 
 
 def _tell_launcher(error: Exception, report: str) -> None:

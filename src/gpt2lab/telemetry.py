@@ -60,7 +60,9 @@ class Telemetry:
             return
         _cut_torn_line(run_dir / METRICS)
         self._metrics = open(run_dir / METRICS, "ab")  # noqa: SIM115 - closed in close()
-        self._log = open(run_dir / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
+        self._log = open(  # noqa: SIM115
+            run_dir / "log.txt", "a", encoding="utf-8", errors="backslashreplace"
+        )
         if tensorboard_from is not None:
             self._tensorboard = _open_tensorboard(
                 run_dir, after_step=tensorboard_from, hparams=hparams or {}
