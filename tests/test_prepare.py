@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import hashlib
 import itertools
 import json
@@ -364,6 +366,40 @@ def test_an_odd_source_is_refused(tmp_path: Path, trouble: str) -> None:
     with pytest.raises(DataError):
         run_prepare(tmp_path / "s", out)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "s" / "closed"
+    closed.mkdir(parents=True)
+    (closed / "b.txt").write_text("word " * 500)
+    (tmp_path / "s" / "a.txt").write_text("word " * 500)
+    real = os.scandir
+
+    def scandir(path: str | Path) -> object:
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"s/closed: Permission denied"):
+        open_source(str(tmp_path / "s"), text_column="text")
+
+
+def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path: Path) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "s"
+    disk.mkdir()
+    folder.mkdir()
+    (disk / "B.TXT").write_text(TEXTS[1])
+    (disk / "C.JSONL.GZ").write_bytes(gzip.compress(json.dumps({"text": TEXTS[2]}).encode()))
+    (disk / "back").symlink_to(folder)
+    (folder / "more").symlink_to(disk)
+    (folder / "again").symlink_to(disk)
+    (folder / "z.txt").write_text(TEXTS[0])
+    source = open_source(str(folder), text_column="text")
+    found = ["".join(document.chunks) for document in source.documents(None)]
+    assert found == [TEXTS[1], TEXTS[2], TEXTS[0]]
 
 
 def test_data_go_where_a_link_points(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import io
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -17,7 +18,7 @@ from typing import Any
 from gpt2lab.errors import DataError, SourceLostError
 
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
-PACKED_SUFFIXES = (".gz", ".zst")  # of .txt and .jsonl
+PACKED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}  # of .txt and .jsonl
 _CHUNK = 1 << 20
 _BOOKMARK_EVERY = 1000  # rows of a Hugging Face dataset
 
@@ -166,7 +167,7 @@ def _local(path: Path, text_column: str, part: tuple[int, int]) -> Source:
     known = f"{', '.join(LOCAL_SUFFIXES)}, the first two also as {' or '.join(PACKED_SUFFIXES)}"
     files = [path]
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if _kind_of(p) and not p.is_dir())
+        files = _files_below(path)
     if not files:
         raise DataError(f"{path}: no {known} files in this folder")
     for file in files:
@@ -188,9 +189,31 @@ def _local(path: Path, text_column: str, part: tuple[int, int]) -> Source:
     )
 
 
+def _files_below(folder: Path) -> list[Path]:
+    """Return the files of known kinds in a folder and those below it, also behind links, each folder once.
+
+    Raises: DataError if one cannot be listed: without its texts the corpus would be another.
+    """
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}") from error
+
+    for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        facts = os.stat(here)
+        if (facts.st_dev, facts.st_ino) in seen:  # a link back, or a second one
+            folders.clear()
+            continue
+        seen.add((facts.st_dev, facts.st_ino))
+        folders.sort()
+        found += [path for name in names if _kind_of(path := Path(here, name))]
+    return sorted(found)
+
+
 def _kind_of(path: Path) -> str:
     """Return the suffix that tells how to read a file, or the empty string."""
-    suffixes = path.suffixes
+    suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED_SUFFIXES:
         suffixes.pop()
         return suffixes[-1] if suffixes and suffixes[-1] in (".txt", ".jsonl") else ""
@@ -229,11 +252,12 @@ def _read_files(
 
 def _open(path: Path) -> io.BufferedReader:
     """Open a file for reading, through the decompression that its name asks for."""
-    if path.suffix not in PACKED_SUFFIXES:
+    if path.suffix.lower() not in PACKED_SUFFIXES:
         return open(path, "rb")
     import pyarrow as pa
 
-    return io.BufferedReader(pa.input_stream(str(path), compression="detect"), _CHUNK)
+    codec = PACKED_SUFFIXES[path.suffix.lower()]
+    return io.BufferedReader(pa.input_stream(str(path), compression=codec), _CHUNK)
 
 
 def _read_txt(path: Path, text_column: str) -> Stream:
