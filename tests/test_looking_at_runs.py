@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -12,11 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 import launch
+from gpt2lab.checkpoints import catalog
+from gpt2lab.checkpoints.listing import print_checkpoints
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.evaluation.target import find_folder
 from gpt2lab.flags import parse
@@ -126,6 +130,39 @@ def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir:
     said = script("status.py", "--checkpoint_dir", run_dir.parent)[1]
     assert "failed (76)" in said
     assert "not JSON" in said.splitlines()[-1]
+
+
+def test_what_this_user_may_not_read_hides_no_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found, where runs have a disk of their own, and another user's run."""
+    runs = run_dir.parent
+    shutil.copytree(run_dir, runs / "lost+found")
+    (runs / "lost+found" / "metrics.jsonl").unlink()
+    real, real_access = os.stat, os.access
+
+    def stat(path: str | Path, **options: Any) -> os.stat_result:
+        if "lost+found/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "lost+found" not in str(path) and real_access(path, mode)
+    )
+    assert [run.run_name for run in overview.read_runs(runs)] == ["r"]
+    assert catalog.newest_run(runs) == run_dir
+    assert print_checkpoints(runs, run_name=None, as_json=False) == 0
+    monkeypatch.undo()
+    read = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "metrics.jsonl":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert "Permission denied" in str(overview.read_run(run_dir).problem)
 
 
 def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None:
@@ -266,6 +303,27 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir:
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
         assert shlex.join(found.words) in text
     assert "#SBATCH --gres=gpu:2" in text
+
+
+def test_a_script_goes_on_in_the_folder_where_it_was_made(
+    run_dir: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "my place"
+    here.mkdir()
+    (here / "data").symlink_to(tiny_data)
+    python = here / "my env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "executable", str(python))
+    argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
+    text = write(plan_continuation(str(run_dir), num_gpus=None, argv=argv), output="script")
+    done = subprocess.run(
+        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(launch.steps(run_dir)) == 13
 
 
 @pytest.mark.parametrize(

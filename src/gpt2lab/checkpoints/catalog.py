@@ -102,12 +102,21 @@ def set_label(run_dir: Path, label: str, step: int) -> None:
     manifests.replace_durably(run_dir / LABELS / label, f"{target}\n")
 
 
+def run_folders(checkpoint_dir: Path) -> list[Path]:
+    """Return the folders that may be runs, by name; one that this user may not read (lost+found) is none of theirs."""
+    if not checkpoint_dir.is_dir():
+        return []
+    return sorted(
+        path
+        for path in checkpoint_dir.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and os.access(path, os.R_OK | os.X_OK)
+    )
+
+
 def newest_run(checkpoint_dir: Path) -> Path | None:
     """Return the run whose newest readable checkpoint was committed last, or None."""
     newest: tuple[float, Path] | None = None
-    for run_dir in sorted(checkpoint_dir.iterdir()) if checkpoint_dir.is_dir() else []:
-        if not run_dir.is_dir():
-            continue
+    for run_dir in run_folders(checkpoint_dir):
         infos, _ = list_checkpoints(run_dir)
         if infos and (newest is None or infos[-1].created > newest[0]):
             newest = (infos[-1].created, run_dir)

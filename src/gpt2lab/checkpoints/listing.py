@@ -19,7 +19,7 @@ def print_checkpoints(
 
     `verify` reads every byte: then 1 tells that something is damaged.
     """
-    runs = [checkpoint_dir / run_name] if run_name else _runs(checkpoint_dir)
+    runs = [checkpoint_dir / run_name] if run_name else catalog.run_folders(checkpoint_dir)
     listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
     listed = [entry for entry in listed if entry[1] or entry[2]]
     if verify:
@@ -79,14 +79,6 @@ def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
         for info in infos
     ]
     return fmt.table(("step", "kind", "val loss", "tokens", "size", "age"), rows)
-
-
-def _runs(checkpoint_dir: Path) -> list[Path]:
-    if not checkpoint_dir.is_dir():
-        return []
-    return sorted(
-        path for path in checkpoint_dir.iterdir() if path.is_dir() and not path.name.startswith(".")
-    )
 
 
 def _as_json(

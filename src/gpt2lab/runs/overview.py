@@ -37,9 +37,8 @@ class RunStatus:
 
 def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
     """Return the status of every run in a folder, the one that wrote last at the end."""
-    if not checkpoint_dir.is_dir():
-        return []
-    runs = [path for path in checkpoint_dir.iterdir() if (path / "config.json").is_file()]
+    folders = catalog.run_folders(checkpoint_dir)
+    runs = [path for path in folders if (path / "config.json").is_file()]
     return [read_run(run) for run in sorted(runs, key=_last_write)]
 
 
@@ -49,7 +48,7 @@ def read_run(run_dir: Path) -> RunStatus:
     events: list[dict[str, Any]] = []
     try:
         events = history.read_events(run_dir)
-    except GPT2LabError as error:
+    except (GPT2LabError, OSError) as error:
         problem = str(error)
     status = _read_status(run_dir)
     steps, evals = history.current(events, "step"), history.current(events, "eval")
