@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -30,8 +29,8 @@ def for_people(path: Path) -> str:
 
 
 def program(name: str) -> str:
-    """Return how to call a program of this environment from this shell: by name, or by path if not activated."""
+    """Return how to call a program of this environment from this folder: by name, or by path if not activated."""
     ours = Path(sys.executable).parent / name
     if not ours.exists() or shutil.which(name) == str(ours):
         return name
-    return shlex.quote(for_people(ours))
+    return for_people(ours)

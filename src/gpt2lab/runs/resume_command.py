@@ -99,7 +99,7 @@ def write(continuation: Continuation, *, output: str) -> str:
     return layout.format(
         run=continuation.run_dir.name,
         changes=changes or "none",
-        folder=shlex.quote(str(paths.REPOSITORY)),
+        folder=shlex.quote(str(Path.cwd())),  # where what was typed means what it means here
         world=continuation.world,
         command=command,
     ).rstrip("\n")

@@ -51,9 +51,9 @@ def describe_run(run_dir: Path) -> str:
         lines.append(f"  go on             {command_to_go_on(run_dir, events)}")
     else:
         lines.append("  begin again       with the same command line: nothing was saved")
-    folder = shlex.quote(paths.for_people(run_dir.parent))
     if (run_dir / "tensorboard").exists():
-        lines.append(f"  look at it        {paths.program('tensorboard')} --logdir {folder}")
+        words = [paths.program("tensorboard"), "--logdir", paths.for_people(run_dir.parent)]
+        lines.append(f"  look at it        {shlex.join(words)}")
     else:
         lines.append("  look at it        train with --use_tensorboard, then: make tensorboard")
     return "\n".join(lines)
@@ -70,16 +70,14 @@ def command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
 
 def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     """Return the command line that continues a run on this machine."""
-    start = (
-        f"{paths.program('torchrun')} --nproc_per_node={world_size}"
-        if world_size > 1
-        else paths.program("python")
-    )
-    script = shlex.quote(paths.for_people(program_of(run_dir)))
-    command = f"{start} {script} --run_name {shlex.quote(run_dir.name)} --resume latest"
+    words = [paths.program("python")]
+    if world_size > 1:
+        words = [paths.program("torchrun"), f"--nproc_per_node={world_size}"]
+    words += [paths.for_people(program_of(run_dir)), "--run_name", run_dir.name]
+    words += ["--resume", "latest"]
     if run_dir.parent != paths.REPOSITORY / "checkpoints":
-        command += f" --checkpoint_dir {shlex.quote(paths.for_people(run_dir.parent))}"
-    return command
+        words += ["--checkpoint_dir", paths.for_people(run_dir.parent)]
+    return shlex.join(words)
 
 
 def program_of(run_dir: Path) -> Path:
