@@ -261,6 +261,16 @@ def test_a_broken_line_is_named_with_its_place(name: str, folder: Path, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "plain.jsonl").write_text(f"{GOOD}\n")
+    (tmp_path / "windows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n".encode())
+    plain, windows = (
+        read_conversations(str(tmp_path / name))[0].turns
+        for name in ("plain.jsonl", "windows.jsonl")
+    )
+    assert plain == windows
+
+
 def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     lines = [

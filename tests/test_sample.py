@@ -200,18 +200,20 @@ def test_interactive_continues_line_by_line_and_survives_a_long_one(
 
 
 def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text("The\n\nnaïve 你好\n")
+    in_one = "naïve\u2028你好\f"  # no end of a line to an editor
+    (tmp_path / "in.txt").write_text(f"The\n\n{in_one}\n", encoding="utf-8-sig")
     out = tmp_path / "out.jsonl"
     argv = ("hf", f"--batch={tmp_path / 'in.txt'}", f"--out={out}", "--num_samples=2")
     assert door(SAMPLE, *argv, "--max_new_tokens=4", "--device=cpu", folder=folder) == ""
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    with open(out, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
     assert [(e["line"], e["sample"], e["prompt"]) for e in lines] == [
         (line, sample, prompt)
-        for line, prompt in enumerate(["The", "", "naïve 你好"], start=1)
+        for line, prompt in enumerate(["The", "", in_one], start=1)
         for sample in (0, 1)
     ]
     one = completer(folder, max_new_tokens=4, seed=1337)
-    for number, prompt in enumerate(["The", "", "naïve 你好"]):
+    for number, prompt in enumerate(["The", "", in_one]):
         found = one.complete(one.encode(prompt), number=number, num_samples=2)
         assert [text.text for text in found] == [
             e["text"] for e in lines if e["line"] == number + 1

@@ -76,7 +76,7 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8-sig"))  # editors of Windows begin a file with a mark
     except (ValueError, RecursionError) as error:
         return ValueError(f"not JSON ({error})")
 
