@@ -12,7 +12,8 @@
 #   sbatch scripts/slurm.sh --run_name gpt2-124m --model gpt2
 # The trainer reads SLURM_JOB_END_TIME and stops with a saved step before it. Should that not be set, the batch script
 # is told 120 s before the end (--signal, above), and passes it on. Either way the job puts itself back into the queue
-# until status.json says `completed`.
+# until status.json says `completed`, or that somebody stopped the run for good (a STOP file, --stop_after_steps, early
+# stopping).
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
 
@@ -41,14 +42,17 @@ child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM USR1
 while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
 
-state="" verdict=""
+state="" verdict="" reason=""
 if [[ $(cksum "$status" 2>/dev/null) != "$before" ]]; then  # else this start was refused, or had nothing to do
     state=$(sed -nE 's/^ *"state": "([a-z]*)",?$/\1/p' "$status")
     verdict=$(sed -nE 's/^ *"exit_code": ([0-9]+),?$/\1/p' "$status")
+    reason=$(sed -nE 's/^ *"reason": "(.*)",?$/\1/p' "$status")
 fi
 echo "job ${SLURM_JOB_ID:-none}: run $name is ${state:-unknown} (torchrun's exit code $code)"
+case "$state:$reason" in
+    completed:* | "stopped:STOP file" | stopped:stop_after_steps | "stopped:early stopping") exit 0 ;;
+esac
 case "$state:${verdict:-none}" in
-    completed:*) exit 0 ;;
     failed:2 | failed:75 | failed:76) exit "$verdict" ;;  # a requeue would meet the same
     :*) exit "$code" ;;
 esac

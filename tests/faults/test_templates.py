@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -82,6 +83,38 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun
     process.send_signal(signal.SIGTERM)
     assert run.end_of(process) == 1
     assert marks.read_text() == "start\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "goes_back"),
+    [
+        ("stopped", "max_hours", True),
+        ("stopped", "STOP file", False),
+        ("stopped", "stop_after_steps", False),
+        ("stopped", "early stopping", False),
+        ("failed", "a process died", True),
+    ],
+)
+def test_slurm_puts_no_job_back_that_somebody_stopped_for_good(
+    run: FaultRun, tmp_path: Path, state: str, reason: str, goes_back: bool
+) -> None:
+    run.path.mkdir(parents=True)
+    status = {"state": state, "reason": reason, "exit_code": int(state == "failed")}
+    (tmp_path / "said.json").write_text(json.dumps(status, indent=1) + "\n")
+    for name, does in (
+        ("torchrun", f"cp '{tmp_path}/said.json' '{run.path}/status.json'"),
+        ("scontrol", f"touch '{tmp_path}/is_back'"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TORCHRUN": str(tmp_path / "torchrun"),
+        "SLURM_JOB_ID": "7",
+    }
+    process = start(run, ["bash", str(SCRIPTS / "slurm.sh"), *run.argv()], **environment)
+    assert run.end_of(process) == 0, run.errors()
+    assert (tmp_path / "is_back").exists() == goes_back
 
 
 def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(
