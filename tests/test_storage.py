@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
 import sys
 from collections import namedtuple
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import launch
-from gpt2lab import dry_run
+from gpt2lab import dry_run, telemetry
 from gpt2lab.checkpoints import catalog, checkpoint, manifest
 from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.flags import parse
@@ -133,6 +136,59 @@ def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(
     assert "step 4" in warning["message"]
     assert "1 kB free on its disk" in warning["message"]
     assert "training goes on" in warning["message"]
+
+
+class FullDisk(FileIO):
+    """A file on a disk that has some bytes left, and is emptied once enough writes have failed."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__(path, mode)
+        self.left, self.failures = 3000, 4
+
+    def write(self, content: Any) -> int:
+        if self.failures and len(content) > self.left:
+            if self.left:
+                written, self.left = super().write(memoryview(content)[: self.left]), 0
+                return written
+            self.failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.left -= len(content)
+        return super().write(content)
+
+
+def test_a_disk_too_full_for_a_line_of_the_metrics_ends_no_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(telemetry, "FileIO", FullDisk)
+    run.train("--max_steps=10", "--checkpoint_freq=1", "--eval_freq=0", "--sample_freq=0")
+    said = capsys.readouterr().out
+    assert said.count("No space left on device; training goes on, and keeps in memory") == 1
+    assert "metrics.jsonl: written again, nothing is missing" in said
+    assert list(run.losses()) == list(range(1, 11))
+    [skipped] = [e["step"] for e in run.events("warning") if "not saved" in e["message"]]
+    assert [e["step"] for e in run.events("checkpoint")] == [
+        n for n in range(1, 11) if n != skipped
+    ]
+    assert run.status()["state"] == "completed"
+
+
+def test_what_the_metrics_never_took_is_counted(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class AlwaysFull(FullDisk):
+        def __init__(self, path: Path, mode: str) -> None:
+            super().__init__(path, mode)
+            self.failures = 10**9
+
+    monkeypatch.setattr(telemetry, "FileIO", AlwaysFull)
+    refusal = run.refused("--max_steps=10", "--checkpoint_freq=0", "--eval_freq=0")
+    assert refusal.exit_code == 75
+    assert "metrics.jsonl: No space left on device" in str(refusal)
+    assert re.search(r"the last \d+ events are not in metrics.jsonl", capsys.readouterr().out)
+    assert run.checkpoints() == {}
+    monkeypatch.undo()
+    run.train("--max_steps=10")
+    assert list(run.losses(attempt=2)) == list(range(1, 11))
 
 
 def test_room_is_made_by_retiring_early_but_never_the_newest(

@@ -1,17 +1,21 @@
 """One event in, every place it belongs to out: metrics.jsonl (the truth), console, log.txt, TensorBoard, W&B.
 
-Only the first process has anything to write to; the others hold a Telemetry without a folder.
+Only the first process has anything to write to; the others hold a Telemetry without a folder. A full disk ends no run:
+what metrics.jsonl does not take is kept in memory until it does, and no checkpoint is written before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -52,14 +56,16 @@ class Telemetry:
         """Open the sinks of `run_dir` (None: no sinks); TensorBoard events after `tensorboard_from` are replaced."""
         self._attempt = attempt
         self._console = True
-        self._metrics: IO[bytes] | None = None
+        self._metrics: FileIO | None = None
+        self._held_back = bytearray()  # lines that the disk had no room for
+        self._is_full = False
         self._log: IO[str] | None = None
         self._tensorboard: SummaryWriter | None = None
         self._wandb: WandbMirror | None = None
         if run_dir is None:
             return
         _cut_torn_line(run_dir / METRICS)
-        self._metrics = open(run_dir / METRICS, "ab")  # noqa: SIM115 - closed in close()
+        self._metrics = FileIO(run_dir / METRICS, "ab")
         self._log = open(  # noqa: SIM115
             run_dir / "log.txt", "a", encoding="utf-8", errors="backslashreplace"
         )
@@ -71,7 +77,10 @@ class Telemetry:
             self._wandb = _open_wandb(run_dir, attempt=attempt, settings=hparams or {})
 
     def event(self, event: str, step: int, /, **fields: Any) -> None:
-        """Append one event to metrics.jsonl and mirror its numbers to TensorBoard."""
+        """Append one event to metrics.jsonl and mirror its numbers to TensorBoard.
+
+        Raises: SaveError if metrics.jsonl cannot be written for another reason than a full disk.
+        """
         if self._metrics is None:
             return
         values = {name: _finite(value) for name, value in fields.items()}
@@ -82,22 +91,54 @@ class Telemetry:
             "step": step,
             **values,
         }
-        try:
-            self._metrics.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-            self._metrics.flush()
-        except OSError as error:
-            raise SaveError(
-                f"{self._metrics.name}: {error.strerror}; free space and resume"
-            ) from error
-        if (
-            event == "checkpoint"
-        ):  # what a checkpoint rests on must not be lost in a power cut that it survives
+        self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
+        problem = self.catch_up()
+        if event == "checkpoint" and not problem:
+            # What a checkpoint rests on must not be lost in a power cut that it survives.
             os.fsync(self._metrics.fileno())
-        if self._tensorboard is not None:
-            mirror(self._tensorboard, event, step, values)
+        with self._tensorboard_or_none() as tensorboard:
+            if tensorboard is not None:
+                mirror(tensorboard, event, step, values)
         if self._wandb is not None and (problem := self._wandb.problem()) is not None:
             self._wandb = None
             self.warn(problem, step)
+
+    def catch_up(self) -> str | None:
+        """Append to metrics.jsonl what it has not taken yet; say if the disk is too full for it.
+
+        Raises: SaveError for any other error.
+        """
+        if self._metrics is None:
+            return None
+        try:
+            while self._held_back:
+                del self._held_back[: self._metrics.write(self._held_back)]
+        except OSError as error:
+            problem = f"{self._metrics.name}: {error.strerror}"
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise SaveError(f"{problem}; mend it and resume") from error
+            if not self._is_full:
+                self.say(
+                    f"warning: {problem}; training goes on, and keeps in memory what it records"
+                )
+            self._is_full = True
+            return problem
+        if self._is_full:
+            self.say(f"{self._metrics.name}: written again, nothing is missing")
+        self._is_full = False
+        return None
+
+    @contextlib.contextmanager
+    def _tensorboard_or_none(self) -> Iterator[SummaryWriter | None]:
+        """Lend the writer where there is one; an error of its files ends them and not the run."""
+        try:
+            yield self._tensorboard
+        except OSError as error:
+            self._tensorboard = None
+            self.say(
+                f"warning: no more TensorBoard files ({error.strerror or error}); "
+                f"scripts/rebuild_tensorboard.py makes them anew"
+            )
 
     @property
     def takes_histograms(self) -> bool:
@@ -106,20 +147,21 @@ class Telemetry:
 
     def histogram(self, tag: str, step: int, found: Histogram) -> None:
         """Write a histogram to TensorBoard, the only place for it."""
-        if self._tensorboard is None:
-            return
         width = (found.high - found.low) / len(found.counts)
-        self._tensorboard.add_histogram_raw(
-            tag,
-            min=found.low,
-            max=found.high,
-            num=sum(found.counts),
-            sum=found.sum,
-            sum_squares=found.sum_of_squares,
-            bucket_limits=[found.low + width * (i + 1) for i in range(len(found.counts))],
-            bucket_counts=list(found.counts),
-            global_step=step,
-        )
+        with self._tensorboard_or_none() as tensorboard:
+            if tensorboard is None:
+                return
+            tensorboard.add_histogram_raw(
+                tag,
+                min=found.low,
+                max=found.high,
+                num=sum(found.counts),
+                sum=found.sum,
+                sum_squares=found.sum_of_squares,
+                bucket_limits=[found.low + width * (i + 1) for i in range(len(found.counts))],
+                bucket_counts=list(found.counts),
+                global_step=step,
+            )
 
     def say(self, text: str) -> None:
         """Show text on the console and keep it in log.txt; losing either does not end a run."""
@@ -146,6 +188,12 @@ class Telemetry:
             problem, self._wandb = self._wandb.close(), None
             if problem is not None:
                 self.say(f"warning: {problem}")
+        with contextlib.suppress(SaveError):
+            self.catch_up()
+        if self._held_back:
+            lost = self._held_back.count(b"\n")
+            self.say(f"warning: the last {lost:,} events are not in {METRICS}: its disk is full")
+            self._held_back.clear()
         for sink in (self._metrics, self._log, self._tensorboard):
             if sink is not None:
                 with contextlib.suppress(

@@ -125,7 +125,7 @@ class Saver:
                 f"step {state.step}: the weights are not finite and were not saved; "
                 f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
             )
-        if (problem := self._make_room()) is not None:
+        if (problem := self._make_room() or self.telemetry.catch_up()) is not None:
             return f"checkpoint of step {state.step} not saved: {problem}"
         try:
             with self.signals.committing():
