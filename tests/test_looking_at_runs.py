@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,14 @@ def test_a_run_whose_process_is_gone_is_not_called_running(run_dir: Path) -> Non
     assert overview.read_run(run_dir).state == "running"
     held.close()
     assert overview.read_run(run_dir).state == "killed"
+
+
+def test_who_only_looks_keeps_no_run_from_starting(run_dir: Path) -> None:
+    """A table of runs that is shown every few seconds looks whether the lock is held, by taking a share of it."""
+    with open(run_dir / "run.lock") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        RunFolder(run_dir).close()
 
 
 def test_the_time_left_of_a_running_run_counts_down(run_dir: Path) -> None:

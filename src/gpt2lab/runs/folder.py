@@ -41,7 +41,7 @@ class RunFolder:
                 f"{path}: cannot write there ({error.strerror}); choose another --checkpoint_dir"
             ) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock)
         except OSError as error:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
@@ -85,6 +85,15 @@ class RunFolder:
             "time": time.time(),
         }
         replace_durably(self.path / "status.json", json.dumps(status, indent=1) + "\n")
+
+
+def _lock(file: IO[str]) -> None:
+    """Lock a file, or raise OSError where it stays locked: who only looks holds it for a moment."""
+    for pause in (0.05, 0.2):
+        with contextlib.suppress(OSError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(pause)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def provenance() -> dict[str, Any]:
