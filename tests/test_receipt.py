@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ def test_a_difference_is_refused_before_anything_is_written(
     assert {k: v for k, v in after.items() if k != lock} == {
         k: v for k, v in before.items() if k != lock
     }
+
+
+def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(run, 5, monkeypatch)
+    [lr] = [event["lr"] for event in run.events("step") if event["step"] == 3]
+    edit(run, 3, lr=math.nextafter(lr, 1))
+    run.train(*COMMON, "--resume=3", "--stop_after_steps=4")
+    edit(run, 3, lr=lr * (1 + 1e-9))
+    assert "learning rate of step 3" in str(run.refused(*COMMON, "--resume=3"))
 
 
 def test_other_tokens_behind_the_same_names_and_sizes_are_found_out(

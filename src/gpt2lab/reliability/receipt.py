@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from gpt2lab.state import TrainState
 
 # A change of one of these means other batches on purpose.
 _DECIDES_BATCHES = {"data", "total_batch_size", "context_length", "shuffle", "seed"}
+_ROUNDING = 1e-13  # of a rate: another system's cosine may end in another bit
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any
     if event is None or any(_is_guarded(name, start) for name in start.changes):
         return None
     lr = lr_at(state.step, start.config.optim, max_steps=start.plan.max_steps)
-    if lr != event["lr"]:
+    if not math.isclose(lr, event["lr"], rel_tol=_ROUNDING):
         raise CheckpointError(
             f"the learning rate of step {state.step} would be {lr!r}, it was trained with {event['lr']!r}: "
             f"metrics.jsonl or config is of another run, or of another version of the schedule"
