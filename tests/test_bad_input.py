@@ -214,6 +214,12 @@ CASES = {
     "step that is not there": Case(
         ["--resume=7"], ("no checkpoint '7'; there are: 5",), lambda p: p.checkpoint(5)
     ),
+    "folder of a run": Case(
+        ["--resume=runs/r"],
+        ("runs/r: a run; name one of its checkpoints", "--run_name r --resume latest"),
+        lambda p: p.checkpoint(5),
+        flags=tuple(NAMELESS),
+    ),
     "folder that is not there": Case(["--resume=runs/x/step_00000005"], ("no such checkpoint",)),
     "step that is damaged": Case(
         ["--resume=5"], ("model.safetensors: damaged (sha256",), _damage_checkpoint

@@ -165,6 +165,11 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder; see --list_checkpoints")
+    if has_checkpoints(folder):
+        raise CheckpointError(
+            f"{folder}: a run; name one of its checkpoints, or continue it with "
+            f"--run_name {folder.name} --resume latest"
+        )
     return _describe(folder, manifests.verify(folder), read_labels(folder.parent))
 
 
