@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +16,14 @@ from gpt2lab.planning import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
+
+
+def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started with a number for a user."""
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home directory")))
+    assert not hardware.user_file().exists()
+    assert hardware.load.__wrapped__().gpus == hardware.load(hardware.SHIPPED).gpus
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from pathlib import Path
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from gpt2lab import paths
+
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -25,8 +27,7 @@ def use_cache_folder() -> None:
     # torch writes its default there when it is imported: that is nobody's choice.
     if os.environ.get(_VARIABLE, default_cache_dir()) != default_cache_dir():
         return
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "gpt2lab" / "compiled" / _processor()
+    folder = paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab" / "compiled" / _processor()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         usable = os.access(folder, os.W_OK)

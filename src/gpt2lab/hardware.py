@@ -10,12 +10,12 @@ import difflib
 import functools
 import itertools
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import paths
 from gpt2lab.errors import ConfigError
 
 SHIPPED = Path(__file__).with_name("hardware.json")
@@ -117,8 +117,7 @@ class Hardware:
 
 def user_file() -> Path:
     """Return where a user's additions are read from."""
-    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(folder) / "gpt2lab" / "hardware.json"
+    return paths.of_user("XDG_CONFIG_HOME", ".config") / "gpt2lab" / "hardware.json"
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +18,19 @@ def from_repository(path: Path) -> Path:
 def from_working_directory(path: Path) -> Path:
     """Resolve a typed path against the working directory."""
     return path.expanduser().absolute()
+
+
+def of_user(variable: str, below_home: str) -> Path:
+    """Return a folder of the user's own: what an XDG variable names, else one below the home folder.
+
+    In a container a user may have no home; the folder then is one that cannot be made, nor found.
+    """
+    if named := os.environ.get(variable):
+        return Path(named)
+    try:
+        return Path.home() / below_home
+    except RuntimeError:
+        return Path("/nonexistent") / below_home
 
 
 def for_people(path: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2lab import paths
 from gpt2lab.data import hellaswag_items
 from gpt2lab.data.hellaswag_items import STYLES, Style, read_items, tokenize
 from gpt2lab.data.tokenizer import VOCABULARY_HASH
@@ -108,7 +109,7 @@ def _key(path: Path) -> str:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2lab"
+    return paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab"
 
 
 def _read_cache(place: Path, key: str) -> Questions | None:
