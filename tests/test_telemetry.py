@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 from safetensors.numpy import load_file
 
 import launch
-from gpt2lab import flags
+from gpt2lab import flags, telemetry
 from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.histograms import histogram
@@ -65,6 +68,26 @@ def test_event_is_on_the_disk_before_the_next_begins(tmp_path) -> None:
 def whole_line(step: int) -> bytes:
     line = {"event": "step", "time": 1.0, "attempt": 1, "step": step}
     return json.dumps(line).encode() + b"\n"
+
+
+def test_a_console_on_a_full_disk_is_written_again(tmp_path) -> None:
+    """As in `python src/train.py > train.log`; what the disk had no room for is in log.txt, where it has."""
+    code = (
+        "import os, sys; from pathlib import Path; from gpt2lab.telemetry import Telemetry\n"
+        f"telemetry = Telemetry(Path({str(tmp_path)!r}), attempt=1)\n"
+        "disk = os.dup(1); os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        "telemetry.say('one'); telemetry.say('two'); os.dup2(disk, 1); telemetry.say('three')\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); telemetry.say('four'); telemetry.close()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(telemetry.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("three\n")
+    assert (tmp_path / "log.txt").read_text() == "one\ntwo\nthree\nfour\n"
 
 
 def test_a_name_that_is_no_text_can_be_logged(tmp_path) -> None:

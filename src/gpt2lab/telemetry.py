@@ -27,6 +27,7 @@ from gpt2lab.wandb_mirror import WandbMirror, is_installed
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _RESULTS = ("Loss/train", "Loss/validation", "Evaluation/hellaswag_accuracy")  # by which to compare
 
 
@@ -115,7 +116,7 @@ class Telemetry:
                 del self._held_back[: self._metrics.write(self._held_back)]
         except OSError as error:
             problem = f"{self._metrics.name}: {error.strerror}"
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in _FULL:
                 raise SaveError(f"{problem}; mend it and resume") from error
             if not self._is_full:
                 self.say(
@@ -170,12 +171,17 @@ class Telemetry:
         if self._console:
             try:
                 print(text, flush=True)
-            except OSError:  # `... | head`, a closed terminal
-                self._console = False
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            except OSError as error:
+                if error.errno not in _FULL:  # `... | head`, a closed terminal
+                    self._drop_console()
         with contextlib.suppress(OSError):
             self._log.write(text + "\n")
             self._log.flush()
+
+    def _drop_console(self) -> None:
+        """Send what is still said to nobody: the interpreter would fail on it when it ends."""
+        self._console = False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def warn(self, text: str, step: int) -> None:
         """Show a warning and record it as an event."""
@@ -194,6 +200,11 @@ class Telemetry:
             lost = self._held_back.count(b"\n")
             self.say(f"warning: the last {lost:,} events are not in {METRICS}: its disk is full")
             self._held_back.clear()
+        if self._console and self._log is not None:
+            try:
+                print(end="", flush=True)
+            except OSError:
+                self._drop_console()
         for sink in (self._metrics, self._log, self._tensorboard):
             if sink is not None:
                 with contextlib.suppress(
