@@ -106,13 +106,13 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(
 
     def full(descriptor: int) -> None:
         if f".{file}." in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, "No space left on device", file)
+            raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
     refusal = run.refused("--max_steps=4", "--resume=latest")
     assert isinstance(refusal, SaveError)
-    assert str(refusal) == f"{file}: No space left on device; free space and start again"
+    assert str(refusal) == f"{run.path / file}: No space left on device; free space and start again"
     assert run.listing().keys() == before
     monkeypatch.undo()
     run.train("--max_steps=4", "--resume=latest")

@@ -167,6 +167,7 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
         refusal = refusal_of(error)
         if refusal is None:
             raise
+        refusal.is_local = False  # all raise it, and the first process says it for them
         return None, refusal
 
 

@@ -56,8 +56,10 @@ def replace_durably(path: Path, content: str | bytes) -> None:
     try:
         write_durably(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write names none
         raise
     sync_folder(path.parent)
 
