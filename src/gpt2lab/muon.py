@@ -28,7 +28,8 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(ROUNDS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # the old one's memory is free now
+        x = torch.baddbmm(x, gram, x, beta=a)
     return x.mT if tall else x
 
 
@@ -46,25 +47,34 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        by_shape: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor, float, float]]] = {}
+        by_shape: dict[tuple[int, int], list[tuple[torch.Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
-                update = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov: one step ahead
-                rows, columns = parameter.size(0) // group["parts"], parameter.size(1)
-                for weight, part in zip(parameter.split(rows), update.split(rows), strict=True):
-                    by_shape.setdefault((rows, columns), []).append(
-                        (weight, part, group["lr"], group["weight_decay"])
-                    )
+                if parameter.grad is not None:
+                    shape = (parameter.size(0) // group["parts"], parameter.size(1))
+                    by_shape.setdefault(shape, []).append((parameter, group))
         for (rows, columns), entries in by_shape.items():
-            # bf16 is enough on a GPU; on a CPU fp32 costs little, and losses stay the same on any number of processes.
-            dtype = torch.bfloat16 if entries[0][0].is_cuda else torch.float32
-            updates = orthogonalize(torch.stack([part for _, part, _, _ in entries]).to(dtype))
-            scale = 0.2 * math.sqrt(max(rows, columns))
-            for (weight, _, lr, decay), update in zip(entries, updates, strict=True):
-                weight.mul_(1 - lr * decay).add_(update, alpha=-lr * scale)
+            self._update(rows, columns, entries)
+
+    def _update(
+        self, rows: int, columns: int, entries: list[tuple[torch.Tensor, dict[str, Any]]]
+    ) -> None:
+        """Update the parameters whose matrices have one shape; what that takes is freed before the next shape's."""
+        # bf16 is enough on a GPU; on a CPU fp32 costs little, and losses stay the same on any number of processes.
+        dtype = torch.bfloat16 if entries[0][0].is_cuda else torch.float32
+        stack = torch.cat([self._direction(parameter) for parameter, _ in entries]).to(dtype)
+        updates = iter(orthogonalize(stack.view(-1, rows, columns)))
+        scale = 0.2 * math.sqrt(max(rows, columns))
+        for parameter, group in entries:
+            lr, decay = group["lr"], group["weight_decay"]
+            for weight in torch.split(parameter, rows):
+                weight.mul_(1 - lr * decay).add_(next(updates), alpha=-lr * scale)
+
+    def _direction(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Take the gradient into the momentum, and return where Nesterov goes: one step ahead of it."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM)
