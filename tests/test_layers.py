@@ -24,8 +24,8 @@ bench checkpoints data evaluation finetuning gpt2lab huggingface planning reliab
 config errors faults fmt interval paths tags  bench.gpu_watch bench.register_peak  planning.contention
   reliability.heartbeat reliability.spikes reliability.stop
 door hardware schedule settings state  bench.operator_groups  checkpoints.manifest  data.hellaswag_source data.order
-  data.pieces data.sources data.tokenizer  finetuning.adapters finetuning.conversations  planning.loss_prediction
-  reliability.deadline  runs.progress runs.tensorboard_server
+  data.pieces data.sources data.tokenizer  finetuning.adapters finetuning.conversations  planning.block_bytes
+  planning.loss_prediction  reliability.deadline  runs.progress runs.tensorboard_server
 plan presets  bench.token_stream  checkpoints.catalog  data.encode data.hellaswag_items data.shards
   evaluation.results  finetuning.template  huggingface.config  planning.profiles  runs.history
 flags wandb_mirror  bench.shapes  checkpoints.disk checkpoints.listing  data.hellaswag_tokens data.shard_writer

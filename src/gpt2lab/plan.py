@@ -24,10 +24,19 @@ def count_parameters(model: ModelConfig) -> int:
     """
     V, T, C, L = model.vocab_size, model.context_length, model.n_embd, model.n_layer
     positions = T * C if model.positions == "learned" else 0
-    norm = 2 * C if model.norm == "layernorm" else C  # gain and bias, or gain alone
+    return V * C + positions + L * count_block_parameters(model) + _count_norm_parameters(model)
+
+
+def count_block_parameters(model: ModelConfig) -> int:
+    """Count the parameters of one block: matrices, their biases, norms."""
+    C = model.n_embd
     heads = 0 if model.qk_norm == "none" else 2 * C // model.n_head
-    block = 12 * C * C + 9 * C + 2 * norm + heads  # matrices, their biases, norms
-    return V * C + positions + L * block + norm
+    return 12 * C * C + 9 * C + 2 * _count_norm_parameters(model) + heads
+
+
+def _count_norm_parameters(model: ModelConfig) -> int:
+    """Count a norm's gain and bias, or gain alone."""
+    return 2 * model.n_embd if model.norm == "layernorm" else model.n_embd
 
 
 def count_matmul_parameters(model: ModelConfig) -> int:

@@ -25,17 +25,25 @@ def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:
     return ModelConfig(n_layer=L, n_embd=C, n_head=H, context_length=T, vocab_size=V)
 
 
+def modern(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(
+        config, positions="rotary", norm="rmsnorm", qk_norm="rmsnorm", activation="relu2"
+    )
+
+
 CASES = [
-    (shape(4, 128, 4, 128, 512), 8, 1, "fp32"),
-    (shape(4, 128, 4, 128, 512), 8, 2, "bf16"),
-    (shape(2, 128, 4, 128, 4096), 6, 2, "fp32"),
+    (shape(4, 128, 4, 128, 512), 8, 1, "fp32", "adamw"),
+    (shape(4, 128, 4, 128, 512), 8, 2, "bf16", "adamw"),
+    (shape(2, 128, 4, 128, 4096), 6, 2, "fp32", "adamw"),
+    (modern(shape(4, 128, 4, 128, 512)), 8, 2, "bf16", "adamw"),
+    (modern(shape(4, 256, 4, 32, 512)), 2, 1, "fp32", "muon"),
 ]
 runtime = Runtime()
 runtime.use(SystemConfig(device="cpu"))
-for config, B, A, dtype in CASES:
-    for parallel in get_args(Parallel):
+for config, B, A, dtype, optimizer in CASES:
+    for parallel in ("ddp",) if optimizer == "muon" else get_args(Parallel):
         for recompute in get_args(Recompute):
-            if config.vocab_size == 4096 and recompute == "selective":
+            if recompute == "selective" and (config.vocab_size == 4096 or config.norm == "rmsnorm"):
                 continue
             strategy = Strategy(
                 runtime, compile=False, dtype=dtype, parallel=parallel, recompute=recompute
@@ -43,7 +51,8 @@ for config, B, A, dtype in CASES:
             model = build_model(config, seed=0, device=runtime.device)
             wrapped = strategy.prepare(model)
             optimizers = strategy.share_state(
-                model, build_optimizers(model, OptimConfig(), device=runtime.device)
+                model,
+                build_optimizers(model, OptimConfig(optimizer=optimizer), device=runtime.device),
             )
             ids = torch.zeros(A, B, config.context_length, dtype=torch.int64)
             micro = [MicroBatch(ids[i].clone(), ids[i], i, i == A - 1) for i in range(A)]
@@ -51,6 +60,7 @@ for config, B, A, dtype in CASES:
             case = {
                 "model": dataclasses.asdict(config),
                 **{"B": B, "A": A, "dtype": dtype, "parallel": parallel, "recompute": recompute},
+                "optimizer": optimizer,
                 "peak": peak_of_step(wrapped, optimizers, batch, strategy),
             }
             if runtime.rank == 0:

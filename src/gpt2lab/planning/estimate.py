@@ -80,6 +80,7 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
         accumulation=job.accumulation,
         dtype=job.dtype,
         sharing=job.sharing,
+        optimizer=job.config.optim.optimizer,
     )
     if machine.is_cpu:
         fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
@@ -95,6 +96,7 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
             budget=budget,
             dtype=job.dtype,
             sharing=job.sharing,
+            optimizer=job.config.optim.optimizer,
         )
     overhead = fixed + fragmentation * tensors.tensors
     return MemoryNeed(tensors, overhead, machine.memory_bytes, largest, target)

@@ -221,6 +221,7 @@ def _tensor_bytes(job: Job, micro_batch: int, *, trial: bool = False) -> int:
         accumulation=1 if trial else max(1, job.sequences // micro_batch),
         dtype=job.dtype,
         sharing=dataclasses.replace(job.sharing, world=1) if trial else job.sharing,
+        optimizer=job.config.optim.optimizer,
     ).tensors
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.config import ModelConfig, Parallel, Recompute
-from gpt2lab.plan import count_matmul_parameters, count_parameters
+from gpt2lab.plan import count_block_parameters, count_matmul_parameters, count_parameters
+from gpt2lab.planning.block_bytes import BlockBytes, count_block_bytes
 
 Dtype = Literal["fp32", "bf16"]
+Optimizer = Literal["adamw", "muon"]
 BUCKET_BYTES = 25 * 2**20  # of new weights that zero1 sends at once
 PARTS = ("params", "optimizer", "gradients", "bf16_weights", "activations", "head")
 
@@ -25,7 +27,7 @@ class Memory:
     """Tensor bytes at the peak of a step, by category, and when that is."""
 
     params: int
-    optimizer: int
+    optimizer: int  # its state, and what Muon's step works with
     gradients: int
     bf16_weights: int  # autocast's copies
     activations: int  # of the blocks, with the temporary tensors of the block at work
@@ -54,20 +56,22 @@ class _Sizes:
     N: int  # parameters
     L: int
     params: int  # bytes of weights that a process always holds
-    optimizer: int
+    optimizer: int  # of its state
+    rounds: int  # bytes that Muon's step works with
     shard: int  # bytes of gradients that a process holds after their reduction
     around: int  # bytes of weights outside the blocks
     gathers: bool  # fsdp: weights are whole only while they are needed
     recomputes: bool
     kept_block: int  # bytes of activations that a block keeps until its backward
     block: int  # bytes of activations that its backward needs
+    each: BlockBytes
     tokens: int  # B*T
     residual: int  # elements, B*T*C
     scores: int  # elements, B*T*V
     matrix: int  # elements, C*C; a block has 12 of them
     vocab: int  # elements, V*C
     in_block: int  # parameters of one block
-    ids: int  # bytes of the step's token ids
+    inputs: int  # bytes of the step's token ids, and of the cosines and sines that turn queries and keys
     kept: int  # bytes of gradients alive during the forward pass
     sent: int  # bytes of new weights that zero1 sends at once
     world: int
@@ -76,7 +80,13 @@ class _Sizes:
 
 
 def predict(
-    model: ModelConfig, *, micro_batch: int, accumulation: int, dtype: Dtype, sharing: Sharing
+    model: ModelConfig,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    dtype: Dtype,
+    sharing: Sharing,
+    optimizer: Optimizer,
 ) -> Memory:
     """Return the largest of the moments of a step at which memory can peak.
 
@@ -86,36 +96,40 @@ def predict(
     W, parallel = sharing.world, sharing.parallel if sharing.world > 1 else "ddp"
     C, tokens = model.n_embd, micro_batch * model.context_length
     N, bf16 = count_parameters(model), dtype == "bf16"
-    # Saved by a block, bytes a channel of a token: two norms' inputs and outputs, qkv, attention, fc, gelu (bf16: 36).
-    # Besides: attention's logsumexp a head, and mean and deviation of two norms.
-    block = tokens * ((36 if bf16 else 64) * C + 4 * model.n_head + 16)
+    each = count_block_bytes(model, bf16=bf16)
+    block = tokens * (each.saved * C + each.saved_per_token)
     # Recomputing keeps a block's input alone, or its matrix products and attention's logsumexp besides.
     products = tokens * ((20 if bf16 else 40) * C + 4 * model.n_head)
     kept_block = {"none": block, "block": 4 * tokens * C, "selective": 4 * tokens * C + products}
+    in_block = count_block_parameters(model)
+    muon = 12 * C * C * model.n_layer if optimizer == "muon" else 0  # weights with one moment
+    rotation = 4 * model.context_length * C // model.n_head if model.positions == "rotary" else 0
     shard = 4 * N // W if parallel == "fsdp" else 4 * N
     embedding = 4 * model.vocab_size * C
     sizes = _Sizes(
         N=N,
         L=model.n_layer,
         params=shard,
-        optimizer=8 * N if parallel == "ddp" else 8 * N // W,
+        optimizer=(8 * N - 4 * muon) // (1 if parallel == "ddp" else W),
+        rounds=4 * 4 * muon // 3,  # four times the matrices of one shape, a third of all
         shard=shard,
-        around=4 * (N - model.n_layer * (12 * C * C + 13 * C)),
+        around=4 * (N - model.n_layer * in_block),
         gathers=parallel == "fsdp",
         recomputes=sharing.recompute != "none",
         kept_block=kept_block[sharing.recompute],
         block=block,
+        each=each,
         tokens=tokens,
         residual=tokens * C,
         scores=tokens * model.vocab_size,
         matrix=C * C,
         vocab=model.vocab_size * C,
-        in_block=12 * C * C + 13 * C,
-        ids=8 * tokens * accumulation,
+        in_block=in_block,
+        inputs=8 * tokens * accumulation + rotation,
         kept=shard if accumulation > 1 or (W > 1 and parallel != "fsdp") else 0,
         sent=min(4 * N, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0,
         world=W,
-        stale=4 * (12 * C * C + 13 * C) if accumulation > 1 else 0,
+        stale=4 * in_block if accumulation > 1 else 0,
         bf16=bf16,
     )
     copies = 2 * count_matmul_parameters(model) if bf16 else 0
@@ -130,6 +144,7 @@ def largest_micro_batch(
     budget: float,
     dtype: Dtype,
     sharing: Sharing,
+    optimizer: Optimizer,
 ) -> int | None:
     """Return the largest divisor of a process's `sequences` a step whose peak fits `budget` bytes, None if 1 does not.
 
@@ -146,6 +161,7 @@ def largest_micro_batch(
             accumulation=sequences // size,
             dtype=dtype,
             sharing=sharing,
+            optimizer=optimizer,
         ).tensors
         <= budget
     ]
@@ -157,6 +173,7 @@ def _moment(
     s: _Sizes,
     *,
     gathered: int = 0,
+    rounds: int = 0,
     gradients: int,
     copies: int = 0,
     activations: int = 0,
@@ -164,12 +181,12 @@ def _moment(
 ) -> Memory:
     """Return a moment; `gathered`: bytes of other processes' weights, under fsdp."""
     params = s.params + (gathered if s.gathers else 0)
-    return Memory(params, s.optimizer, gradients, copies, activations, head, at)
+    return Memory(params, s.optimizer + rounds, gradients, copies, activations, head, at)
 
 
 def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
     """What all blocks keep is alive, and what the head does: V wide, so that it often decides."""
-    saved = (6 if s.bf16 else 8) * s.residual + 8 * s.tokens + s.ids  # last norm; targets; ids
+    saved = s.each.last_norm * s.residual + s.each.last_norm_per_token * s.tokens + s.inputs
     forward = (2 + 4 + 4 if s.bf16 else 4 + 4) * s.scores  # logits, fp32 copy, log-softmax
     backward = (4 + 4 + 4) * s.scores  # log-softmax, gradients of the loss and of the softmax
     if s.bf16:  # bf16 gradients of scores, weight and input; then the weight's in fp32
@@ -178,20 +195,22 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
         head = 4 * (s.scores + s.vocab + s.residual)
     # Autocast keeps its copies until the forward pass ends, a block that keeps them longer does so for its backward.
     later = 2 * s.vocab if s.bf16 and s.recomputes else copies
+    normed = later - 2 * s.vocab if s.bf16 else 0
     return [
         _moment(
             at,
             s,
             gathered=s.around + 4 * s.in_block + s.stale,  # and the block that comes next
-            gradients=s.kept,
+            gradients=s.kept + gradients,
             copies=alive,
             activations=s.L * s.kept_block,
-            head=saved + extra,
+            head=held,
         )
-        for at, extra, alive in (
-            ("end of forward", forward, copies),
-            ("start of backward", backward, later),
-            ("backward of the head", head, later),
+        for at, held, gradients, alive in (
+            ("end of forward", saved + forward, 0, copies),
+            ("start of backward", saved + backward, 0, later),
+            ("backward of the head", saved + head, 0, later),
+            ("backward of the last norm", s.each.norm * s.residual + s.inputs, 4 * s.vocab, normed),
         )
     ]
 
@@ -207,16 +226,23 @@ def _within_the_blocks(s: _Sizes) -> list[Memory]:
         done = (s.L - block) * 4 * s.in_block * s.shard // (4 * s.N)
         above = 0 if s.kept else done
         own = 4 * s.in_block if s.gathers or not s.kept else 0
-        if s.bf16:  # out of the MLP: bf16 gradients of gelu and weight, then the weight's in fp32
+        before_qkv = own - 12 * s.matrix if own else 0
+        if s.bf16:  # of the MLP's last matrix: bf16 gradients of input and weight, then the weight's in fp32
             first = max(14 * s.residual + 8 * s.matrix, 4 * s.residual + 16 * s.matrix)
-            last = 16 * s.residual + 6 * s.matrix  # into qkv
+            copy = 6 * s.matrix  # of qkv's weight
         else:
-            first = 20 * s.residual + 16 * s.matrix
-            last = 24 * s.residual
+            first, copy = 20 * s.residual + 16 * s.matrix, 0
+        if s.each.square:  # that weight's gradient is whole by then, and its bf16 copy gone
+            matrices = (16 if own else 0) - (8 if s.bf16 else 0)
+            first = max(first, s.each.square * s.residual + matrices * s.matrix)
+        middle = s.each.attention * s.residual + s.each.saved_per_token * s.tokens + copy
+        last = s.each.into_qkv * s.residual + copy
         last += 0 if own else 12 * s.matrix  # else the weight's gradient counts as such
+        last = max(last, s.each.norm * s.residual)
         buffers = 1 + (block > 1) + 2 * (block < s.L)
         for weights, gradients, activations in (
             (block, above, (block - 1) * s.kept_block + s.block + first),
+            (block - 1, above + before_qkv, (block - 1) * s.kept_block + middle),
             (block - 1, above + own, (block - 1) * s.kept_block + last),
         ):
             copied = min(1, weights) if s.recomputes else weights
@@ -227,7 +253,7 @@ def _within_the_blocks(s: _Sizes) -> list[Memory]:
                     gathered=s.around + 4 * s.in_block * buffers + s.stale,
                     gradients=s.kept + gradients + 4 * s.vocab,
                     copies=24 * s.matrix * copied if s.bf16 else 0,
-                    activations=activations + s.ids,
+                    activations=activations + s.inputs,
                 )
             )
     return moments
@@ -243,5 +269,11 @@ def _at_the_end(s: _Sizes) -> list[Memory]:
             gathered=s.around + 4 * s.in_block,
             gradients=gradients,
         ),
-        _moment("optimizer step", s, gradients=s.shard, head=2 * s.sent + s.sent // s.world),
+        _moment(
+            "optimizer step",
+            s,
+            rounds=s.rounds,
+            gradients=s.shard,
+            head=2 * s.sent + s.sent // s.world,
+        ),
     ]

@@ -239,6 +239,7 @@ def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
             accumulation=tokens // model.context_length // world // micro,
             dtype=environment["dtype"],
             sharing=memory.Sharing(world),
+            optimizer=config.optim.optimizer,
         )
         result["memory"] = dataclasses.asdict(need) | {"total": need.tensors}
     return result
