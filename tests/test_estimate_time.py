@@ -12,12 +12,14 @@ import pytest
 
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planning import (
+    memory,
     planner,
     remaining,
     scoring,
 )
 from gpt2lab.planning.ask import Ask
 from gpt2lab.planning.report_json import KEYS
+from gpt2lab.runs import history
 from tiny import TRAIN_SHARDS, write_shards
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
@@ -219,6 +221,55 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(
     assert "75%" in shown
     planner.answer(Ask(checkpoint_dir=a_run.parent, json=True))
     assert set(KEYS) <= set(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"parallel": "zero1"},
+        {"parallel": "fsdp", "activation_checkpointing": "block"},
+        {"optimizer": "muon", "positions": "rotary"},
+    ],
+    ids=lambda settings: "+".join(map(str, settings.values())),
+)
+def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(
+    a_run: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, str]
+) -> None:
+    flat = json.loads((a_run / "config.json").read_text()) | settings
+    (a_run / "config.json").write_text(json.dumps(flat))
+    environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
+    (a_run / "run.json").write_text(json.dumps({"environment": environment}))
+    planner.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    found = json.loads(capsys.readouterr().out)["memory"]
+    config = history.read_config(a_run)
+    expected = memory.predict(
+        config.model,
+        micro_batch=16,
+        accumulation=8,
+        dtype="bf16",
+        sharing=memory.Sharing(
+            4,
+            settings.get("parallel", "ddp"),  # type: ignore[arg-type]
+            settings.get("activation_checkpointing", "none"),  # type: ignore[arg-type]
+        ),
+        optimizer=settings.get("optimizer", "adamw"),  # type: ignore[arg-type]
+    )
+    assert (found["total"], found["peak_at"]) == (expected.tensors, expected.peak_at)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"instructions": "demo", "lora_r": 8}, {"fsdp_offload": True}]
+)
+def test_memory_that_no_formula_knows_is_null(
+    a_run: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, object]
+) -> None:
+    flat = json.loads((a_run / "config.json").read_text()) | settings
+    (a_run / "config.json").write_text(json.dumps(flat))
+    environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
+    (a_run / "run.json").write_text(json.dumps({"environment": environment}))
+    planner.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    assert json.loads(capsys.readouterr().out)["memory"] is None
 
 
 def test_logs_that_cannot_be_right_are_refused_in_one_line(a_run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def _clock(moment: float) -> str:
 
 def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
     """Return the projection as one object; a part that is not known is null."""
-    config, environment = remaining.config, remaining.environment
+    config = remaining.config
     model, left, rate = config.model, remaining.seconds, remaining.throughput
     tokens = config.batch.total_batch_size
     result = blank() | {
@@ -231,15 +232,27 @@ def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
             | {"low": now + span.low, "high": now + span.high}
             for at, span in remaining.milestones
         ]
-    world, micro = environment.get("world_size"), environment.get("mini_batch_size")
-    if world and micro and environment.get("dtype") in ("fp32", "bf16"):
-        need = memory.predict(
-            model,
-            micro_batch=micro,
-            accumulation=tokens // model.context_length // world // micro,
-            dtype=environment["dtype"],
-            sharing=memory.Sharing(world),
-            optimizer=config.optim.optimizer,
-        )
-        result["memory"] = dataclasses.asdict(need) | {"total": need.tensors}
+    result["memory"] = _memory(config, remaining.environment)
     return result
+
+
+def _memory(config: Config, environment: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a process of the run's last start needs; None where that is not known.
+
+    Not known of fine-tuning, whose masks and adapters the formulas do not have, nor of weights that live elsewhere.
+    """
+    world, micro = environment.get("world_size"), environment.get("mini_batch_size")
+    system, T = config.system, config.model.context_length
+    if not world or not micro or environment.get("dtype") not in ("fp32", "bf16"):
+        return None
+    if config.tuning.instructions is not None or system.fsdp_offload:
+        return None
+    need = memory.predict(
+        config.model,
+        micro_batch=micro,
+        accumulation=config.batch.total_batch_size // T // world // micro,
+        dtype=environment["dtype"],
+        sharing=memory.Sharing(world, system.parallel, system.activation_checkpointing),
+        optimizer=config.optim.optimizer,
+    )
+    return dataclasses.asdict(need) | {"total": need.tensors}
