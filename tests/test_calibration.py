@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from forecasting import KNOWN, on, record
+from gpt2lab.config import Optimizer
 from gpt2lab.errors import NoSourceError
 from gpt2lab.planning import (
     calibration,
@@ -89,6 +90,31 @@ def test_recomputing_costs_time_and_is_learned_as_what_it_was() -> None:
     learned, _ = calibration.calibrate(prior, [record(recompute="block")], kind, spread=1.0)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4, recompute="block")
     assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
+
+
+def test_runs_that_share_in_another_way_do_not_count() -> None:
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    by_ddp = record(world=2)  # older lines have no `parallel`
+    by_fsdp = record(world=2, parallel="fsdp", step_seconds=2.0)
+    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
+    for mode, seconds in (("ddp", 0.5), ("fsdp", 2.0)):
+        kind = Kind("x", 2, 2, "fp32", False, mode)  # type: ignore[arg-type]
+        rates, _ = calibration.calibrate(prior, [by_ddp, by_fsdp], kind, spread=1.0)
+        assert rates.observations == 1
+        assert rates.seconds(amount) == pytest.approx(seconds, rel=0.05)
+
+
+def test_muons_rounds_cost_time_and_are_learned_as_what_they_were() -> None:
+    def amount(optimizer: Optimizer) -> tuple[float, ...]:
+        model = preset("gpt2-nano").model
+        return work(model, micro_batch=8, accumulation=4, optimizer=optimizer)
+
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    assert prior.seconds(amount("muon")) > prior.seconds(amount("adamw"))
+    kind = Kind("x", 1, 2, "fp32", False)
+    learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], kind, spread=1.0)
+    assert learned.seconds(amount("muon")) == pytest.approx(0.5, rel=0.05)
+    assert learned.seconds(amount("adamw")) < learned.seconds(amount("muon"))
 
 
 def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:

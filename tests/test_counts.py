@@ -8,16 +8,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpt2lab.config import Config, ModelConfig
+from gpt2lab.config import Config, ModelConfig, OptimConfig
 from gpt2lab.finetuning.adapters import count_adapters
 from gpt2lab.finetuning.lora import add_lora
 from gpt2lab.model import GPT
+from gpt2lab.muon import ROUNDS
+from gpt2lab.optim import build_optimizers
 from gpt2lab.plan import (
     count_matmul_parameters,
     count_parameters,
     flops_per_token,
     tuning_flops_per_token,
 )
+from gpt2lab.planning.timing import MUON_ROUNDS, muon_flops
 from gpt2lab.presets import PRESETS, preset
 from gpt2lab.settings import override
 
@@ -79,3 +82,16 @@ def test_124m_costs_what_everybody_computes() -> None:
     assert count_parameters(config) == 124_475_904
     assert count_matmul_parameters(config) == 123_568_128
     assert round(flops_per_token(config) / 1e6, 1) == 854.7
+
+
+@pytest.mark.parametrize("name", ["modern-nano", "modern-small"])
+def test_the_flops_of_muons_step_are_those_that_torch_counts(name: str) -> None:
+    assert MUON_ROUNDS == ROUNDS
+    with torch.device("meta"):
+        model = GPT(preset(name).model)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    _, muon = build_optimizers(model, OptimConfig(optimizer="muon"), device=torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        muon.step()
+    assert counter.get_total_flops() == muon_flops(model.config)

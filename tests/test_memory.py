@@ -17,12 +17,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import launch
 from gpt2lab.bench.live_bytes import peak_of_step
-from gpt2lab.config import ModelConfig, OptimConfig, Recompute, SystemConfig
+from gpt2lab.config import ModelConfig, OptimConfig, Optimizer, Recompute, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy
-from gpt2lab.planning.memory import PARTS, Memory, Optimizer, Sharing, largest_micro_batch, predict
+from gpt2lab.planning.memory import PARTS, Memory, Sharing, largest_micro_batch, predict
 from gpt2lab.runtime import Runtime
 from gpt2lab.train_step import train_step
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import launch
-from gpt2lab.config import ModelConfig, Recompute
+from gpt2lab.config import ModelConfig, Parallel, Recompute
 from gpt2lab.model import build_model
 from gpt2lab.plan import count_parameters
+from gpt2lab.planning.communication import step_bytes
 from gpt2lab.recompute import recompute_activations
 
 STEPS = 20
@@ -124,6 +125,15 @@ def test_fsdp_gathers_blocks_twice_and_scatters_every_gradient_for_each_micro_ba
     assert counted["bytes"]["reduce_scatter"] == 2 * padded
     assert counted["bytes"]["all_gather"] == padded + 3 * blocks
     assert counted["bytes"]["all_reduce"] == 8  # the loss and the norm
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
+def test_the_planner_computes_what_travels(mode: Parallel, by_two: Runs) -> None:
+    """Up to the embedding's 258th row, at most twice, and the loss and the norm."""
+    _, counted = by_two(mode)
+    computed = step_bytes(MODEL, parallel=mode, accumulation=2)
+    for kind, size in counted["bytes"].items():
+        assert 0 <= size - computed.get(kind, 0) <= 2 * 4 * MODEL.n_embd + 8, kind
 
 
 @pytest.mark.parametrize("mode", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])

@@ -30,6 +30,7 @@ ModelName = Literal[
 
 Parallel = Literal["ddp", "zero1", "fsdp"]
 Recompute = Literal["none", "block", "selective"]
+Optimizer = Literal["adamw", "muon"]
 AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class BatchConfig:
 class OptimConfig:
     """The optimizer and its learning rate."""
 
-    optimizer: Literal["adamw", "muon"] = guarded(
+    optimizer: Optimizer = guarded(
         "adamw", "muon: for the matrices of the blocks, with AdamW for all other weights"
     )
     max_lr: float = guarded(6e-4, "peak learning rate", above=0)

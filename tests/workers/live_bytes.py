@@ -35,7 +35,7 @@ CASES = [
     (shape(4, 128, 4, 128, 512), 8, 1, "fp32", "adamw"),
     (shape(4, 128, 4, 128, 512), 8, 2, "bf16", "adamw"),
     (shape(2, 128, 4, 128, 4096), 6, 2, "fp32", "adamw"),
-    (modern(shape(4, 128, 4, 128, 512)), 8, 2, "bf16", "adamw"),
+    (modern(shape(4, 128, 4, 128, 512)), 16, 2, "bf16", "adamw"),
     (modern(shape(4, 256, 4, 32, 512)), 2, 1, "fp32", "muon"),
 ]
 runtime = Runtime()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config import Config, ModelName
+from gpt2lab.config import Config, ModelName, Optimizer, Parallel, Recompute
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError
 from gpt2lab.flags import option
@@ -28,6 +28,7 @@ SETTINGS = (
     *("n_layer", "n_head", "n_embd", "context_length", "vocab_size"),
     *("total_batch_size", "mini_batch_size", "max_lr", "warmup_steps"),
     *("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq"),
+    *("optimizer", "parallel", "activation_checkpointing"),
 )
 Comparison = Literal["gpus", "models", "profiles"]
 
@@ -66,6 +67,11 @@ class Ask:
     val_tokens: int | None = option(None, "tokens of one validation")
     sample_freq: int | None = option(None, "steps between text samples")
     checkpoint_freq: int | None = option(None, "steps between checkpoints")
+    optimizer: Optimizer | None = option(None, "adamw | muon; default the preset's")
+    parallel: Parallel | None = option(None, "how several processes share a run; default ddp")
+    activation_checkpointing: Recompute | None = option(
+        None, "what is computed again instead of kept; default none"
+    )
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "matmul precision")
     compile: Literal["auto", "on", "off"] = option("auto", "torch.compile")
 
@@ -236,6 +242,10 @@ def job_of(ask: Ask, profile: Profile, *, world: int, is_cpu: bool, native_bf16:
     Raises: ConfigError, DataError.
     """
     config = settings_of(ask)
+    if world == 1 and ask.parallel not in (None, "ddp"):
+        raise ConfigError(
+            f"--parallel {ask.parallel} shares what one process holds among several, and there is one; add --gpus N"
+        )
     if ask.profile is not None:
         config = profile.applied(config, typed={n for n in SETTINGS if getattr(ask, n) is not None})
     config = cut_batch(config, world, typed=ask.mini_batch_size is not None)

@@ -98,6 +98,7 @@ def _steps_in_window(start: Start, seen: Seen) -> int:
         processes=job.world,
         dtype=job.dtype,
         compiled=job.compiled,
+        parallel=job.parallel,
     )
     if on.rates.source == "cpu-matmul":
         raise ConfigError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.config import ModelConfig
+from gpt2lab.config import ModelConfig, Parallel
 from gpt2lab.planning import contention
 from gpt2lab.planning.timing import Measured, Rates, fit, work
 from gpt2lab.runs import history
@@ -23,7 +23,7 @@ from gpt2lab.settings import ARCHITECTURE, SIZES
 FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start
 WINSOR = 8.0  # a step longer than this many medians counts as that
-_KEY = ("device", "world", "threads", "dtype", "compile")
+_KEY = ("device", "world", "threads", "dtype", "compile", "parallel")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Kind:
     threads: int | None
     dtype: str
     compile: bool
+    parallel: Parallel = "ddp"  # of one process, too
 
 
 def mean_step(seconds: Sequence[float]) -> float:
@@ -97,6 +98,8 @@ def record_of(
         **{name: config[name] for name in ARCHITECTURE if name in config},
         "micro_batch": micro,
         "recompute": config.get("activation_checkpointing", "none"),
+        "parallel": config.get("parallel", "ddp") if world > 1 else "ddp",
+        "optimizer": config.get("optimizer", "adamw"),
         "accumulation": tokens // config["context_length"] // world // micro,
         "steps": len(later),
         "step_seconds": step,
@@ -139,7 +142,11 @@ def calibrate(
     mine = [
         record
         for record in records
-        if all(record[key] == getattr(kind, key) for key in _KEY if getattr(kind, key) is not None)
+        if all(
+            record.get(key, "ddp") == getattr(kind, key)  # parallel is absent in older lines
+            for key in _KEY
+            if getattr(kind, key) is not None
+        )
     ]
     quiet = [record for record in mine if (record.get("others") or 0.0) <= contention.BUSY]
     used = (quiet or mine)[-200:]
@@ -161,6 +168,8 @@ def _measured(record: Mapping[str, Any]) -> Measured:
         micro_batch=record["micro_batch"],
         accumulation=record["accumulation"],
         recompute=record.get("recompute", "none"),  # absent: written before there was any
+        optimizer=record.get("optimizer", "adamw"),
+        updaters=1 if record.get("parallel", "ddp") == "ddp" else record["world"],
     )
     seconds = float(record["step_seconds"])
     if not (math.isfinite(seconds) and seconds > 0):

@@ -1,8 +1,13 @@
-"""What gradients cost on the way between GPUs: DDP's all-reduce, and how much of it backward hides. No torch.
+"""What weights and gradients cost on the way between GPUs, and how much of it computing hides. No torch.
 
-t = 2 (n - 1) / n * bytes / busbw(bytes), as nccl-tests defines bus bandwidth (doc/PERFORMANCE.md). Buckets are reduced
-while the last micro-batch's backward runs, except the one with the token embedding: its weight is also the head's, so
-its gradient is complete only when backward ends.
+t = share * bytes / busbw(message), as nccl-tests defines bus bandwidth (doc/PERFORMANCE.md), measured for all-reduce
+and taken for all. `step_bytes` are those that real steps send. What hides behind what is assumed, not measured on GPUs:
+
+ddp: buckets of gradients travel while the last micro-batch's backward runs, except the one with the token embedding:
+its weight is also the head's, so its gradient is complete only when backward ends.
+zero1: the same, and then all new weights, behind nothing.
+fsdp: a block's weights travel while the block before is at work, forward and backward, its gradients while the next one
+is; nothing hides the first block's weights, nor the weights and gradients outside the blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from typing import Literal
 
 from gpt2lab.config import ModelConfig, Parallel
 from gpt2lab.hardware import Link
-from gpt2lab.plan import count_parameters
+from gpt2lab.plan import count_block_parameters, count_parameters
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
@@ -23,15 +28,17 @@ SLOWDOWN = 0.03  # of the overlapped time: NCCL's kernels take multiprocessors f
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds that the all-reduce adds to a step."""
+    """Seconds that communication adds to a step."""
 
     seconds: float
-    all_reduce_seconds: float  # if nothing overlapped
+    in_all: float  # if nothing overlapped
 
 
-def all_reduce_seconds(num_bytes: float, *, world: int, link: Link, message: float) -> float:
-    """Return the time to all-reduce `num_bytes` in messages of `message` bytes."""
-    return 2 * (world - 1) / world * num_bytes / link.rate(message)
+def collective_seconds(
+    kind: Collective, num_bytes: float, *, world: int, link: Link, message: float
+) -> float:
+    """Return the time of a collective over `num_bytes` in messages of `message` bytes."""
+    return wire_share(kind, world=world) * num_bytes / link.rate(message)
 
 
 def step_bytes(
@@ -43,10 +50,9 @@ def step_bytes(
     `wire_share` of it.
     """
     gradients = 4 * count_parameters(model)
-    blocks = 4 * model.n_layer * (12 * model.n_embd**2 + 13 * model.n_embd)
-    if (
-        parallel == "fsdp"
-    ):  # of every micro-batch a block's weights for its forward and again for its backward
+    blocks = 4 * model.n_layer * count_block_parameters(model)
+    if parallel == "fsdp":
+        # Of every micro-batch a block's weights for its forward and again for its backward; the others once.
         gathered = gradients - blocks + accumulation * 2 * blocks
         return {"all_gather": gathered, "reduce_scatter": accumulation * gradients}
     if parallel == "zero1":
@@ -60,15 +66,57 @@ def wire_share(kind: Collective, *, world: int) -> float:
 
 
 def exposed(
-    model: ModelConfig, *, world: int, link: Link | None, micro_batch_seconds: float
+    model: ModelConfig,
+    *,
+    parallel: Parallel,
+    world: int,
+    link: Link | None,
+    accumulation: int,
+    micro_batch_seconds: float,
 ) -> Exposed:
-    """Return what remains visible of one step's all-reduce of fp32 gradients; nothing on one process."""
+    """Return what remains visible of one step's communication; nothing on one process."""
     if world == 1 or link is None:
         return Exposed(0.0, 0.0)
+    if parallel == "fsdp":
+        return _exposed_of_fsdp(model, world, link, accumulation, micro_batch_seconds)
     embedding = 4.0 * model.vocab_size * model.n_embd
     rest = 4.0 * count_parameters(model) - embedding
-    last = all_reduce_seconds(embedding, world=world, link=link, message=embedding)
-    hidden = all_reduce_seconds(rest, world=world, link=link, message=min(rest, BUCKET_BYTES))
+
+    def seconds(kind: Collective, num_bytes: float, message: float) -> float:
+        return collective_seconds(kind, num_bytes, world=world, link=link, message=message)
+
+    bucket = min(rest, BUCKET_BYTES)
+    last = seconds("all_reduce", embedding, embedding)
+    hidden = seconds("all_reduce", rest, bucket)
+    if parallel == "zero1":
+        after = seconds("all_gather", embedding, embedding) + seconds("all_gather", rest, bucket)
+    else:
+        after = 0.0
     window = OVERLAP * BACKWARD_SHARE * micro_batch_seconds
-    seconds = max(0.0, hidden - window) + last + SLOWDOWN * min(hidden, window)
-    return Exposed(seconds, hidden + last)
+    return Exposed(_visible(hidden, window) + last + after, hidden + last + after)
+
+
+def _exposed_of_fsdp(
+    model: ModelConfig, world: int, link: Link, accumulation: int, micro_batch_seconds: float
+) -> Exposed:
+    block, L = 4.0 * count_block_parameters(model), model.n_layer
+    around = 4.0 * count_parameters(model) - L * block
+
+    def seconds(kind: Collective, num_bytes: float) -> float:
+        return collective_seconds(kind, num_bytes, world=world, link=link, message=num_bytes)
+
+    gather, scatter = seconds("all_gather", block), seconds("reduce_scatter", block)
+    outside = seconds("reduce_scatter", around)
+    window = OVERLAP * micro_batch_seconds
+    forward = gather + _visible((L - 1) * gather, (1 - BACKWARD_SHARE) * window)
+    backward = _visible(L * (gather + scatter), BACKWARD_SHARE * window) + outside
+    once = seconds("all_gather", around)
+    return Exposed(
+        seconds=once + accumulation * (forward + backward),
+        in_all=once + accumulation * (L * (2 * gather + scatter) + outside),
+    )
+
+
+def _visible(hidden: float, window: float) -> float:
+    """Return what is left of seconds that may hide behind `window` seconds of work, with what that work loses."""
+    return max(0.0, hidden - window) + SLOWDOWN * min(hidden, window)

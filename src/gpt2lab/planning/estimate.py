@@ -55,7 +55,7 @@ class Estimate:
     step: Interval  # seconds
     throughput: Interval  # tokens/s of all processes
     sigma: float  # deviation of the logarithm of the step time
-    all_reduce_seconds: float
+    communication_seconds: float  # if nothing hid it; 0 where it is part of measured steps
     memory: MemoryNeed
     costs: EventCosts
     breakdown: Mapping[str, Interval]  # seconds by part; `train` is the steps
@@ -103,19 +103,20 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
 
 
 def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
-    """Return seconds of a step, its sigma, and the all-reduce within it."""
-    amount = work(
-        job.config.model,
-        micro_batch=job.micro_batch,
-        accumulation=job.accumulation,
-        recompute=job.recompute,
-    )
+    """Return seconds of a step, its sigma, and what its communication would take if nothing hid it."""
+    amount = job.work
     one = work(
         job.config.model, micro_batch=job.micro_batch, accumulation=1, recompute=job.recompute
     )
     micro = machine.rates.seconds((*one[:4], 0.0, one[5]))
     visible = communication.exposed(
-        job.config.model, world=job.world, link=machine.link, micro_batch_seconds=micro
+        job.config.model,
+        parallel=job.parallel,
+        world=job.world,
+        # What was learned from runs of as many processes holds what they waited for each other.
+        link=None if machine.rates.observations else machine.link,
+        accumulation=job.accumulation,
+        micro_batch_seconds=micro,
     )
     extra = 0.0
     if job.world > 1 and machine.link is not None:
@@ -123,7 +124,7 @@ def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
     alone = machine.rates.interval(amount, extra_sigma=extra)
     value = alone.value + visible.seconds
     sigma = (machine.rates.sigma(amount) ** 2 + extra**2) ** 0.5
-    return Interval.log_normal(value, sigma), sigma, visible.all_reduce_seconds
+    return Interval.log_normal(value, sigma), sigma, visible.in_all
 
 
 def estimate(
@@ -140,7 +141,7 @@ def estimate(
 
     `price`: US dollars for one GPU-hour instead of the list's; `kwh`: for owned hardware, the price of a kilowatt-hour.
     """
-    step, sigma, all_reduce = step_time(job, machine)
+    step, sigma, in_all = step_time(job, machine)
     costs = event_costs(job, machine, hardware, ratios=ratios)
     breakdown = {
         "start": costs.interval("start", 1),
@@ -157,7 +158,7 @@ def estimate(
         step=step,
         throughput=throughput,
         sigma=sigma,
-        all_reduce_seconds=all_reduce,
+        communication_seconds=in_all,
         memory=device_memory(job, machine, hardware, memory_target),
         costs=costs,
         breakdown=breakdown,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from gpt2lab.config import ModelConfig
+from gpt2lab.config import ModelConfig, Parallel
 from gpt2lab.hardware import Hardware
 from gpt2lab.interval import Z80
 from gpt2lab.plan import count_matmul_parameters
 from gpt2lab.planning import communication
 from gpt2lab.planning.estimate import Estimate
-from gpt2lab.planning.timing import KINDS, work
+from gpt2lab.planning.timing import KINDS, muon_flops
 from gpt2lab.settings import options_of
 
 
@@ -18,14 +18,35 @@ def _count(model: ModelConfig) -> str:
     return f"counted with {options}" if options else "VC + TC + L(12 CC + 13 C) + 2C"
 
 
+_HIDDEN: dict[Parallel, str] = {
+    "ddp": "hidden behind {share:g} x 2/3 of the last micro-batch, except the embedding's {embedding:,.0f} MB",
+    "zero1": "gradients hidden behind {share:g} x 2/3 of the last micro-batch, except the embedding's "
+    "{embedding:,.0f} MB; new weights not",
+    "fsdp": "hidden behind {share:g} of each micro-batch, except the first block's and what is outside the blocks",
+}
+
+
+def _communication(found: Estimate, link: str) -> str:
+    """Write what travels, and behind what it is taken to hide."""
+    job, model = found.job, found.job.config.model
+    sent = communication.step_bytes(model, parallel=job.parallel, accumulation=job.accumulation)
+    terms = [
+        f"{kind.replace('_', '-')} {communication.wire_share(kind, world=job.world):.3g} x {size / 1e6:,.0f} MB"
+        for kind, size in sent.items()
+    ]
+    hidden = _HIDDEN[job.parallel].format(
+        share=communication.OVERLAP, embedding=4 * model.vocab_size * model.n_embd / 1e6
+    )
+    return (
+        f"{' + '.join(terms)} over {link} = {found.communication_seconds * 1000:,.2f} ms, {hidden}"
+    )
+
+
 def lines(found: Estimate, known: Hardware) -> list[str]:
     """Return the derivation, line by line."""
     job, model, on = found.job, found.job.config.model, found.machine
     L, C, T, V = model.n_layer, model.n_embd, model.context_length, model.vocab_size
     matrices = count_matmul_parameters(model)
-    amount = work(
-        model, micro_batch=job.micro_batch, accumulation=job.accumulation, recompute=job.recompute
-    )
     text = [
         f"N       = {_count(model)}, V {V}, C {C}, T {T}, L {L} = {job.parameters:,}",
         f"N_mm    = 12 L CC + VC = {matrices:,}",
@@ -43,20 +64,18 @@ def lines(found: Estimate, known: Hardware) -> list[str]:
             f"({k['stream_bytes_per_token_layer_channel']:g} L C + {k['stream_bytes_per_logit']:g} V) bytes / "
             f"({k['bandwidth_efficiency']:g} x {(gpu.bandwidth or 0) / 1e9:.0f} GB/s)"
         )
-    for kind, units, rate in zip(KINDS, amount, on.rates.seconds_per_unit, strict=True):
+    for kind, units, rate in zip(KINDS, job.work, on.rates.seconds_per_unit, strict=True):
         text.append(f"  {kind:<10} {units:.4g} x {rate:.4g} s = {units * rate * 1000:,.2f} ms")
-    if job.world > 1 and on.link is not None:
-        factor = 2 * (job.world - 1) / job.world
-        text.append(
-            f"all-reduce {factor:.3g} x {4 * job.parameters / 1e6:,.0f} MB over {on.link.title} = "
-            f"{found.all_reduce_seconds * 1000:,.2f} ms, hidden behind {communication.OVERLAP:g} x 2/3 of the last "
-            f"micro-batch, except the embedding's {4 * V * C / 1e6:,.0f} MB"
-        )
+    if job.config.optim.optimizer == "muon":
+        text.append(f"  of matmul, Muon's 5 rounds: 5 x 60 L CCC = {muon_flops(model):.4g} FLOP")
+    if found.communication_seconds and on.link is not None:
+        text.append(_communication(found, on.link.title))
     need = found.memory.tensors
+    optimizer = "AdamW 8 N" if job.config.optim.optimizer == "adamw" else "Muon and AdamW"
     text += [
         f"step    = {found.step.value * 1000:,.1f} ms; sigma of its logarithm {found.sigma:.3f}, "
         f"80 % = x/÷ e^({Z80:.2f} sigma)",
-        f"memory  : 4 N {need.params:,} + AdamW 8 N {need.optimizer:,} + gradients {need.gradients:,} + bf16 copies "
+        f"memory  : 4 N {need.params:,} + {optimizer} {need.optimizer:,} + gradients {need.gradients:,} + bf16 copies "
         f"{need.bf16_weights:,} + activations {need.activations:,} + head {need.head:,} B at {need.peak_at}",
     ]
     text += [

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt2lab.config import Parallel
 from gpt2lab.errors import NoSourceError
 from gpt2lab.hardware import Hardware
 from gpt2lab.planning import calibration, machine, timing
@@ -58,6 +59,7 @@ def here(
     processes: int,
     dtype: Dtype,
     compiled: bool,
+    parallel: Parallel = "ddp",
     device: str | None = None,
     threads: int | None = None,
 ) -> tuple[Machine, dict[str, float]]:
@@ -79,7 +81,7 @@ def here(
         memory = seen.gpus[0].memory_free if seen.gpus else (gpu.memory_bytes if gpu else None)
         title = name if processes == 1 else f"{processes} x {name}"
     used = (threads or _threads(processes)) if on_cpu else None
-    kind = Kind(name, processes, used, dtype, compiled)
+    kind = Kind(name, processes, used, dtype, compiled, parallel)
     same = [record for record in records if record.get("device") == name]
     if on_cpu:
         cores = min(used or 1, machine.cores())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from gpt2lab.config import Config, Recompute
+from gpt2lab.config import Config, Parallel, Recompute
 from gpt2lab.errors import ConfigError
 from gpt2lab.plan import count_parameters, flops_per_token
 from gpt2lab.planning.memory import Dtype, Sharing
+from gpt2lab.planning.timing import work
 from gpt2lab.runs.progress import count_due, frequencies
 
 
@@ -42,13 +43,29 @@ class Job:
     @property
     def sharing(self) -> Sharing:
         """How processes share the run, and what is computed again."""
-        system = self.config.system
-        return Sharing(self.world, system.parallel, self.recompute)
+        return Sharing(self.world, self.parallel, self.recompute)
 
     @property
     def recompute(self) -> Recompute:
         """What blocks compute twice."""
         return self.config.system.activation_checkpointing
+
+    @property
+    def parallel(self) -> Parallel:
+        """How the processes share what they hold."""
+        return self.config.system.parallel if self.world > 1 else "ddp"
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        """One process's share of a step, in timing.KINDS."""
+        return work(
+            self.config.model,
+            micro_batch=self.micro_batch,
+            accumulation=self.accumulation,
+            recompute=self.recompute,
+            optimizer=self.config.optim.optimizer,
+            updaters=1 if self.parallel == "ddp" else self.world,
+        )
 
     @property
     def tokens(self) -> int:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt2lab.config import ModelConfig, Parallel, Recompute
+from gpt2lab.config import ModelConfig, Optimizer, Parallel, Recompute
 from gpt2lab.plan import count_block_parameters, count_matmul_parameters, count_parameters
 from gpt2lab.planning.block_bytes import BlockBytes, count_block_bytes
 
 Dtype = Literal["fp32", "bf16"]
-Optimizer = Literal["adamw", "muon"]
 BUCKET_BYTES = 25 * 2**20  # of new weights that zero1 sends at once
 PARTS = ("params", "optimizer", "gradients", "bf16_weights", "activations", "head")
 

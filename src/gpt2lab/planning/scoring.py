@@ -41,6 +41,7 @@ def forecast(
         processes=job.world,
         dtype=job.dtype,
         compiled=job.compiled,
+        parallel=job.parallel,
         device=environment["device"] if on_gpu else None,
         threads=environment["threads"],
     )

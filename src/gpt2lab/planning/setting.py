@@ -49,6 +49,7 @@ class Setting:
                 processes=job.world,
                 dtype=job.dtype,
                 compiled=job.compiled,
+                parallel=job.parallel,
             )
         named = machine.named(
             self.gpu,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpt2lab.config import ModelConfig, Recompute
+from gpt2lab.config import ModelConfig, Optimizer, Recompute
 from gpt2lab.errors import ConfigError
 from gpt2lab.hardware import Gpu, Hardware
 from gpt2lab.interval import Interval
@@ -21,16 +21,23 @@ from gpt2lab.plan import count_matmul_parameters, count_parameters
 
 # FLOPs in matrices | FLOPs in attention | channels streamed through the blocks | logits | parameters updated |
 # blocks run (a constant cost of many small calls)
+MUON_ROUNDS = 5  # muon.py's ROUNDS; a test compares
 KINDS = ("matmul", "attention", "stream", "logits", "update", "calls")
 
 
 def work(
-    model: ModelConfig, *, micro_batch: int, accumulation: int, recompute: Recompute = "none"
+    model: ModelConfig,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    recompute: Recompute = "none",
+    optimizer: Optimizer = "adamw",
+    updaters: int = 1,
 ) -> tuple[float, ...]:
     """Return one process's share of a step in each of KINDS; FLOPs forward and backward, dense attention.
 
     A forward pass is a third of a step's work. `block` does that of the blocks twice, `selective` the part of it that
-    only streams.
+    only streams. `updaters`: processes that share the update of the weights; Muon's matrix products are in it.
     """
     T, C, L = model.context_length, model.n_embd, model.n_layer
     tokens = micro_batch * accumulation * T
@@ -38,13 +45,23 @@ def work(
     twice = 4 / 3 if recompute == "block" else 1.0
     streamed = 4 / 3 if recompute != "none" else 1.0
     return (
-        6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens,
+        6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens
+        + (muon_flops(model) if optimizer == "muon" else 0.0),
         12.0 * twice * L * C * T * tokens,
         streamed * tokens * C * L,
         1.0 * tokens * model.vocab_size,
-        1.0 * count_parameters(model),
+        count_parameters(model) / updaters,
         twice * accumulation * L,
     )
+
+
+def muon_flops(model: ModelConfig) -> float:
+    """Return the FLOPs of a step's Newton-Schulz rounds, on every process.
+
+    A round of an (r, c) matrix, r <= c, is two products of 2 r^2 c and one of 2 r^3. A block has four of (C, C) and two
+    of (C, 4C): 60 C^3.
+    """
+    return 60.0 * MUON_ROUNDS * model.n_layer * model.n_embd**3
 
 
 @dataclass(frozen=True)
