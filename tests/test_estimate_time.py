@@ -166,6 +166,19 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("typed", [["--model=modern-small"], ["--model=gpt2", "--optimizer=muon"]])
+def test_the_loss_of_what_is_not_gpt2_is_not_foretold_as_gpt2s(
+    tmp_path: Path, typed: list[str]
+) -> None:
+    flags = ["--gpu=H100", "--tokens=10B"]
+    assert json.loads(ask(tmp_path, *flags, *typed, "--json").stdout)["loss"] is None
+    (line,) = [x for x in ask(tmp_path, *flags, *typed).stdout.splitlines() if x[:4] == "loss"]
+    assert line.split()[1] == "n/a"
+    assert "GPT-2 with AdamW, and says 3.18 ... 3.38 of that" in line
+    known = json.loads(ask(tmp_path, *flags, "--model=gpt2", "--json").stdout)["loss"]
+    assert known["value"] == pytest.approx(3.28, abs=0.005)
+
+
 def test_settings_that_make_no_sense_together_are_named(tmp_path: Path) -> None:
     answer = ask(tmp_path, "--gpu=H100", "--steps=100", "--warmup_steps=715")
     assert answer.returncode == 0

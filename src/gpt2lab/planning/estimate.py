@@ -61,13 +61,18 @@ class Estimate:
     breakdown: Mapping[str, Interval]  # seconds by part; `train` is the steps
     seconds: Interval
     cost: Cost | None
-    loss: Interval | None
+    loss: Interval | None  # None where no law speaks of it: see loss_prediction.py
     mfu: float | None
 
     @property
     def event_share(self) -> float:
         """Share of the whole time that is not steps."""
         return 1 - self.breakdown["train"].value / self.seconds.value
+
+
+def loss_of_gpt2(job: Job) -> Interval | None:
+    """Return the loss of a GPT-2 of as many parameters on as many tokens, trained with AdamW."""
+    return predicted_loss(job.parameters, job.tokens, unique_tokens=job.unique_tokens)
 
 
 def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float) -> MemoryNeed:
@@ -164,6 +169,6 @@ def estimate(
         breakdown=breakdown,
         seconds=seconds,
         cost=cost.of_run(machine, seconds, price=price, kwh=kwh),
-        loss=predicted_loss(job.parameters, job.tokens, unique_tokens=job.unique_tokens),
+        loss=loss_of_gpt2(job) if job.is_gpt2 else None,
         mfu=None if not peak else throughput.value * job.flops_per_token / (peak * job.world),
     )

@@ -11,6 +11,7 @@ from gpt2lab.plan import count_parameters, flops_per_token
 from gpt2lab.planning.memory import Dtype, Sharing
 from gpt2lab.planning.timing import work
 from gpt2lab.runs.progress import count_due, frequencies
+from gpt2lab.settings import options_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Job:
             optimizer=self.config.optim.optimizer,
             updaters=1 if self.parallel == "ddp" else self.world,
         )
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Tell whether it trains GPT-2 as it is known: blocks without options, AdamW."""
+        return not options_of(self.config.model) and self.config.optim.optimizer == "adamw"
 
     @property
     def tokens(self) -> int:

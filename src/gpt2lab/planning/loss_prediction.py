@@ -4,7 +4,7 @@ L = E + A / N^a + B / D'^b with the constants that Besiroglu et al. 2024 (arXiv:
 al.; repeated data count for less, D' = U + 15.39 U (1 - e^(-(D/U - 1) / 15.39)), Muennighoff et al. 2023
 (arXiv:2305.16264). For GPT-2 on FineWeb the law is too low: it says 3.01 for 124M on 10.26B tokens where llm.c's
 public log ends at 3.272. The difference is added; it moves with data and recipe, hence the band. For ranking sizes,
-not a promise.
+not a promise. It speaks of GPT-2's blocks and AdamW alone: of other blocks and optimizers no offset is known.
 """
 
 from __future__ import annotations

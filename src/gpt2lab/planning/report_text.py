@@ -10,7 +10,7 @@ from gpt2lab import fmt
 from gpt2lab.interval import Z80, Interval
 from gpt2lab.plan import checkpoint_bytes
 from gpt2lab.planning.deadline import Window, verdict
-from gpt2lab.planning.estimate import EVENTS, Estimate
+from gpt2lab.planning.estimate import EVENTS, Estimate, loss_of_gpt2
 
 GIB = 2**30
 
@@ -171,8 +171,11 @@ def dollars(value: float) -> str:
 
 
 def _loss(estimate: Estimate) -> list[str]:
-    loss, job = estimate.loss, estimate.job
-    ratio = f"{job.tokens / job.parameters:.0f} tokens a parameter"
+    job = estimate.job
+    loss, ratio = loss_of_gpt2(job), f"{job.tokens / job.parameters:.0f} tokens a parameter"
+    if not job.is_gpt2:
+        said = "" if loss is None else f", and says {loss.low:.2f} ... {loss.high:.2f} of that"
+        return [row("loss", "n/a", "", f"the law is of GPT-2 with AdamW{said}; {ratio}")]
     if loss is None:
         return [row("loss", "n/a", "", f"the scaling law begins at 40M parameters; {ratio}")]
     return [
