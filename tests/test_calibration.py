@@ -12,6 +12,8 @@ import pytest
 from forecasting import KNOWN, on, record
 from gpt2lab.config import Optimizer
 from gpt2lab.errors import NoSourceError
+from gpt2lab.finetuning.adapters import count_adapters
+from gpt2lab.plan import count_parameters, training_flops_per_token
 from gpt2lab.planning import (
     calibration,
     measuring,
@@ -115,6 +117,20 @@ def test_muons_rounds_cost_time_and_are_learned_as_what_they_were() -> None:
     learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], kind, spread=1.0)
     assert learned.seconds(amount("muon")) == pytest.approx(0.5, rel=0.05)
     assert learned.seconds(amount("adamw")) < learned.seconds(amount("muon"))
+
+
+def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update() -> None:
+    config = preset("gpt2-micro")
+    tuned = override(config, {"instructions": "demo", "lora_r": 8})
+    for settings, updated in (
+        (config, count_parameters(config.model)),
+        (tuned, count_adapters(tuned.model, tuned.tuning)),
+    ):
+        job = Job(settings, max_steps=10, world=1, dtype="fp32", compiled=False)
+        matmul, attention, *_, updates, _ = job.work
+        tokens = settings.batch.total_batch_size
+        assert matmul + attention == pytest.approx(training_flops_per_token(settings) * tokens)
+        assert updates == updated
 
 
 def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:

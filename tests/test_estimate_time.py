@@ -249,6 +249,7 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(
         {"parallel": "zero1"},
         {"parallel": "fsdp", "activation_checkpointing": "block"},
         {"optimizer": "muon", "positions": "rotary"},
+        {"instructions": "demo", "lora_r": 8},
     ],
     ids=lambda settings: "+".join(map(str, settings.values())),
 )
@@ -273,17 +274,15 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(
             settings.get("activation_checkpointing", "none"),  # type: ignore[arg-type]
         ),
         optimizer=settings.get("optimizer", "adamw"),  # type: ignore[arg-type]
+        tuning=config.tuning,
     )
     assert (found["total"], found["peak_at"]) == (expected.tensors, expected.peak_at)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"instructions": "demo", "lora_r": 8}, {"fsdp_offload": True}]
-)
 def test_memory_that_no_formula_knows_is_null(
-    a_run: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, object]
+    a_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flat = json.loads((a_run / "config.json").read_text()) | settings
+    flat = json.loads((a_run / "config.json").read_text()) | {"fsdp_offload": True}
     (a_run / "config.json").write_text(json.dumps(flat))
     environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
     (a_run / "run.json").write_text(json.dumps({"environment": environment}))

@@ -17,12 +17,28 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import launch
 from gpt2lab.bench.live_bytes import peak_of_step
-from gpt2lab.config import ModelConfig, OptimConfig, Optimizer, Recompute, SystemConfig
+from gpt2lab.config import (
+    ModelConfig,
+    OptimConfig,
+    Optimizer,
+    Recompute,
+    SystemConfig,
+    TuningConfig,
+)
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.finetuning.lora import add_lora
+from gpt2lab.finetuning.packed import PackedGPT
 from gpt2lab.model import GPT, build_model
 from gpt2lab.optim import build_optimizers
 from gpt2lab.parallel import Strategy
-from gpt2lab.planning.memory import PARTS, Memory, Sharing, largest_micro_batch, predict
+from gpt2lab.planning.memory import (
+    PARTS,
+    PRETRAINING,
+    Memory,
+    Sharing,
+    largest_micro_batch,
+    predict,
+)
 from gpt2lab.runtime import Runtime
 from gpt2lab.train_step import train_step
 
@@ -98,6 +114,7 @@ def predicted(
     A: int,
     dtype: str,
     optimizer: Optimizer = "adamw",
+    tuning: TuningConfig = PRETRAINING,
     **sharing: Any,
 ) -> Memory:
     return predict(
@@ -107,6 +124,7 @@ def predicted(
         dtype=dtype,  # type: ignore[arg-type]
         sharing=Sharing(**sharing),
         optimizer=optimizer,
+        tuning=tuning,
     )
 
 
@@ -251,12 +269,35 @@ def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(
     assert memory.tensors == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize(
+    ("lora_r", "options", "margin"), [(0, {}, 0.03), (8, {}, 0.05), (8, MODERN, 0.05)]
+)
+def test_fine_tunings_peak_is_that_of_real_steps_to_three_percent_and_adapters_to_five(
+    lora_r: int, options: dict[str, Any], margin: float, recompute: Recompute, dtype: str
+) -> None:
+    config, B, A = dataclasses.replace(REAL[2][0], **options), 4, 2
+    tuning = TuningConfig(instructions="demo", lora_r=lora_r)
+    found = real_peak(config, B, A, recompute, dtype, "adamw", tuning)
+    memory = predicted(config, B, A, dtype, tuning=tuning, recompute=recompute)
+    assert memory.tensors == pytest.approx(found, rel=margin)
+
+
 def real_peak(
-    config: ModelConfig, B: int, A: int, recompute: Recompute, dtype: str, optimizer: Optimizer
+    config: ModelConfig,
+    B: int,
+    A: int,
+    recompute: Recompute,
+    dtype: str,
+    optimizer: Optimizer,
+    tuning: TuningConfig = PRETRAINING,
 ) -> int:
     model = build_model(config, seed=0, device=CPU)
+    if tuning.lora_r:
+        add_lora(model, tuning)
     strategy = Alone(dtype, recompute=recompute)
-    wrapped = strategy.prepare(model)
+    wrapped = strategy.prepare(model, PackedGPT) if tuning.instructions else strategy.prepare(model)
     optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
     return peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
 

@@ -54,6 +54,11 @@ def flops_per_token(model: ModelConfig) -> int:
     return 6 * count_matmul_parameters(model) + attention
 
 
+def training_flops_per_token(config: Config) -> int:
+    """Count them for a run, with adapters or without."""
+    return tuning_flops_per_token(config) if config.tuning.lora_r else flops_per_token(config.model)
+
+
 def tuning_flops_per_token(config: Config) -> int:
     """Count them where adapters are trained: frozen matrices need no gradient, 4 N_matmul + 6 N_adapters + 12 L C T."""
     spared = 2 * count_matmul_parameters(config.model)
@@ -181,9 +186,7 @@ def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Pla
         max_steps=max_steps,
         epochs=epochs,
         parameters=count_parameters(config.model),
-        flops_per_token=tuning_flops_per_token(config)
-        if config.tuning.lora_r
-        else flops_per_token(config.model),
+        flops_per_token=training_flops_per_token(config),
         checkpoint_bytes=checkpoint_bytes(config),
         retained_checkpoints=_count_retained(config, max_steps, math.floor(epochs)),
     )

@@ -25,8 +25,8 @@ class BlockBytes:
     last_norm_per_token: int
 
 
-def count_block_bytes(model: ModelConfig, *, bf16: bool) -> BlockBytes:
-    """Count a block of this model."""
+def count_block_bytes(model: ModelConfig, *, bf16: bool, frozen: bool) -> BlockBytes:
+    """Count a block of this model; `frozen`: its weights have no gradient, adapters beside them do."""
     H = model.n_head
     # GPT-2: two norms' inputs and outputs, qkv, attention, fc, GELU; mean and deviation of two norms.
     saved, per_token = (36 if bf16 else 64), 4 * H + 16
@@ -47,6 +47,9 @@ def count_block_bytes(model: ModelConfig, *, bf16: bool) -> BlockBytes:
         attention += 4
         into_qkv += 4
         norm, last_norm, last_norm_per_token = 24, last_norm + 4, 4
+    if frozen:  # a gain without gradient needs no input of its own
+        saved -= 8 * (model.norm == "rmsnorm") + 8 * (model.qk_norm == "rmsnorm")
+        last_norm -= 4 * (model.norm == "rmsnorm")
     square = 0
     if model.activation == "relu2":  # the incoming gradient, and the derivative in three steps
         square = 28 if bf16 else 52

@@ -86,6 +86,7 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
         dtype=job.dtype,
         sharing=job.sharing,
         optimizer=job.config.optim.optimizer,
+        tuning=job.config.tuning,
     )
     if machine.is_cpu:
         fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
@@ -102,6 +103,7 @@ def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float)
             dtype=job.dtype,
             sharing=job.sharing,
             optimizer=job.config.optim.optimizer,
+            tuning=job.config.tuning,
         )
     overhead = fixed + fragmentation * tensors.tensors
     return MemoryNeed(tensors, overhead, machine.memory_bytes, largest, target)

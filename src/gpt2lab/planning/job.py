@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from gpt2lab.config import Config, Parallel, Recompute
 from gpt2lab.errors import ConfigError
-from gpt2lab.plan import count_parameters, flops_per_token
+from gpt2lab.finetuning.adapters import count_adapters
+from gpt2lab.plan import count_parameters, flops_per_token, training_flops_per_token
 from gpt2lab.planning.memory import Dtype, Sharing
 from gpt2lab.planning.timing import work
 from gpt2lab.runs.progress import count_due, frequencies
@@ -59,14 +60,22 @@ class Job:
     @property
     def work(self) -> tuple[float, ...]:
         """One process's share of a step, in timing.KINDS."""
-        return work(
-            self.config.model,
+        model, tuning = self.config.model, self.config.tuning
+        updaters = 1 if self.parallel == "ddp" else self.world
+        whole = work(
+            model,
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
             recompute=self.recompute,
             optimizer=self.config.optim.optimizer,
-            updaters=1 if self.parallel == "ddp" else self.world,
+            updaters=updaters,
         )
+        if not tuning.lora_r:
+            return whole
+        tokens = self.sequences * model.context_length
+        spared = (flops_per_token(model) - self.flops_per_token) * tokens
+        updated = count_adapters(model, tuning) / updaters
+        return (whole[0] - spared, *whole[1:4], updated, whole[5])
 
     @property
     def is_gpt2(self) -> bool:
@@ -91,7 +100,7 @@ class Job:
     @property
     def flops_per_token(self) -> int:
         """FLOPs to train on one token."""
-        return flops_per_token(self.config.model)
+        return training_flops_per_token(self.config)
 
     def with_steps(self, steps: int) -> Job:
         """Return the same job at another length."""

@@ -222,6 +222,7 @@ def _tensor_bytes(job: Job, micro_batch: int, *, trial: bool = False) -> int:
         dtype=job.dtype,
         sharing=dataclasses.replace(job.sharing, world=1) if trial else job.sharing,
         optimizer=job.config.optim.optimizer,
+        tuning=job.config.tuning,
     ).tensors
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt2lab.config import ModelConfig, Optimizer, Parallel, Recompute
+from gpt2lab.config import ModelConfig, Optimizer, Parallel, Recompute, TuningConfig
+from gpt2lab.finetuning.adapters import count_adapters
 from gpt2lab.plan import count_block_parameters, count_matmul_parameters, count_parameters
 from gpt2lab.planning.block_bytes import BlockBytes, count_block_bytes
 
 Dtype = Literal["fp32", "bf16"]
 BUCKET_BYTES = 25 * 2**20  # of new weights that zero1 sends at once
+PRETRAINING = TuningConfig()
 PARTS = ("params", "optimizer", "gradients", "bf16_weights", "activations", "head")
 
 
@@ -54,6 +56,7 @@ class _Sizes:
 
     N: int  # parameters
     L: int
+    frozen: bool  # all but adapters
     params: int  # bytes of weights that a process always holds
     optimizer: int  # of its state
     rounds: int  # bytes that Muon's step works with
@@ -86,30 +89,37 @@ def predict(
     dtype: Dtype,
     sharing: Sharing,
     optimizer: Optimizer,
+    tuning: TuningConfig = PRETRAINING,
 ) -> Memory:
     """Return the largest of the moments of a step at which memory can peak.
 
     Gradients live through the forward pass when micro-batches accumulate, and always under DDP, whose buckets they
-    are views of.
+    are views of. Fine-tuning adds masks, and with adapters leaves theirs alone to the optimizer; what adapters compute
+    on the way is not counted.
     """
     W, parallel = sharing.world, sharing.parallel if sharing.world > 1 else "ddp"
     C, tokens = model.n_embd, micro_batch * model.context_length
     N, bf16 = count_parameters(model), dtype == "bf16"
-    each = count_block_bytes(model, bf16=bf16)
-    block = tokens * (each.saved * C + each.saved_per_token)
+    adapters = count_adapters(model, tuning) if tuning.lora_r else 0
+    each = count_block_bytes(model, bf16=bf16, frozen=adapters > 0)
+    # In rows of conversations each block keeps its own mask, a number for each pair of positions.
+    mask = (2 if bf16 else 4) * model.context_length if tuning.instructions is not None else 0
+    block = tokens * (each.saved * C + each.saved_per_token + mask)
     # Recomputing keeps a block's input alone, or its matrix products and attention's logsumexp besides.
     products = tokens * ((20 if bf16 else 40) * C + 4 * model.n_head)
     kept_block = {"none": block, "block": 4 * tokens * C, "selective": 4 * tokens * C + products}
     in_block = count_block_parameters(model)
     muon = 12 * C * C * model.n_layer if optimizer == "muon" else 0  # weights with one moment
     rotation = 4 * model.context_length * C // model.n_head if model.positions == "rotary" else 0
-    shard = 4 * N // W if parallel == "fsdp" else 4 * N
-    embedding = 4 * model.vocab_size * C
+    trained, share = adapters or N, W if parallel == "fsdp" else 1
+    shard = 4 * trained // share
+    embedding = 0 if adapters else 4 * model.vocab_size * C
     sizes = _Sizes(
         N=N,
         L=model.n_layer,
-        params=shard,
-        optimizer=(8 * N - 4 * muon) // (1 if parallel == "ddp" else W),
+        frozen=adapters > 0,
+        params=4 * (N + adapters) // share,
+        optimizer=(8 * trained - 4 * muon) // (1 if parallel == "ddp" else W),
         rounds=4 * 4 * muon // 3,  # four times the matrices of one shape, a third of all
         shard=shard,
         around=4 * (N - model.n_layer * in_block),
@@ -126,7 +136,7 @@ def predict(
         in_block=in_block,
         inputs=8 * tokens * accumulation + rotation,
         kept=shard if accumulation > 1 or (W > 1 and parallel != "fsdp") else 0,
-        sent=min(4 * N, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0,
+        sent=min(4 * trained, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0,
         world=W,
         stale=4 * in_block if accumulation > 1 else 0,
         bf16=bf16,
@@ -144,6 +154,7 @@ def largest_micro_batch(
     dtype: Dtype,
     sharing: Sharing,
     optimizer: Optimizer,
+    tuning: TuningConfig = PRETRAINING,
 ) -> int | None:
     """Return the largest divisor of a process's `sequences` a step whose peak fits `budget` bytes, None if 1 does not.
 
@@ -161,6 +172,7 @@ def largest_micro_batch(
             dtype=dtype,
             sharing=sharing,
             optimizer=optimizer,
+            tuning=tuning,
         ).tensors
         <= budget
     ]
@@ -180,6 +192,7 @@ def _moment(
 ) -> Memory:
     """Return a moment; `gathered`: bytes of other processes' weights, under fsdp."""
     params = s.params + (gathered if s.gathers else 0)
+    gradients = s.shard if s.frozen else gradients
     return Memory(params, s.optimizer + rounds, gradients, copies, activations, head, at)
 
 
@@ -188,11 +201,13 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
     saved = s.each.last_norm * s.residual + s.each.last_norm_per_token * s.tokens + s.inputs
     forward = (2 + 4 + 4 if s.bf16 else 4 + 4) * s.scores  # logits, fp32 copy, log-softmax
     backward = (4 + 4 + 4) * s.scores  # log-softmax, gradients of the loss and of the softmax
+    weight = 0 if s.frozen else s.vocab
     if s.bf16:  # bf16 gradients of scores, weight and input; then the weight's in fp32
-        head = max(2 * s.scores + 2 * s.vocab + 2 * s.residual, 4 * s.vocab)
+        head = max(2 * s.scores + 2 * weight + 2 * s.residual, 4 * weight)
     else:
-        head = 4 * (s.scores + s.vocab + s.residual)
-    # Autocast keeps its copies until the forward pass ends, a block that keeps them longer does so for its backward.
+        head = 4 * (s.scores + weight + s.residual)
+    # Autocast keeps copies of what is trained until the forward pass ends, a block that keeps them longer does so for
+    # its backward.
     later = 2 * s.vocab if s.bf16 and s.recomputes else copies
     normed = later - 2 * s.vocab if s.bf16 else 0
     return [
@@ -206,7 +221,7 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
             head=held,
         )
         for at, held, gradients, alive in (
-            ("end of forward", saved + forward, 0, copies),
+            ("end of forward", saved + forward, 0, later if s.frozen else copies),
             ("start of backward", saved + backward, 0, later),
             ("backward of the head", saved + head, 0, later),
             ("backward of the last norm", s.each.norm * s.residual + s.inputs, 4 * s.vocab, normed),
@@ -220,23 +235,25 @@ def _within_the_blocks(s: _Sizes) -> list[Memory]:
     The head's gradient waits for the embedding's, because the weight is shared. Under fsdp a block's weights are whole,
     the next one's are on their way, the gradients of the one above are being sent, and a buffer waits for both.
     """
-    moments = []
+    moments, matrix = [], 0 if s.frozen else s.matrix  # a frozen matrix has no gradient
     for block in {s.L, max(1, s.L - 1), 1} if s.gathers else {s.L, 1}:
         done = (s.L - block) * 4 * s.in_block * s.shard // (4 * s.N)
         above = 0 if s.kept else done
         own = 4 * s.in_block if s.gathers or not s.kept else 0
-        before_qkv = own - 12 * s.matrix if own else 0
+        before_qkv = own - 12 * matrix if own else 0
         if s.bf16:  # of the MLP's last matrix: bf16 gradients of input and weight, then the weight's in fp32
-            first = max(14 * s.residual + 8 * s.matrix, 4 * s.residual + 16 * s.matrix)
-            copy = 6 * s.matrix  # of qkv's weight
+            first = max(14 * s.residual + 8 * matrix, 4 * s.residual + 16 * matrix)
+            copy = 6 * matrix  # of qkv's weight
         else:
-            first, copy = 20 * s.residual + 16 * s.matrix, 0
+            first, copy = 20 * s.residual + 16 * matrix, 0
+        if s.frozen:  # the gradient that comes by the adapter
+            first += (8 if s.bf16 else 16) * s.residual
         if s.each.square:  # that weight's gradient is whole by then, and its bf16 copy gone
-            matrices = (16 if own else 0) - (8 if s.bf16 else 0)
-            first = max(first, s.each.square * s.residual + matrices * s.matrix)
+            more = (16 if own else 0) - (8 if s.bf16 else 0)
+            first = max(first, s.each.square * s.residual + more * matrix)
         middle = s.each.attention * s.residual + s.each.saved_per_token * s.tokens + copy
         last = s.each.into_qkv * s.residual + copy
-        last += 0 if own else 12 * s.matrix  # else the weight's gradient counts as such
+        last += 0 if own else 12 * matrix  # else the weight's gradient counts as such
         last = max(last, s.each.norm * s.residual)
         buffers = 1 + (block > 1) + 2 * (block < s.L)
         for weights, gradients, activations in (

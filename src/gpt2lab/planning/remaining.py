@@ -14,7 +14,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.config import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.interval import Interval
-from gpt2lab.plan import count_parameters, flops_per_token
+from gpt2lab.plan import count_parameters, training_flops_per_token
 from gpt2lab.planning import memory
 from gpt2lab.planning.report_json import blank, bounds
 from gpt2lab.runs import history
@@ -204,7 +204,10 @@ def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
     tokens = config.batch.total_batch_size
     result = blank() | {
         "run": str(remaining.run_dir),
-        "model": {"parameters": count_parameters(model), "flops_per_token": flops_per_token(model)},
+        "model": {
+            "parameters": count_parameters(model),
+            "flops_per_token": training_flops_per_token(config),
+        },
         "dataset_info": {"training_tokens": remaining.last_step * tokens},
         "actual": (remaining.estimated or {}).get("actual"),
         "throughput": None
@@ -237,15 +240,12 @@ def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
 
 
 def _memory(config: Config, environment: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a process of the run's last start needs; None where that is not known.
-
-    Not known of fine-tuning, whose masks and adapters the formulas do not have, nor of weights that live elsewhere.
-    """
+    """Return what a process of the run's last start needs; None where that is not known, as of offloaded weights."""
     world, micro = environment.get("world_size"), environment.get("mini_batch_size")
     system, T = config.system, config.model.context_length
-    if not world or not micro or environment.get("dtype") not in ("fp32", "bf16"):
+    if system.fsdp_offload or not world or not micro:
         return None
-    if config.tuning.instructions is not None or system.fsdp_offload:
+    if environment.get("dtype") not in ("fp32", "bf16"):
         return None
     need = memory.predict(
         config.model,
@@ -254,5 +254,6 @@ def _memory(config: Config, environment: Mapping[str, Any]) -> dict[str, Any] | 
         dtype=environment["dtype"],
         sharing=memory.Sharing(world, system.parallel, system.activation_checkpointing),
         optimizer=config.optim.optimizer,
+        tuning=config.tuning,
     )
     return dataclasses.asdict(need) | {"total": need.tensors}

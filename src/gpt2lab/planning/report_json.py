@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpt2lab.interval import Interval
-from gpt2lab.plan import count_parameters, flops_per_token
+from gpt2lab.plan import count_parameters
 from gpt2lab.planning.deadline import Window, verdict
 from gpt2lab.planning.estimate import Estimate
 from gpt2lab.planning.memory import PARTS
@@ -103,7 +103,7 @@ def as_json(
         else bounds(estimate.loss) | {"law": "besiroglu2024+offset", "data": "FineWeb, GPT-2 BPE"},
         "model": {
             "parameters": count_parameters(job.config.model),
-            "flops_per_token": flops_per_token(job.config.model),
+            "flops_per_token": job.flops_per_token,
         },
         "warnings": list(warnings),
     }
