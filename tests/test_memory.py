@@ -175,8 +175,14 @@ WHERE_THEY_COUNT: dict[Optimizer, tuple[str, ...]] = {
 
 @pytest.mark.usefixtures("fake_numbers")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("options", [*OPTIONS, {}, MODERN], ids=lambda options: "+".join(options))
+@pytest.mark.parametrize(
+    ("options", "optimizer"),
+    [
+        *(pytest.param(one, "adamw", id="+".join(one)) for one in (*OPTIONS, MODERN)),
+        pytest.param({}, "muon", id="muon"),
+        pytest.param(MODERN, "muon", id="all+muon"),
+    ],
+)
 def test_each_option_and_all_together_hold_what_the_memory_tracker_counts(
     options: dict[str, Any], optimizer: Optimizer, dtype: str
 ) -> None:
@@ -312,7 +318,7 @@ def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None
         done = launch.train([], world=2, program=WORKERS / "live_bytes.py")
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
-        assert len(lines) == 32
+        assert len(lines) == 28
         missed_now = set()
         for case in lines:
             peak = case.pop("peak")
