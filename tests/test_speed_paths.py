@@ -12,7 +12,9 @@ from torch.nn import functional as F
 import launch
 from gpt2lab import attention, runtime
 from gpt2lab.bench import token_stream
+from gpt2lab.config import ModelConfig
 from gpt2lab.loss import GradientInForward, cross_entropy_sum, head_cross_entropy_sum
+from gpt2lab.model import build_model
 
 
 def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -94,21 +96,25 @@ def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is not compiled gives the bits of the plain form; and a score that is not finite is seen in the loss."""
-    hidden, weight = torch.randn(1, 4, 8), torch.randn(10, 8)
-    targets = torch.tensor([[1, -1, 3, 9]])
-    expected = cross_entropy_sum(F.linear(hidden, weight), targets)
+    model = build_model(
+        ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=10),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    ids, targets = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, -1, 3, 9]])
+    expected = cross_entropy_sum(model.logits(ids), targets)
     taken: list[bool] = []
     real = GradientInForward.apply
     monkeypatch.setattr(
         GradientInForward, "apply", lambda *given: taken.append(True) or real(*given)
     )
-    assert torch.equal(head_cross_entropy_sum(hidden, weight, targets), expected)
+    assert torch.equal(model(ids, targets), expected)
     assert not taken
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    torch.testing.assert_close(head_cross_entropy_sum(hidden, weight, targets), expected)
+    torch.testing.assert_close(model(ids, targets), expected)
     assert taken
-    hidden[0, 2, 0] = float("nan")
-    assert head_cross_entropy_sum(hidden, weight, targets).isnan()
+    model.ln_f.bias.data[0] = float("nan")
+    assert model(ids, targets).isnan()
 
 
 def test_fast_fp32_products_are_fp32() -> None:

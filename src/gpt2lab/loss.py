@@ -22,18 +22,18 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     )
 
 
+def has_compiled_form(device: torch.device) -> bool:
+    """Say whether the call at work is compiled for a device whose loss `head_cross_entropy_sum` shall compute."""
+    return torch.compiler.is_compiling() and device.type == "cpu"
+
+
 def head_cross_entropy_sum(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the summed negative log-likelihood of `targets` (B, T) in nats, a float32 scalar.
-
-    `hidden` (B, T, C) times the head's `weight` (V, C) are the logits. Both ways give the same up to rounding.
-    """
-    if torch.compiler.is_compiling() and hidden.device.type == "cpu":
-        rows, flat = hidden.flatten(0, 1), targets.flatten()
-        total: torch.Tensor = GradientInForward.apply(rows, weight, flat)  # type: ignore[no-untyped-call]
-        return total
-    return cross_entropy_sum(F.linear(hidden, weight), targets)
+    """Return `cross_entropy_sum` of `hidden` (B, T, C) times the head's `weight` (V, C), the same up to rounding."""
+    rows, flat = hidden.flatten(0, 1), targets.flatten()
+    total: torch.Tensor = GradientInForward.apply(rows, weight, flat)  # type: ignore[no-untyped-call]
+    return total
 
 
 class GradientInForward(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from gpt2lab.attention import attend
 from gpt2lab.config import ModelConfig
 from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.loss import head_cross_entropy_sum
+from gpt2lab.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
 
 
 class Cache:
@@ -213,7 +213,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets."""
-        return head_cross_entropy_sum(self.hidden(tokens), self.wte.weight, targets)
+        if has_compiled_form(tokens.device):
+            return head_cross_entropy_sum(self.hidden(tokens), self.wte.weight, targets)
+        return cross_entropy_sum(self.logits(tokens), targets)
 
 
 def empty_model(config: ModelConfig) -> GPT:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpt2lab.data.tokenizer import END_OF_TEXT
-from gpt2lab.loss import head_cross_entropy_sum
+from gpt2lab.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
 from gpt2lab.model import GPT
 
 
@@ -42,5 +42,7 @@ class PackedGPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of ids (B, T) against `targets` (B, T; -1 = not counted), in nats summed over the targets."""
-        hidden = hidden_of_rows(self.model, tokens)
-        return head_cross_entropy_sum(hidden, self.model.wte.weight, targets)
+        if has_compiled_form(tokens.device):
+            hidden = hidden_of_rows(self.model, tokens)
+            return head_cross_entropy_sum(hidden, self.model.wte.weight, targets)
+        return cross_entropy_sum(self.model.head(hidden_of_rows(self.model, tokens)), targets)
