@@ -138,14 +138,14 @@ class Strategy:
         self.clear_gradients(model)
 
     def grad_sync(self, model: nn.Module, *, enabled: bool) -> AbstractContextManager[None]:
-        """Hold gradients back until the last micro-batch; under fsdp, never (sharding/fsdp.py says why).
+        """Hold gradients back until the last micro-batch; under fsdp those of the blocks never (sharding/fsdp.py).
 
         The context must cover the forward too: DDP decides there whether the coming backward will all-reduce.
         """
         if self._exact is not None:
             return self._exact.micro_batch(model, is_last=enabled)
         if self._parallel == "fsdp":
-            fsdp.keep_gathered(model, after_backward=not enabled)
+            fsdp.keep_whole(model, after_backward=not enabled)
         if enabled or not isinstance(model, DistributedDataParallel):
             return contextlib.nullcontext()
         return model.no_sync()

@@ -52,9 +52,12 @@ def step_bytes(
     gradients = 4 * count_parameters(model)
     blocks = 4 * model.n_layer * count_block_parameters(model)
     if parallel == "fsdp":
-        # Of every micro-batch a block's weights for its forward and again for its backward; the others once.
-        gathered = gradients - blocks + accumulation * 2 * blocks
-        return {"all_gather": gathered, "reduce_scatter": accumulation * gradients}
+        # Of every micro-batch a block's weights for its forward and again for its backward, and its gradients.
+        around = gradients - blocks
+        return {
+            "all_gather": around + accumulation * 2 * blocks,
+            "reduce_scatter": around + accumulation * blocks,
+        }
     if parallel == "zero1":
         return {"all_reduce": gradients, "all_gather": gradients}
     return {"all_reduce": gradients}
@@ -106,14 +109,13 @@ def _exposed_of_fsdp(
         return collective_seconds(kind, num_bytes, world=world, link=link, message=num_bytes)
 
     gather, scatter = seconds("all_gather", block), seconds("reduce_scatter", block)
-    outside = seconds("reduce_scatter", around)
     window = OVERLAP * micro_batch_seconds
     forward = gather + _visible((L - 1) * gather, (1 - BACKWARD_SHARE) * window)
-    backward = _visible(L * (gather + scatter), BACKWARD_SHARE * window) + outside
-    once = seconds("all_gather", around)
+    backward = _visible(L * (gather + scatter), BACKWARD_SHARE * window)
+    once = seconds("all_gather", around) + seconds("reduce_scatter", around)
     return Exposed(
         seconds=once + accumulation * (forward + backward),
-        in_all=once + accumulation * (L * (2 * gather + scatter) + outside),
+        in_all=once + accumulation * L * (2 * gather + scatter),
     )
 
 

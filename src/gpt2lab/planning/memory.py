@@ -114,6 +114,12 @@ def predict(
     trained, share = adapters or N, W if parallel == "fsdp" else 1
     shard = 4 * trained // share
     embedding = 0 if adapters else 4 * model.vocab_size * C
+    around = 4 * (N - model.n_layer * in_block)
+    kept = shard if accumulation > 1 or (W > 1 and parallel != "fsdp") else 0
+    if parallel == "fsdp" and accumulation > 1 and not adapters:
+        kept += (
+            around - around // W
+        )  # those outside the blocks stay whole until the last micro-batch
     sizes = _Sizes(
         N=N,
         L=model.n_layer,
@@ -122,7 +128,7 @@ def predict(
         optimizer=(8 * trained - 4 * muon) // (1 if parallel == "ddp" else W),
         rounds=4 * 4 * muon // 3,  # four times the matrices of one shape, a third of all
         shard=shard,
-        around=4 * (N - model.n_layer * in_block),
+        around=around,
         gathers=parallel == "fsdp",
         recomputes=sharing.recompute != "none",
         kept_block=kept_block[sharing.recompute],
@@ -135,7 +141,7 @@ def predict(
         vocab=model.vocab_size * C,
         in_block=in_block,
         inputs=8 * tokens * accumulation + rotation,
-        kept=shard if accumulation > 1 or (W > 1 and parallel != "fsdp") else 0,
+        kept=kept,
         sent=min(4 * trained, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0,
         world=W,
         stale=4 * in_block if accumulation > 1 else 0,

@@ -3,8 +3,8 @@
 PyTorch's `fully_shard` (FSDP2), in the manner of ZeRO stage 3, Rajbhandari et al. 2020, arXiv:1910.02054. A block's
 weights are gathered for its forward pass, dropped, and gathered again for its backward pass, whose gradients are summed
 and split at once. That happens for every micro-batch: held back to the last one, as in the other modes, gradients would
-fill the memory that this mode is for. Embeddings and last norm are needed from a pass's beginning to its end; they stay
-whole until a step's last pass has ended.
+fill the memory that this mode is for. Embeddings and last norm are needed from a pass's beginning to its end; they and
+their gradients stay whole until a step's last pass has ended.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) ->
     fully_shard(trained, mesh=mesh, offload_policy=policy)
 
 
-def keep_gathered(model: nn.Module, *, after_backward: bool) -> None:
-    """Say whether the weights outside the blocks shall stay whole after the coming backward pass, for the next one."""
+def keep_whole(model: nn.Module, *, after_backward: bool) -> None:
+    """Say whether what is outside the blocks shall stay whole after the coming backward pass, for the next one.
+
+    Of both weights and gradients, which are then summed over the processes in the last pass alone.
+    """
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(not after_backward, recurse=False)
+    model.set_requires_gradient_sync(not after_backward, recurse=False)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
