@@ -303,6 +303,7 @@ def test_the_table_holds_the_medians_of_the_timed_steps() -> None:
         ("graph_0_cpp_fused__softmax_clone_split_transpose_view_2", "attention"),
         ("graph_0_cpp_fused__log_softmax__to_copy_nll_loss_forward_5", "cross-entropy"),
         ("aten::nll_loss_backward", "cross-entropy"),
+        ("graph_0_cpp_fused__to_copy_add_amax_arange_clamp_eq_exp_gather_ge_7", "cross-entropy"),
         ("graph_0_cpp_fused__to_copy_gelu_view_3", "elementwise"),
         ("aten::native_layer_norm", "elementwise"),
         ("Optimizer.step#AdamW.step", "optimizer"),

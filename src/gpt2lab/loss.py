@@ -23,7 +23,10 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 def has_compiled_form(device: torch.device) -> bool:
-    """Say whether the call at work is compiled for a device whose loss `head_cross_entropy_sum` shall compute."""
+    """Say whether the call at work is compiled for a device whose loss `head_cross_entropy_sum` shall compute.
+
+    Asked before the hidden states are made: one function for both forms would keep them alive through the plain loss.
+    """
     return torch.compiler.is_compiling() and device.type == "cpu"
 
 

@@ -117,9 +117,8 @@ def predict(
     around = 4 * (N - model.n_layer * in_block)
     kept = shard if accumulation > 1 or (W > 1 and parallel != "fsdp") else 0
     if parallel == "fsdp" and accumulation > 1 and not adapters:
-        kept += (
-            around - around // W
-        )  # those outside the blocks stay whole until the last micro-batch
+        # Those outside the blocks stay whole until the last micro-batch.
+        kept += around - around // W
     sizes = _Sizes(
         N=N,
         L=model.n_layer,
