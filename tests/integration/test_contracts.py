@@ -1,0 +1,474 @@
+"""What people and other programs rely on, held still while the package is rearranged.
+
+Flags, JSON keys, files of a run, exit codes and losses, each compared with `tests/golden/contracts.json`. Wordings,
+times and whatever a machine adds are left out. Nothing of gpt2lab is imported: the programs are started as users
+start them, so that this file reads the same before and after every move inside the package. A change of a contract
+on purpose is recorded with
+
+    UPDATE_GOLDEN=1 pytest tests/integration/test_contracts.py
+
+and shows in the commit as a change of that file. Without transformers, export_hf.py --json is left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GOLDEN = REPOSITORY / "tests" / "golden" / "contracts.json"
+ITEMS = REPOSITORY / "tests" / "golden" / "hellaswag_items.jsonl"
+pytestmark = pytest.mark.timeout(1200)  # some 70 programs, on a machine that others may use
+UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
+RELATIVE = 1e-5  # golden losses: processors and torch versions differ in the last bits of a sum
+
+PROGRAMS = (
+    "src/train.py",
+    "src/finetune.py",
+    *sorted(
+        f"scripts/{path.name}"
+        for path in (REPOSITORY / "scripts").glob("*.py")
+        if not path.name.startswith("_")
+    ),
+)
+CPU = ["--device=cpu", "--dtype=fp32", "--compile=off", "--mini_batch_size=2", "--warmup_steps=2"]
+SMALL = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=64"]
+BASE = [
+    *(*SMALL, *CPU, "--total_batch_size=256", "--max_steps=8", "--val_tokens=1280"),
+    *("--eval_freq=4", "--sample_freq=8", "--checkpoint_freq=3", "--use_tensorboard"),
+    *("--data_dir=data", "--checkpoint_dir=runs", "--run_name=base", "--hellaswag_freq=8"),
+    *("--hellaswag_path=items.jsonl", "--hellaswag_limit=3"),
+]
+MODERN = [
+    *("--model=modern-nano", *SMALL, *CPU, "--total_batch_size=256", "--max_steps=4"),
+    *("--eval_freq=2", "--val_tokens=1280", "--sample_freq=0", "--seed=7"),
+    *("--data_dir=data", "--checkpoint_dir=runs", "--run_name=modern"),
+]
+TUNED = [
+    *("--instructions=demo", "--init_from=runs/base", "--lora_r=4", *CPU),
+    *("--total_batch_size=256", "--max_steps=4", "--eval_freq=2", "--sample_freq=0"),
+    *("--checkpoint_dir=runs", "--run_name=tuned"),
+]
+TRAIN, FINETUNE, ESTIMATE = PROGRAMS[0], PROGRAMS[1], "scripts/estimate_time.py"
+OWN = [flag for flag in BASE if "hellaswag" not in flag]
+FRESH = [flag for flag in OWN if "run_name" not in flag] + ["--run_name=new"]
+NOBODY = ["--checkpoint_dir=nowhere"]
+PLAN = [TRAIN, "--dry_run", *FRESH]  # refuses what a start refuses, and does not load torch for it
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of tiny runs, and a way to start programs in it."""
+
+    folder: Path
+
+    def start(self, program: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        own = {
+            **{"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1"},
+            **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+            **{name: str(self.folder / "xdg") for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")},
+        }
+        return subprocess.run(
+            [sys.executable, str(REPOSITORY / program), *flags],
+            cwd=self.folder,
+            env=plain | own,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    def done(self, program: str, *flags: str) -> str:
+        answer = self.start(program, *flags)
+        assert answer.returncode == 0, f"{program} {' '.join(flags)}\n{answer.stderr[-3000:]}"
+        return answer.stdout
+
+    def events(self, run: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def write_text(folder: Path) -> None:
+    """Write made-up words, the same bytes on every machine (Python's own library differs by version)."""
+    rng = np.random.RandomState(11)
+    syllables = ["ka", "lo", "mi", "ten", "sur", "vel", "dra", "po"]
+    words = ["".join(rng.choice(syllables, rng.randint(1, 4))) for _ in range(60)]
+    folder.mkdir()
+    for index in range(2):
+        documents = [" ".join(words[i] for i in rng.randint(0, 60, 40)) for _ in range(20)]
+        (folder / f"notes_{index}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in documents)
+        )
+    (folder / "book.txt").write_text(" ".join(words[i] for i in rng.randint(0, 60, 400)))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Prepare text; train one run that is stopped and resumed, a modern one, and one with LoRA; treat as read-only."""
+    place = Place(tmp_path_factory.mktemp("contracts"))
+    write_text(place.folder / "text")
+    shutil.copy(ITEMS, place.folder / "items.jsonl")  # their tokens will be kept beside them
+    flags = ["text", "--out=data", "--shard_tokens=3000", "--val_tokens=1500", "--num_workers=1"]
+    place.done("scripts/prepare_data.py", *flags)
+    # The same bytes as without resume, but also the events of a stop and of a resume.
+    place.done(TRAIN, *BASE, "--stop_after_steps=5")
+    with ThreadPoolExecutor(2) as pool:
+        modern = pool.submit(place.done, TRAIN, *MODERN)
+        place.done(TRAIN, *BASE, "--resume=latest")
+        place.done(FINETUNE, *TUNED)
+        modern.result()
+    return place
+
+
+@pytest.fixture(scope="module")
+def golden() -> Iterator[dict[str, Any]]:
+    """Return the snapshot; with UPDATE_GOLDEN=1, write what the tests put into it."""
+    found = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    yield found
+    if UPDATE:
+        GOLDEN.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def differences(expected: Any, found: Any, where: str = "") -> list[str]:
+    """Return one line for each place where two trees of dicts differ."""
+    if not (isinstance(expected, dict) and isinstance(found, dict)):
+        return [] if expected == found else [f"{where}: expected {expected!r}, found {found!r}"]
+    lines = []
+    for key in sorted({*expected, *found}):
+        if key not in found:
+            lines.append(f"{where}/{key}: gone, was {expected[key]!r}")
+        elif key not in expected:
+            lines.append(f"{where}/{key}: new, {found[key]!r}")
+        else:
+            lines += differences(expected[key], found[key], f"{where}/{key}")
+    return lines
+
+
+def compare(golden: dict[str, Any], name: str, found: Any) -> None:
+    """Compare one section with the snapshot, or put it there."""
+    if UPDATE:
+        golden[name] = found
+    assert name in golden, f"no {name} in {GOLDEN.name}; record it with UPDATE_GOLDEN=1"
+    assert not (lines := differences(golden[name], found, name)), "\n".join(lines)
+
+
+# Help
+
+
+def read_help(text: str) -> dict[str, Any]:
+    """Return flags, arguments and subcommands of tyro's help, without what it says about them."""
+    rows: list[list[str]] = []  # the box, how it is typed, what is said of it
+    title, first = "", 0
+    for line in text.splitlines():
+        if line.startswith("╭"):
+            title, first = line.strip("╭╮─ "), len(rows)
+        if not line.startswith("│ ") or not title.endswith(("options", "arguments")):
+            continue
+        cell = line.strip("│").rstrip()[1:]
+        if cell.startswith("─"):  # what stood above it describes the box
+            del rows[first:]
+            continue
+        typed, said = re.match(r"(\S*(?: \S+)*)(?: {2,}|$)(.*)", cell).groups()  # type: ignore[union-attr]
+        begins = typed.startswith("-") or title == "positional arguments"
+        if typed and (begins or len(rows) == first):
+            rows.append([title, typed, said])
+        elif typed:  # a long list of choices goes on
+            rows[-1][1] += f" {typed}"
+            rows[-1][2] += said
+        elif len(rows) > first:
+            rows[-1][2] += f" {said}"
+    flags, arguments = {}, []
+    for title, typed, said in rows:
+        typed, said = re.sub(r",\s+", ",", typed), re.sub(r"\s+", " ", said).strip()
+        ending = re.search(r"\(((?:default: (?:(?! \(default).)*)|required|repeatable)\)$", said)
+        default = ending[1] if ending else ""
+        if title == "positional arguments":
+            arguments.append(f"{typed} ({default})")
+        else:
+            names = re.match(r"(-{1,2}[\w-]+(?:,-{1,2}[\w-]+)*)\s*(.*)", typed)
+            assert names, typed
+            flags[names[1]] = [names[2], default]
+    found: dict[str, Any] = {"flags": flags, "arguments": arguments}
+    if "─ subcommands ─" in text:
+        found["subcommands"] = sorted(re.findall(r"• ([\w-]+)", text))
+    return found
+
+
+def test_the_flags_of_every_program(golden: dict[str, Any], place: Place) -> None:
+    def ask(*command: str) -> dict[str, Any]:
+        return read_help(place.done(*command, "--help"))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(PROGRAMS, pool.map(ask, PROGRAMS), strict=True))
+        verbs = [(name, verb) for name in found for verb in found[name].get("subcommands", [])]
+        inner = pool.map(lambda command: ask(*command), verbs)
+        found |= {" ".join(command): help for command, help in zip(verbs, inner, strict=True)}
+    assert sum(len(help["flags"]) for help in found.values()) > 300  # the help was really read
+    compare(golden, "help", found)
+
+
+# JSON
+
+
+def shape(value: Any) -> Any:
+    """Return the keys of a JSON value at every depth, with types instead of values."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        kinds = [shape(item) for item in value]
+        return {"[]": merge(kinds)} if kinds else {"[]": "nothing"}
+    return {bool: "bool", int: "int", float: "float", str: "str", type(None): "null"}[type(value)]
+
+
+def merge(kinds: list[Any]) -> Any:
+    """Return one shape for many: keys of all of them, types joined."""
+    if all(isinstance(kind, dict) for kind in kinds):
+        keys = dict.fromkeys(key for kind in kinds for key in kind)
+        return {key: merge([kind[key] for kind in kinds if key in kind]) for key in keys}
+    leaves = {"object" if isinstance(kind, dict) else part for kind in kinds for part in [kind]}
+    return "|".join(sorted(leaves))
+
+
+JSON_ANSWERS: dict[str, list[str]] = {
+    "list": [TRAIN, "--list_checkpoints", "--checkpoint_dir=runs"],
+    "list verified": [TRAIN, "--list_checkpoints", "--verify", "--checkpoint_dir=runs"],
+    "list of nothing": [TRAIN, "--list_checkpoints", "--checkpoint_dir=nowhere"],
+    "dry run": [TRAIN, "--dry_run", *FRESH],
+    "dry run of a resume": [TRAIN, "--dry_run", *OWN, "--resume=5"],
+    "dry run of fine-tuning": [FINETUNE, "--dry_run", *TUNED, "--run_name=new"],
+    "preflight": [TRAIN, "--preflight", *FRESH],
+    "evaluate": [
+        *("scripts/evaluate.py", "runs/base", "--device=cpu", "--val=data", "--val_tokens=640"),
+        *("--hellaswag", "--hellaswag_path=items.jsonl", "--hellaswag_limit=2"),
+    ],
+    "evaluate fine-tuned": ["scripts/evaluate.py", "runs/tuned", "--device=cpu"],
+    "compare": ["scripts/compare.py", "base", "modern", "--checkpoint_dir=runs"],
+    "status": ["scripts/status.py", "--checkpoint_dir=runs"],
+    "export": ["scripts/export_hf.py", "runs/base", "--out=exported"],
+    "gpu_info": ["scripts/gpu_info.py"],
+    "estimate of a run": [ESTIMATE, "--run_name=base", "--checkpoint_dir=runs"],
+    "estimate of tokens": [ESTIMATE, "--gpu=H100", "--gpus=8", "--tokens=1B", *NOBODY],
+    "estimate of a window": [ESTIMATE, "--gpu=H100", "--steps=100", "--deadline=12h", *NOBODY],
+    "estimate that fits no window": [
+        *(ESTIMATE, "--gpu=RTX-4090", "--tokens=100B", "--deadline=1h", *NOBODY),
+    ],
+    "estimate of models": [ESTIMATE, "--gpu=H100", "--compare=models", *NOBODY],
+    "estimate of gpus": [ESTIMATE, "--gpu=H100", "--compare=gpus", *NOBODY],
+    "estimate of profiles": [
+        *(ESTIMATE, "--gpu=H100", "--compare=profiles", "--deadline=2d", *NOBODY),
+    ],
+    "accuracy": [ESTIMATE, "--accuracy", "--checkpoint_dir=runs"],
+    "memory_check": ["scripts/memory_check.py", "--gpu=H100", "--tokens=1B", *NOBODY],
+}
+# A preflight says NO-GO (1) where memory or disk of the machine are short.
+EXITS = {"estimate that fits no window": (3,), "preflight": (0, 1)}
+# Null or not by the machine, by whether it is a clone, or by how fast it is.
+MACHINES_OWN = re.compile(
+    r"/(git|gpu|gpus|topology|mfu|driver|load_average|memory_available|warnings)(/|$)"
+)
+
+
+def without_machines_own(tree: Any, where: str = "") -> Any:
+    if MACHINES_OWN.search(where):
+        return "any"
+    if isinstance(tree, dict):
+        return {key: without_machines_own(item, f"{where}/{key}") for key, item in tree.items()}
+    return tree
+
+
+def test_the_keys_of_every_json_answer(golden: dict[str, Any], place: Place) -> None:
+    names = [
+        name
+        for name in JSON_ANSWERS
+        if name != "export" or importlib.util.find_spec("transformers") is not None
+    ]
+
+    def ask(name: str) -> Any:
+        answer = place.start(*JSON_ANSWERS[name], "--json")
+        assert answer.returncode in EXITS.get(name, (0,)), f"{name}: {answer.stderr[-2000:]}"
+        assert answer.stdout.count("\n") == 1, f"{name}: not one object on one line"
+        return without_machines_own(shape(json.loads(answer.stdout)))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(names, pool.map(ask, names), strict=True))
+    if "export" not in found:
+        found["export"] = golden["json"]["export"]
+    compare(golden, "json", found)
+
+
+# Files
+
+
+def tree(folder: Path) -> list[str]:
+    """Return every file of a run, with what differs between two runs of the same flags taken out of its name."""
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return sorted({re.sub(r"events\.out\.tfevents.*", "events.out.tfevents.*", n) for n in names})
+
+
+def test_the_files_of_a_run(golden: dict[str, Any], place: Place) -> None:
+    runs = place.folder / "runs"
+    found = {name: tree(runs / name) for name in ("base", "modern", "tuned")}
+    compare(golden, "files", found | {"data": tree(place.folder / "data")})
+
+
+def test_the_keys_of_the_files(golden: dict[str, Any], place: Place) -> None:
+    found: dict[str, Any] = {}
+    for run, step in (("base", 8), ("tuned", 4)):
+        folder = place.folder / "runs" / run
+        for name in ("run.json", "config.json", "status.json", "estimate.json"):
+            found[f"{run}/{name}"] = shape(json.loads((folder / name).read_text()))
+        for name in ("manifest.json", "state.json"):
+            saved = json.loads((folder / f"step_{step:08d}" / name).read_text())
+            found[f"{run}/step/{name}"] = shape(saved)
+    found["shards.json"] = shape(json.loads((place.folder / "data" / "shards.json").read_text()))
+    compare(golden, "keys", without_machines_own(found))
+
+
+def test_the_keys_of_every_event(golden: dict[str, Any], place: Place) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for run in ("base", "tuned"):
+        for event in place.events(run):
+            if (
+                event["event"] != "warning"
+            ):  # whether there is something to warn of depends on the machine
+                found.setdefault(f"{run} {event['event']}", []).append(shape(event))
+    merged = {name: merge(kinds) for name, kinds in found.items()}
+    compare(golden, "events", without_machines_own(merged))
+
+
+# Refusals
+
+REFUSALS: dict[str, list[str]] = {
+    "unknown flag": [TRAIN, "--n_layr=3"],
+    "unknown flag of a script": ["scripts/status.py", "--wach=3"],
+    "renamed num_layers": [TRAIN, "--num_layers=3"],
+    "renamed embd_size": [TRAIN, "--embd_size=3"],
+    "renamed num_heads": [TRAIN, "--num_heads=3"],
+    "renamed logdir": [TRAIN, "--logdir=x"],
+    "renamed tensorboard_dir": [TRAIN, "--tensorboard_dir=x"],
+    "renamed steps_per_epoch": [TRAIN, "--steps_per_epoch=3"],
+    "stray word": [TRAIN, "train"],
+    "value missing": [TRAIN, "--seed"],
+    "value not a number": [TRAIN, "--n_layer=many"],
+    "unknown preset": [TRAIN, "--model=gpt5"],
+    "fp16": [*PLAN, "--dtype=fp16"],
+    "two lengths": [*PLAN, "--num_epochs=1"],
+    "several settings": [*PLAN, "--n_head=3", "--seed=-1"],
+    "batch does not divide": [*PLAN, "--total_batch_size=130"],
+    "json alone": [TRAIN, *FRESH, "--json"],
+    "data folder missing": [TRAIN, *FRESH, "--data_dir=nowhere"],
+    "vocabulary too small": [*PLAN, "--vocab_size=100"],
+    "bad run name": [*PLAN, "--run_name=a/b"],
+    "hidden run name": [*PLAN, "--run_name=.r"],
+    "sharded for one process": [*PLAN, "--parallel=fsdp"],
+    "run exists": [*PLAN, *OWN],
+    "resume of nothing": [*PLAN, "--resume=latest"],
+    "resume of a missing step": [*PLAN, *OWN, "--resume=777"],
+    "auto without a name": [
+        TRAIN,
+        "--dry_run",
+        "--data_dir=data",
+        "--checkpoint_dir=runs",
+        "--resume=auto",
+    ],
+    "another rate": [*PLAN, *OWN, "--resume=5", "--max_lr=0.5"],
+    "another architecture": [*PLAN, *OWN, "--resume=5", "--n_layer=3"],
+    "unknown change": [*PLAN, *OWN, "--resume=5", "--allow_change=bogus"],
+    "lock held": [TRAIN, *OWN, "--resume=5"],
+    "fine-tuning from nothing": [
+        FINETUNE,
+        "--dry_run",
+        *TUNED,
+        "--run_name=new",
+        "--init_from=nobody",
+    ],
+    "fine-tuning without pairs": [
+        FINETUNE,
+        "--dry_run",
+        *TUNED,
+        "--run_name=new",
+        "--instructions=no.jsonl",
+    ],
+    "text missing": ["scripts/prepare_data.py", "nothing.txt", "--out=made"],
+    "prepared otherwise": ["scripts/prepare_data.py", "text", "--out=data", "--max_tokens=900"],
+    "verify of nothing": ["scripts/data.py", "verify", "nowhere"],
+    "unknown subcommand": ["scripts/data.py", "repair", "data"],
+    "evaluate nothing": ["scripts/evaluate.py", "nobody", "--checkpoint_dir=runs"],
+    "unknown gpu": [ESTIMATE, "--gpu=H1000", *NOBODY],
+    "lengths of a plan": [ESTIMATE, "--gpu=H100", "--tokens=1B", "--steps=5", *NOBODY],
+    "run of another name": [ESTIMATE, "--run_name=nobody", "--checkpoint_dir=runs"],
+    "fits no window": [ESTIMATE, "--gpu=RTX-4090", "--tokens=100B", "--deadline=1h", *NOBODY],
+    "fits no memory": [ESTIMATE, "--gpu=RTX-4090", "--model=gpt2-xl", *NOBODY],
+    "complete already": [TRAIN, *OWN, "--resume=latest"],
+}
+
+
+def refusal(answer: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return what a program's caller can act on: the exit code, one line on stderr, the flags it names."""
+    return {
+        "exit code": answer.returncode,
+        "one line on stderr": answer.stderr.count("\n") == 1
+        and answer.stderr.startswith("error: "),
+        "stdout": bool(answer.stdout),
+        "flags named": sorted(set(re.findall(r"--[a-z_]+", answer.stderr))),
+    }
+
+
+def test_what_is_refused_with_which_exit_code(golden: dict[str, Any], place: Place) -> None:
+    before = tree(place.folder)
+    names = [name for name in REFUSALS if name != "lock held"]
+    with ThreadPoolExecutor(2) as pool:
+        answers = pool.map(lambda name: place.start(*REFUSALS[name]), names)
+        found = {name: refusal(answer) for name, answer in zip(names, answers, strict=True)}
+    with (place.folder / "runs" / "base" / "run.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found["lock held"] = refusal(place.start(*REFUSALS["lock held"]))
+    assert tree(place.folder) == before
+    compare(golden, "refusals", found)
+
+
+# Losses
+
+
+def numbers(place: Place, run: str) -> dict[str, float]:
+    """Return {what and at which step: its number}, the highest attempt of each step."""
+    found = {}
+    for event in place.events(run):
+        for key in ("loss", "grad_norm", "lr", "val_loss", "val_loss_se"):
+            if key in event and event["event"] in ("step", "eval"):
+                found[f"{event['event']} {event['step']} {key}"] = event[key]
+    return found
+
+
+@pytest.mark.parametrize("run", ["base", "modern", "tuned"])
+def test_losses_are_those_of_before(golden: dict[str, Any], place: Place, run: str) -> None:
+    found = numbers(place, run)
+    assert found
+    if UPDATE:
+        golden.setdefault("losses", {})[run] = found
+    expected = golden["losses"][run]
+    assert set(found) == set(expected)
+    assert found == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_what_steps_trained_on_is_that_of_before(golden: dict[str, Any], place: Place) -> None:
+    shards = json.loads((place.folder / "data" / "shards.json").read_text())
+    found: dict[str, Any] = {f"{file['name']}": file["sha256"] for file in shards["files"]}
+    for run in ("base", "modern", "tuned"):
+        steps = [event for event in place.events(run) if event["event"] == "step"]
+        found[run] = {str(event["step"]): event["batch_hash"] for event in steps}
+    compare(golden, "batches", found)
