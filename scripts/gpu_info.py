@@ -1,30 +1,10 @@
-"""Show the devices of this machine: GPUs, driver, capability, bf16, free memory, topology; the processor.
-
-python scripts/gpu_info.py
-"""
+"""Show the devices of this machine: GPUs, driver, capability, bf16, free memory, topology; the processor."""
 
 import sys
-from dataclasses import dataclass
 
 import _bootstrap  # noqa: F401
-from gpt2lab.door import run
-from gpt2lab.flags import option, run_tyro
-
-
-@dataclass(frozen=True)
-class GpuInfo:
-    """Show the devices of this machine; says so where there is no GPU."""
-
-    json: bool = option(False, "print one JSON object")
-
-
-def main(argv: list[str]) -> int:
-    """Print the devices."""
-    flags = run_tyro(GpuInfo, argv)
-    from gpt2lab.planning.gpu_report import print_devices
-
-    return print_devices(as_json=flags.json)
-
+from gpt2lab.commands.entry import run
+from gpt2lab.commands.gpu_info import main
 
 if __name__ == "__main__":
     sys.exit(run(main))

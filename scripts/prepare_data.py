@@ -1,83 +1,10 @@
-"""Tokenise text into the shards that the trainer reads.
+"""Tokenise text into the shards that the trainer reads."""
 
-python scripts/prepare_data.py python-stdlib
-python scripts/prepare_data.py fineweb-edu
-python scripts/prepare_data.py my_texts/ --out data/my_texts
-"""
-
-import re
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from tyro.conf import Positional
 
 import _bootstrap  # noqa: F401
-from gpt2lab.door import run
-from gpt2lab.errors import ConfigError
-from gpt2lab.flags import option, run_tyro
-
-
-@dataclass(frozen=True)
-class PrepareData:
-    """Tokenise text into the shards that the trainer reads.
-
-    Interrupt it as you like: the same command line goes on where it stopped.
-    """
-
-    source: Positional[str] = field(
-        metadata={"help": "python-stdlib | fineweb-edu | hf:NAME | a file or folder"}
-    )
-    out: Path | None = option(None, "folder to create; default data/NAME in the repository")
-    shard_tokens: int = option(100_000_000, "tokens per shard file")
-    val_tokens: int | None = option(
-        None, "tokens of the validation split; default 5 % of the text, at most 100M"
-    )
-    max_tokens: int | None = option(None, "stop after this many tokens")
-    text_column: str = option("text", "column of .jsonl, .parquet and Hugging Face data")
-    subset: str | None = option(
-        None, "of a Hugging Face dataset; fineweb-edu: sample-10BT (default), sample-100BT ... full"
-    )
-    num_workers: int | None = option(None, "tokenising processes; default one per core")
-    part: str = option("1/1", "i/n: the i-th of n parts; join them with scripts/data.py merge")
-    skip_bad: bool = option(False, "leave out and count records that cannot be read")
-
-
-def main(argv: list[str]) -> int:
-    """Prepare one source and print what was written."""
-    flags = run_tyro(PrepareData, argv)
-    if flags.num_workers is not None and flags.num_workers < 1:
-        raise ConfigError(f"num_workers {flags.num_workers} must be at least 1")
-    from gpt2lab import paths
-    from gpt2lab.data.prepare import Sizes, describe, prepare
-    from gpt2lab.data.sources import open_source
-
-    part = _parse_part(flags.part)
-    source = open_source(
-        flags.source, text_column=flags.text_column, subset=flags.subset, part=part
-    )
-    suffix = f"_part{part[0]}of{part[1]}" if part[1] > 1 else ""
-    default = paths.from_repository(Path("data") / f"{source.name}{suffix}")
-    folder = paths.from_working_directory(flags.out) if flags.out else default
-    result = prepare(
-        source,
-        folder,
-        Sizes(flags.shard_tokens, flags.val_tokens, flags.max_tokens),
-        num_workers=flags.num_workers,
-        part=part,
-        skip_bad=flags.skip_bad,
-    )
-    print(describe(result) if result else f"{paths.for_people(folder)}: already prepared")
-    return 0
-
-
-def _parse_part(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    part = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= part[0] <= part[1]:
-        raise ConfigError(f"part {text!r} must be i/n with i from 1 to n, such as 2/4")
-    return part
-
+from gpt2lab.commands.entry import run
+from gpt2lab.commands.prepare_data import main
 
 if __name__ == "__main__":
     sys.exit(run(main))

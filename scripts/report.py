@@ -1,47 +1,10 @@
-"""Write a run's report: one HTML page with everything about it, for any browser, without a network.
-
-python scripts/report.py gpt2-124m
-python scripts/report.py gpt2-124m --out report.html
-"""
+"""Write a run's report: one HTML page with everything about it, for any browser, without a network."""
 
 import sys
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from tyro.conf import Positional
 
 import _bootstrap  # noqa: F401
-from gpt2lab.door import run
-from gpt2lab.errors import ConfigError
-from gpt2lab.flags import option, run_tyro
-
-
-@dataclass(frozen=True)
-class Report:
-    """Write a run's report: one HTML page with everything about it."""
-
-    run: Positional[str] = field(metadata={"help": "name in checkpoints/, or folder"})
-    out: Path | None = option(None, "page to write; default report.html in the run's folder")
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-
-
-def main(argv: list[str]) -> int:
-    """Write the page and say where."""
-    flags = run_tyro(Report, argv)
-    from gpt2lab import paths
-    from gpt2lab.runs import history, report
-
-    runs = flags.checkpoint_dir
-    run_dir = history.find_run(
-        flags.run, checkpoint_dir=paths.from_working_directory(runs) if runs else None
-    )
-    out = paths.from_working_directory(flags.out) if flags.out else run_dir / "report.html"
-    if out.suffix != ".html":
-        raise ConfigError(f"--out {out}: a page is written; let the name end in .html")
-    report.write_report(run_dir, out)
-    print(paths.for_people(out))
-    return 0
-
+from gpt2lab.commands.entry import run
+from gpt2lab.commands.report import main
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -1,63 +1,10 @@
-"""Show all runs: state, step, loss, speed, time left, last checkpoint.
+"""Show all runs: state, step, loss, speed, time left, last checkpoint."""
 
-python scripts/status.py
-python scripts/status.py --watch 5
-"""
-
-import contextlib
-import json
 import sys
-import time
-from dataclasses import dataclass
-from pathlib import Path
 
 import _bootstrap  # noqa: F401
-from gpt2lab.door import run
-from gpt2lab.errors import ConfigError
-from gpt2lab.flags import option, run_tyro
-
-
-@dataclass(frozen=True)
-class Status:
-    """Show all runs: state, step, loss, speed, time left, last checkpoint."""
-
-    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
-    watch: float | None = option(None, "show again every so many seconds, until Ctrl+C")
-    json: bool = option(False, "print one JSON object")
-
-
-def main(argv: list[str]) -> int:
-    """Print the table once, or again and again."""
-    flags = run_tyro(Status, argv)
-    from gpt2lab import paths
-    from gpt2lab.runs import overview
-
-    if flags.watch is not None and (flags.json or not flags.watch > 0):
-        raise ConfigError(
-            f"--watch {flags.watch} takes seconds above 0, and does not go with --json"
-        )
-    folder = paths.from_repository(Path("checkpoints"))
-    if flags.checkpoint_dir:
-        folder = paths.from_working_directory(flags.checkpoint_dir)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder")
-
-    def table() -> str:
-        runs = overview.read_runs(folder)
-        return overview.describe(runs) if runs else f"no runs in {paths.for_people(folder)}"
-
-    if flags.json:
-        print(json.dumps(overview.as_json(overview.read_runs(folder))))
-        return 0
-    if flags.watch is None:
-        print(table())
-        return 0
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end it, whatever it is doing
-        while True:
-            print(f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}\n{table()}", flush=True)
-            time.sleep(flags.watch)
-    return 0
-
+from gpt2lab.commands.entry import run
+from gpt2lab.commands.status import main
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab import hardware
+from gpt2lab.planner import hardware
 from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
 from whole_run import LAST, Run
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt2lab.config.command_line import parse
 from gpt2lab.finetuning.recipe import FINETUNING
-from gpt2lab.flags import parse
-from gpt2lab.pretrain import pretrain
+from gpt2lab.training.pretrain import pretrain
 
 CONTEXT = 64
 

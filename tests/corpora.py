@@ -9,7 +9,7 @@ import numpy as np
 
 from gpt2lab.data.prepare import Result, Sizes, prepare
 from gpt2lab.data.sources import open_source
-from gpt2lab.data.tokenizer import gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 
 TEXTS = [f"Document {i}: the {'quick ' * (i % 7)}fox jumps over {i * i} dogs.\n" for i in range(60)]
 

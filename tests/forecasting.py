@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpt2lab import hardware
-from gpt2lab.planning import (
-    profiles,
-    timing,
-)
-from gpt2lab.planning.ask import Ask, job_of
-from gpt2lab.planning.estimate import Estimate, estimate
-from gpt2lab.planning.job import Job
-from gpt2lab.planning.machine import Machine, named
-from gpt2lab.presets import preset
+from gpt2lab.config.presets import preset
+from gpt2lab.planner import hardware, profiles, timing
+from gpt2lab.planner.ask import Ask, job_of
+from gpt2lab.planner.estimate import Estimate, estimate
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import Machine, named
 
 KNOWN = hardware.load(Path("/nonexistent"))
 

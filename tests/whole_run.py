@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpt2lab import flags
-from gpt2lab.checkpoints import catalog, manifest
+from gpt2lab.checkpoint import catalog, manifest
+from gpt2lab.config import command_line
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.pretrain import pretrain
 from gpt2lab.runs import history
+from gpt2lab.training.pretrain import pretrain
 from tiny import TRAIN_SHARDS
 
 T, S, STEP_TOKENS = 16, 8, 128
@@ -33,7 +33,7 @@ class Run:
         ]
 
     def train(self, *more: str) -> None:
-        pretrain(flags.parse([*self.flags, *more]))
+        pretrain(command_line.parse([*self.flags, *more]))
 
     def refused(self, *more: str) -> GPT2LabError:
         """Return the refusal, without its traceback: the frames in it would keep the run locked."""

@@ -174,7 +174,7 @@ def python_program(folder: Path, patch: str) -> Path:
 import sys
 sys.path.insert(0, {str(launch.REPOSITORY / "src")!r})
 {patch}
-from gpt2lab.door import run
+from gpt2lab.commands.entry import run
 import train
 sys.exit(run(train.main))
 """

@@ -21,9 +21,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src"), str(Path(__fil
 import torch  # noqa: E402
 
 import launch  # noqa: E402
-from gpt2lab.checkpoints import catalog  # noqa: E402
-from gpt2lab.flags import parse  # noqa: E402
-from gpt2lab.pretrain import pretrain  # noqa: E402
+from gpt2lab.checkpoint import catalog  # noqa: E402
+from gpt2lab.config.command_line import parse  # noqa: E402
+from gpt2lab.training.pretrain import pretrain  # noqa: E402
 
 FLAGS = (
     *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16", "--vocab_size=256"),

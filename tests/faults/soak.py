@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src"), str(Path(__fil
 from harness import FaultRun  # noqa: E402
 
 from gpt2lab import fmt  # noqa: E402
-from gpt2lab.checkpoints import catalog  # noqa: E402
+from gpt2lab.checkpoint import catalog  # noqa: E402
 
 FLAGS = (
     *("--checkpoint_freq=5", "--keep_checkpoints=4", "--eval_freq=30", "--max_steps=100000"),

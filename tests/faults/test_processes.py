@@ -92,7 +92,7 @@ def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path
     """All skip the same update, once; four in a row end the run and leave finite weights."""
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.trainer as t\nfrom gpt2lab.model import GPT\n"
+        "import os\nimport gpt2lab.training.trainer as t\nfrom gpt2lab.model.gpt import GPT\n"
         "plain, step, now = GPT.forward, t.train_step, [1.0]\n"
         "bad = {int(n) for n in os.environ['BAD'].split(',')}\n"
         "def train_step(m, o, batch, *a, **k):\n"
@@ -156,7 +156,7 @@ def test_row_32_replicas_that_differ_stop_the_run(
 ) -> None:
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.trainer as t\nplain = t.train_step\n"
+        "import os\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
         "def step(model, o, batch, *a, **k):\n"
         "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 11:\n"
         "        model.module.ln_f.bias.data[3] += 1e-6\n"
@@ -178,7 +178,7 @@ def test_row_32_replicas_that_differ_stop_the_run(
 )
 def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> None:
     target = {
-        "forward": "from gpt2lab.model import GPT as C\nname = 'forward'",
+        "forward": "from gpt2lab.model.gpt import GPT as C\nname = 'forward'",
         "data": "from gpt2lab.data.loader import Loader as C\nname = 'fetch'",
     }[where]
     program = python_program(

@@ -207,7 +207,7 @@ def test_row_28_a_clock_that_jumps_changes_nothing(
     run.flags = (*FOREVER, "--checkpoint_minutes=0.02", "--keep_checkpoints=100")
     jumping = python_program(
         tmp_path,
-        "import time\nimport gpt2lab.trainer as t\nplain, wall = t.train_step, time.time\nsteps = 0\n"
+        "import time\nimport gpt2lab.training.trainer as t\nplain, wall = t.train_step, time.time\nsteps = 0\n"
         "def step(*a, **k):\n    global steps\n    steps += 1\n"
         f"    if steps == 20:\n        time.time = lambda: wall() + {3600 * hours}\n"
         "    return plain(*a, **k)\nt.train_step = step",

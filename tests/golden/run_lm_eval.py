@@ -21,9 +21,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.hellaswag.utils import process_docs
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
-from gpt2lab.config import ModelConfig
-from gpt2lab.data.tokenizer import _vocabulary_folder
-from gpt2lab.model import build_model
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.model.gpt import build_model
+from gpt2lab.tokenizers.gpt2 import _vocabulary_folder
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 SEED, GAIN = 3, 20.0  # the gain spreads the scores, so that a wrong one would show

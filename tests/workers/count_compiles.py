@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from torch import nn
 from torch._dynamo.utils import counters
 
-import gpt2lab.trainer
-from gpt2lab.flags import parse
-from gpt2lab.pretrain import pretrain
-from gpt2lab.train_step import StepStats, train_step
+import gpt2lab.training.trainer
+from gpt2lab.config.command_line import parse
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.train_step import StepStats, train_step
 
 after_first: int | None = None
 
@@ -33,7 +33,7 @@ def counted_step(*args: Any, **kwargs: Any) -> StepStats:
 nn.Module.compile = functools.partialmethod(  # type: ignore[method-assign,assignment]
     nn.Module.compile, backend=os.environ["COMPILE_BACKEND"]
 )
-gpt2lab.trainer.train_step = counted_step
+gpt2lab.training.trainer.train_step = counted_step
 pretrain(parse(sys.argv[1:]))
 graphs = counters["stats"]["unique_graphs"]
 # In one write, the line's end with it: several processes have one output.

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-import gpt2lab.trainer
-from gpt2lab.bench.traffic import Traffic
-from gpt2lab.flags import parse
-from gpt2lab.parallel import Strategy
-from gpt2lab.pretrain import pretrain
-from gpt2lab.train_step import StepStats, train_step
+import gpt2lab.training.trainer
+from benchmarks.traffic import Traffic
+from gpt2lab.config.command_line import parse
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.train_step import StepStats, train_step
 
 traffic = Traffic()
 begun: list[dict[str, int]] = []  # calls so far, as each micro-batch begins
@@ -38,7 +39,7 @@ def counted_step(*args: Any, **kwargs: Any) -> StepStats:
 
 
 Strategy.grad_sync = noted_grad_sync  # type: ignore[method-assign]
-gpt2lab.trainer.train_step = counted_step
+gpt2lab.training.trainer.train_step = counted_step
 pretrain(parse(sys.argv[1:]))
 sys.stdout.write(
     "counted " + json.dumps(counted[-1]) + "\n"

@@ -8,17 +8,18 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 
-from gpt2lab.bench.live_bytes import peak_of_step
-from gpt2lab.config import ModelConfig, OptimConfig, Parallel, Recompute, SystemConfig
+from benchmarks.live_bytes import peak_of_step
+from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, Recompute, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.model import build_model
-from gpt2lab.optim import build_optimizers
-from gpt2lab.parallel import Strategy
-from gpt2lab.runtime import Runtime
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.model.gpt import build_model
+from gpt2lab.optim.optimizers import build_optimizers
 
 
 def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:

@@ -16,16 +16,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import safetensors.torch
 import torch
 
-from gpt2lab.checkpoints import checkpoint
-from gpt2lab.config import ModelConfig, OptimConfig, Parallel, SystemConfig
+from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.model import GPT, build_model
-from gpt2lab.optim import build_optimizers
-from gpt2lab.parallel import Strategy
-from gpt2lab.reliability.drift import check_drift
-from gpt2lab.runtime import Runtime
-from gpt2lab.state import TrainState
-from gpt2lab.train_step import StepStats, train_step
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.training.drift import check_drift
+from gpt2lab.training.train_step import StepStats, train_step
 
 # Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.
 CONFIG = ModelConfig(n_layer=2, n_head=1, n_embd=7, context_length=2, vocab_size=11)
@@ -66,7 +66,7 @@ class Trained:
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        content = checkpoint.collect(self.model, self.optimizers, keep=True)
+        content = store.collect(self.model, self.optimizers, keep=True)
         return {**content.model, **content.optimizer}
 
 
@@ -92,9 +92,9 @@ def main(folder: Path, device: str = "cpu") -> None:
     stats = [plain.step(number) for number in (1, 2, 3)]
     assert stats[0].grad_norm > 0.1, "the clip must bite"
     expected = plain.weights()
-    content = checkpoint.collect(plain.model, plain.optimizers, keep=runtime.rank == 0)
+    content = store.collect(plain.model, plain.optimizers, keep=runtime.rank == 0)
     if runtime.rank == 0:
-        checkpoint.save(
+        store.save(
             folder, kind="rolling", content=content, state=TrainState(3), rng_states=[], facts={}
         )
     else:
@@ -117,7 +117,7 @@ def main(folder: Path, device: str = "cpu") -> None:
         with here.strategy.whole(here.model) as model:
             assert type(model) is GPT
             compare({name: p.cpu() for name, p in model.named_parameters()}, content_of(here))
-        assert checkpoint.is_spread_out(here.model, here.optimizers)
+        assert store.is_spread_out(here.model, here.optimizers)
         held = sum(
             (value.to_local() if hasattr(value, "to_local") else value).numel()
             for optimizer in here.optimizers
@@ -132,8 +132,8 @@ def main(folder: Path, device: str = "cpu") -> None:
         # In and out again: the same files, byte for byte, from weights that began elsewhere.
         again = Trained(runtime, mode, seed=1)
         again.step(1)
-        checkpoint.load(saved, model=again.model, optimizers=again.optimizers)
-        out = checkpoint.collect(again.model, again.optimizers, keep=True)
+        store.load(saved, model=again.model, optimizers=again.optimizers)
+        out = store.collect(again.model, again.optimizers, keep=True)
         assert safetensors.torch.save(out.model) == (saved / "model.safetensors").read_bytes()
         assert safetensors.torch.save(out.optimizer) == (saved / "optim.safetensors").read_bytes()
         sys.stdout.write(f"{mode} agrees\n")  # one write, where print makes two

@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch.distributed as dist
 
-import gpt2lab.trainer
-from gpt2lab.flags import parse
-from gpt2lab.pretrain import pretrain
-from gpt2lab.train_step import StepStats, train_step
+import gpt2lab.training.trainer
+from gpt2lab.config.command_line import parse
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.train_step import StepStats, train_step
 
 compared = 0
 
@@ -33,6 +33,6 @@ def checked_step(model: Any, *args: Any, **kwargs: Any) -> StepStats:
     return stats
 
 
-gpt2lab.trainer.train_step = checked_step
+gpt2lab.training.trainer.train_step = checked_step
 pretrain(parse(sys.argv[1:]))
 sys.stdout.write(f"compared {compared} steps\n")  # one write, where print makes two

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.checkpoints.manifest import sync_folder, write_durably
-from gpt2lab.data import tokenizer
+from gpt2lab.checkpoint.manifest import sync_folder, write_durably
 from gpt2lab.data.shard_writer import measure_shard
 from gpt2lab.data.shards import (
     FORMAT,
@@ -18,8 +17,9 @@ from gpt2lab.data.shards import (
     names_on_disk,
     open_shard,
 )
-from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers import gpt2
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 
 def adopt(folder: Path) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def adopt(folder: Path) -> dict[str, Any]:
         "dataset": folder.resolve().name,
         "origin": "shards written by another program",
         "tokenizer": {
-            "name": tokenizer.NAME if is_gpt2 else tokenizer.UNKNOWN,
-            "sha256": tokenizer.VOCABULARY_HASH if is_gpt2 else None,
+            "name": gpt2.NAME if is_gpt2 else gpt2.UNKNOWN,
+            "sha256": gpt2.VOCABULARY_HASH if is_gpt2 else None,
         },
         "documents": sum(file["documents"] for file in files),
         "files": files,

@@ -23,8 +23,8 @@ from gpt2lab.data.shards import (
     open_shard,
     read_manifest,
 )
-from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
 
 
 def verify(folder: Path) -> list[str]:

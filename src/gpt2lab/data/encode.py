@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab.data.pieces import Piece, cut
+from gpt2lab.data.chunks import Piece, cut
 from gpt2lab.data.sources import Source
-from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 _BATCH_CHARS = 1 << 19
 _IN_FLIGHT = 8  # batches per process: enough to keep it busy while a shard is hashed and flushed

@@ -18,7 +18,7 @@ import torch
 
 from gpt2lab.data.order import Order
 from gpt2lab.data.windows import hash_windows
-from gpt2lab.plan import BatchPlan
+from gpt2lab.planner.plan import BatchPlan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpt2lab.checkpoints.manifest import sync_folder, write_durably
+from gpt2lab.checkpoint.manifest import sync_folder, write_durably
 from gpt2lab.data.shard_writer import measure_shard
 from gpt2lab.data.shards import (
     MANIFEST,

@@ -19,17 +19,13 @@ import numpy as np
 from tqdm import tqdm
 
 from gpt2lab import fmt, paths
-from gpt2lab.data import tokenizer
 from gpt2lab.data.encode import Batch, Place, encode
 from gpt2lab.data.shard_writer import ShardWriter
-from gpt2lab.data.shards import (
-    FORMAT,
-    MANIFEST,
-    read_manifest,
-)
+from gpt2lab.data.shards import FORMAT, MANIFEST, read_manifest
 from gpt2lab.data.sources import Source
 from gpt2lab.data.unfinished import Unfinished
 from gpt2lab.errors import DataError, SourceLostError
+from gpt2lab.tokenizers import gpt2
 
 VAL_FRACTION = 0.05
 LARGEST_DEFAULT_VAL = 100_000_000
@@ -152,7 +148,7 @@ def prepare(
             "dataset": source.dataset,
             "origin": source.origin,
             "request": request,
-            "tokenizer": {"name": tokenizer.NAME, "sha256": tokenizer.VOCABULARY_HASH},
+            "tokenizer": {"name": gpt2.NAME, "sha256": gpt2.VOCABULARY_HASH},
             "documents": sum(file["documents"] for file in writer.files),
             "left_out": {"bad": last.bad, "empty": last.empty},
             "files": sorted(writer.files, key=lambda file: (file["split"], file["name"])),

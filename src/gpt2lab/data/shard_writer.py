@@ -11,11 +11,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from gpt2lab.checkpoints.manifest import sync_folder
+from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.checkpoint.manifest import sync_folder
 from gpt2lab.data.shards import shard_name
-from gpt2lab.data.tokenizer import END_OF_TEXT, token_bytes
 from gpt2lab.errors import DataError
-from gpt2lab.faults import faultpoint
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 
 SMALLEST_LAST_SHARD = 65_536  # tokens; a smaller remainder joins the shard before
 _HEADER_BYTES = 128  # of a .npy file with one dimension, whatever its length

@@ -14,9 +14,9 @@ from tokenize import TokenError
 from typing import Any
 
 from gpt2lab import paths
-from gpt2lab.data.tokenizer import NAME as TOKENIZER
-from gpt2lab.data.tokenizer import NUM_TOKENS
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import NAME as TOKENIZER
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.checkpoints import manifest
+from gpt2lab.checkpoint import manifest
+from gpt2lab.checkpoint.target import find_folder, is_run
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import (
     KINDS,
@@ -17,7 +18,6 @@ from gpt2lab.evaluation.results import (
     mean_and_error,
     read_results,
 )
-from gpt2lab.evaluation.target import find_folder, is_run
 from gpt2lab.runs import history
 
 NOISE = (

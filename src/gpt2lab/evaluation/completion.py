@@ -15,16 +15,16 @@ from typing import Literal
 
 import torch
 
-from gpt2lab import rng
-from gpt2lab.checkpoints.weights import load_weights
-from gpt2lab.config import SystemConfig
-from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.config.schema import SystemConfig
+from gpt2lab.distributed.runtime import Runtime, resolve_dtype
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError, DataError, SaveError
-from gpt2lab.evaluation.sample import draw
+from gpt2lab.evaluation.generation import draw
 from gpt2lab.evaluation.style import Style
-from gpt2lab.evaluation.target import find_target
-from gpt2lab.parallel import Strategy
-from gpt2lab.runtime import Runtime, resolve_dtype
+from gpt2lab.model import rng
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
 
 
 @dataclass(frozen=True)

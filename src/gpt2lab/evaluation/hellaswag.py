@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from gpt2lab.config import HellaSwagMetrics
-from gpt2lab.data.hellaswag_items import STYLES, Style
-from gpt2lab.data.hellaswag_tokens import Questions
+from gpt2lab.config.schema import HellaSwagMetrics
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
+from gpt2lab.evaluation.hellaswag_items import STYLES, Style
+from gpt2lab.evaluation.hellaswag_tokens import Questions
 from gpt2lab.evaluation.results import Results, mean_and_error
-from gpt2lab.model import GPT
-from gpt2lab.parallel import Strategy
-from gpt2lab.runtime import Runtime
+from gpt2lab.model.gpt import GPT
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
 # Tokens of one forward pass, padding included, and targets of one projection onto the vocabulary (4 bytes x 50304

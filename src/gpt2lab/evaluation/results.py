@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpt2lab.checkpoints.manifest import replace_durably
+from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.errors import DataError
 
 Kind = Literal["validation", "hellaswag"]

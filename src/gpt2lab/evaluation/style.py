@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpt2lab.config.command_line import option
 from gpt2lab.errors import ConfigError
-from gpt2lab.flags import option
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from gpt2lab.data.order import Order
-from gpt2lab.data.tokenizer import token_bytes
 from gpt2lab.data.windows import WindowReader
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, mean_and_error
-from gpt2lab.loss import token_losses
-from gpt2lab.model import GPT
-from gpt2lab.parallel import Strategy
-from gpt2lab.runtime import Runtime
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.loss import token_losses
+from gpt2lab.tokenizers.gpt2 import token_bytes
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from gpt2lab.data.tokenizer import token_bytes
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NOBODY, Rows
-from gpt2lab.loss import token_losses
-from gpt2lab.model import GPT
-from gpt2lab.parallel import Strategy
-from gpt2lab.runtime import Runtime
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.loss import token_losses
+from gpt2lab.tokenizers.gpt2 import token_bytes
 
 
 class AnswerLoss:

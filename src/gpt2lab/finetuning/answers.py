@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.generation import draw
 from gpt2lab.evaluation.results import mean_and_error
-from gpt2lab.evaluation.sample import draw
 from gpt2lab.finetuning.rows import Rows, last_exchanges
-from gpt2lab.model import GPT
-from gpt2lab.parallel import Strategy
-from gpt2lab.runtime import Runtime
+from gpt2lab.model.gpt import GPT
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 MOST_TOKENS = 256  # of an answer
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gpt2lab.config import LENGTHS, Config, Recipe
+from gpt2lab.checkpoint.target import Target
+from gpt2lab.config.command_line import PROGRAMS, Command
+from gpt2lab.config.schema import LENGTHS, Config, Recipe
+from gpt2lab.config.settings import override
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.target import Target
-from gpt2lab.finetuning.adapters import refuse_targets
 from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.finetuning.template import JINJA, as_prompt
-from gpt2lab.flags import PROGRAMS, Command
-from gpt2lab.settings import override
+from gpt2lab.model.adapters import refuse_targets
 
 _ROWS, _ROWS_OF_SMALL = 16, 4  # a step; the small presets are for the CPU, and for little data
 _SMALL = 20_000  # tokens a step of pretraining

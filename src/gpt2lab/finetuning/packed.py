@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpt2lab.data.tokenizer import END_OF_TEXT
-from gpt2lab.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
-from gpt2lab.model import GPT
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 
 
 def beginnings(tokens: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.finetuning.answer_loss import AnswerLoss
 from gpt2lab.finetuning.loader import RowLoader, order_of
-from gpt2lab.finetuning.lora import add_lora, init_adapters
 from gpt2lab.finetuning.packed import PackedGPT
 from gpt2lab.finetuning.rows import InstructionData
-from gpt2lab.model import GPT
-from gpt2lab.parts import Recipe, Sources, build_first
-from gpt2lab.runtime import Runtime
-from gpt2lab.start import Start
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.lora import add_lora, init_adapters
+from gpt2lab.training.parts import Recipe, Sources, build_first
+from gpt2lab.training.start import Start
 
 
 def build_model(start: Start, runtime: Runtime) -> GPT:

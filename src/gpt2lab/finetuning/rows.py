@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.config import Config
+from gpt2lab.config.schema import Config
 from gpt2lab.data.shards import Shard, TokenData
-from gpt2lab.data.tokenizer import END_OF_TEXT, NUM_TOKENS
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.finetuning import template
 from gpt2lab.finetuning.conversations import Conversation, read_conversations
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
 
 NOBODY = -1
 

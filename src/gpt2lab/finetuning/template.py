@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpt2lab.data.tokenizer import END_OF_TEXT, gpt2_encoding
 from gpt2lab.finetuning.conversations import Turn
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 NAME = "gpt2lab-instruction/1"  # part of the data's fingerprint
 

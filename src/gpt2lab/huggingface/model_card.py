@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import __version__, fmt
-from gpt2lab.config import Config
-from gpt2lab.data.tokenizer import NUM_TOKENS
-from gpt2lab.evaluation.target import Target
+from gpt2lab.checkpoint.target import Target
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import data_name, override
 from gpt2lab.runs import history
-from gpt2lab.settings import data_name, override
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 _CARD = """---
 library_name: transformers

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import paths
-from gpt2lab.config import Config
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, GPT2LabError
-from gpt2lab.settings import override
 
 METRICS = "metrics.jsonl"
 _KEYS = {"event", "time", "attempt", "step"}

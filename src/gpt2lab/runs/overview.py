@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.checkpoints import catalog
+from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import __version__, fmt, paths
-from gpt2lab.checkpoints import catalog
-from gpt2lab.checkpoints.manifest import replace_durably
-from gpt2lab.config import Config
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.manifest import replace_durably
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import LEAVES, data_name, is_path, to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.plan import count_parameters
-from gpt2lab.planning.remaining import read_json, spent_seconds
-from gpt2lab.presets import preset
+from gpt2lab.planner.plan import count_parameters
+from gpt2lab.planner.remaining import read_json, spent_seconds
 from gpt2lab.runs import history, overview, plots, summary
-from gpt2lab.settings import LEAVES, data_name, is_path, to_flat
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 _STYLE = Path(__file__).with_suffix(".css")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoints import catalog, listing
+from gpt2lab.checkpoint import catalog, listing
 from gpt2lab.runs import history
 
 

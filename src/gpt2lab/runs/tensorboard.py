@@ -8,11 +8,11 @@ import shutil
 import uuid
 from pathlib import Path
 
+from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, SaveError
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.settings import to_flat
-from gpt2lab.telemetry import mirror, mirror_settings
+from gpt2lab.runs.logger import mirror, mirror_settings
 
 
 def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:

@@ -1,0 +1,1 @@
+"""Measurements beside other programs, one module per verb of scripts/benchmark.py; not part of the package."""

@@ -1,0 +1,268 @@
+"""Measure this machine, side by side with other ways of doing the same. One verb per measurement.
+
+python scripts/benchmark.py data
+python scripts/benchmark.py hellaswag --hellaswag_path hellaswag_val.jsonl
+python scripts/benchmark.py parallel
+python scripts/benchmark.py sample
+python scripts/benchmark.py save
+python scripts/benchmark.py cpu --model mid --peer nanogpt=../nanoGPT --peer hf
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from benchmarks.shapes import CPU_SIZES, SizeName
+from benchmarks.variants import VARIANTS, VariantName
+from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.config.schema import ModelName
+from gpt2lab.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HellaSwag:
+    """Score HellaSwag our way and as the tutorial lineage's four-rows loop does, in turns."""
+
+    hellaswag_path: Path | None = option(None, "HellaSwag items; default: downloaded once")
+    model: ModelName = option("gpt2", "shape of the model, with random weights")
+    items: int = option(100, "items scored: a fixed random subset")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision of both")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prepare text with 1 and 2 processes, as the tutorial lineage does, and with tiktoken alone; then load batches."""
+
+    megabytes: int = option(300, "text, from Python's standard library, again and again")
+    rounds: int = option(3, "times each way takes its turn")
+    num_workers: tuple[int, ...] = option((1, 2), "numbers of processes")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Draw a text with the cache, and by running all of it again for every token, in turns."""
+
+    model: ModelName = option("gpt2", "shape of the model, with random weights")
+    tokens: int = option(512, "length of the text")
+    rounds: int = option(3, "times that each is measured")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision of both")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Train with one process and with several in each parallel mode, in turns: tokens/s a core, and what is sent."""
+
+    model: ModelName = option("gpt2-nano", "shape of the model, with random weights")
+    processes: int = option(2, "processes that share the CPU's cores, each its part")
+    micro_batch: int = option(4, "sequences of one forward pass")
+    micro_steps: int = option(8, "micro-batches of each process in a step")
+    steps: int = option(5, "steps that are timed, of each kind")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "matmul precision of all")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Save:
+    """Save a checkpoint our way and with torch.save, in turns: seconds and bytes."""
+
+    model: ModelName = option("gpt2", "shape of the model, with random weights")
+    rounds: int = option(3, "times that each is measured")
+    folder: Path | None = option(
+        None, "an existing folder on the disk to write to; default the temporary one"
+    )
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Take training steps on the CPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
+
+    model: tuple[SizeName, ...] = option(CPU_SIZES, "sizes, one table each")
+    peer: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = option(
+        (), "nanogpt=PATH, ancestor=PATH, litgpt=PATH (checkouts) or hf (installed); once for each"
+    )
+    dtype: tuple[Literal["auto", "fp32", "bf16"], ...] = option(
+        ("auto",), "precisions of our trainer, each a row of its own"
+    )
+    rounds: int = option(1, "times that each takes its turn; ours also ends the last round")
+    warmup: int = option(4, "steps of each process that are not timed")
+    steps: int = option(12, "steps of each process that are timed")
+    limit_seconds: float = option(600.0, "give up on a process after so long")
+    memory: bool = option(
+        False, "also measure the peak of live tensor bytes, in processes of their own"
+    )
+    profile: bool = option(False, "also split a step into kinds of work, in processes of their own")
+    variant: tuple[VariantName, ...] = option(
+        (), "settings of our trainer that take their turns too, each against the default"
+    )
+    total_seconds: float | None = option(
+        None, "for all of it: what would end later is left out, and said to be"
+    )
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class Gpu(Cpu):
+    """Take training steps on a GPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
+
+    sweep: bool = option(False, "all variants, the likeliest gains first")
+
+    model: tuple[SizeName, ...] = option(("gpt2",), "sizes, one table each")
+    warmup: int = option(10, "steps of each process that are not timed")
+    steps: int = option(20, "steps of each process that are timed")
+
+
+Command = (
+    Annotated[Cpu, tyro.conf.subcommand("cpu")]
+    | Annotated[Gpu, tyro.conf.subcommand("gpu")]
+    | Annotated[Data, tyro.conf.subcommand("data")]
+    | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
+    | Annotated[Sharing, tyro.conf.subcommand("parallel")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[Save, tyro.conf.subcommand("save")]
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run one measurement and print it."""
+    flags = run_tyro(Command, argv, about="Measure this machine, side by side with other ways.")
+    if flags.json and not flags.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {flags.json}: no such folder")
+    measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {
+        Cpu: _measure_trainers,
+        Gpu: _measure_trainers,
+        Data: _measure_data,
+        HellaSwag: _measure_hellaswag,
+        Sample: _measure_sample,
+        Sharing: _measure_sharing,
+        Save: _measure_save,
+    }
+    numbers, text = measures[type(flags)](flags)
+    if text:
+        print(text)
+    if flags.json:
+        flags.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    if isinstance(flags, Cpu):
+        from benchmarks.trainers import check_all_ran
+
+        check_all_ran(numbers)
+    return 0
+
+
+def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
+    from benchmarks import trainers
+    from benchmarks.contestants import parse_peer
+    from benchmarks.running import end_contestants_on_sigterm
+
+    device: Literal["cpu", "cuda"] = "cuda" if isinstance(flags, Gpu) else "cpu"
+    for name in ("rounds", "warmup", "steps"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
+    if flags.total_seconds is not None and flags.total_seconds <= 0:
+        raise ConfigError(f"--total_seconds {flags.total_seconds:g} must be above 0")
+    plan = trainers.Plan(
+        models=flags.model,
+        peers=tuple(parse_peer(text) for text in flags.peer),
+        dtypes=flags.dtype,
+        device=device,
+        rounds=flags.rounds,
+        warmup=flags.warmup,
+        steps=flags.steps,
+        limit_seconds=flags.limit_seconds,
+        memory=flags.memory,
+        profile=flags.profile,
+        variants=tuple(VARIANTS) if isinstance(flags, Gpu) and flags.sweep else flags.variant,
+        total_seconds=flags.total_seconds,
+    )
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("torch sees no GPU; check the driver and nvidia-smi, or measure cpu")
+    end_contestants_on_sigterm()
+    return trainers.compare(plan, say=lambda line: print(line, flush=True)), ""
+
+
+def _measure_data(flags: Data) -> tuple[dict[str, Any], str]:
+    from benchmarks import data
+
+    for name in ("megabytes", "rounds"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"{name} {getattr(flags, name)} must be at least 1")
+    if not flags.num_workers or min(flags.num_workers) < 1:
+        raise ConfigError("num_workers must be one or more numbers from 1 up")
+    preparation = data.compare_preparation(
+        megabytes=flags.megabytes, rounds=flags.rounds, workers=flags.num_workers
+    )
+    loader = data.measure_loader()
+    return {"preparation": preparation, "loader": loader}, data.describe(preparation, loader)
+
+
+def _measure_hellaswag(flags: HellaSwag) -> tuple[dict[str, Any], str]:
+    from benchmarks import hellaswag
+    from gpt2lab import paths
+    from gpt2lab.evaluation.hellaswag_source import fetch_hellaswag
+
+    typed = flags.hellaswag_path
+    result = hellaswag.compare_with_tutorial(
+        paths.from_working_directory(typed) if typed else fetch_hellaswag(),
+        model_name=flags.model,
+        items=flags.items,
+        device=flags.device,
+        dtype=flags.dtype,
+    )
+    return result, hellaswag.describe(result)
+
+
+def _measure_sample(flags: Sample) -> tuple[dict[str, Any], str]:
+    from benchmarks import sample
+
+    if flags.tokens < 32 or flags.rounds < 1:
+        raise ConfigError("--tokens must be at least 32 and --rounds at least 1")
+    result = sample.compare_with_rerun(
+        model_name=flags.model,
+        tokens=flags.tokens,
+        rounds=flags.rounds,
+        device=flags.device,
+        dtype=flags.dtype,
+    )
+    return result, sample.describe(result)
+
+
+def _measure_sharing(flags: Sharing) -> tuple[dict[str, Any], str]:
+    from benchmarks import sharing
+
+    for name in ("micro_batch", "micro_steps", "steps"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"{name} {getattr(flags, name)} must be at least 1")
+    if flags.processes < 2:
+        raise ConfigError(f"processes {flags.processes} must be at least 2")
+    result = sharing.compare_modes(
+        model_name=flags.model,
+        world=flags.processes,
+        micro_batch=flags.micro_batch,
+        micro_steps=flags.micro_steps,
+        steps=flags.steps,
+        dtype=flags.dtype,
+    )
+    return result, sharing.describe(result)
+
+
+def _measure_save(flags: Save) -> tuple[dict[str, Any], str]:
+    from benchmarks import save
+
+    if flags.rounds < 1:
+        raise ConfigError(f"--rounds {flags.rounds} must be at least 1")
+    if flags.folder is not None and not flags.folder.is_dir():
+        raise ConfigError(f"--folder {flags.folder}: no such folder")
+    result = save.compare_saves(model_name=flags.model, rounds=flags.rounds, folder=flags.folder)
+    return result, save.describe(result)

@@ -1,0 +1,53 @@
+"""Count the bytes of tensors that a training step holds at its peak, on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.training.train_step import train_step
+
+
+def peak_of_step(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    batch: GlobalBatch,
+    strategy: Strategy,
+) -> int:
+    """Take three steps and return the peak of the last: what lives between steps, and what the profiler sees come.
+
+    The first two bring the optimizer's state, and under DDP gradients that stay.
+    """
+
+    def step() -> None:
+        train_step(model, optimizers, batch, 1e-3, strategy=strategy, grad_clip=1.0, seed=0)
+
+    step()
+    step()
+    held: list[torch.Tensor] = list(model.parameters())
+    held += [p.grad for p in model.parameters() if p.grad is not None]
+    held += [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
+    held += [micro.tokens for micro in batch.micro_batches]
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    now = peak = sum(_here(tensor).nbytes for tensor in held)
+    for event in changes:
+        now += event.nbytes()
+        peak = max(peak, now)
+    assert changes
+    return peak
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,235 @@
+"""The comparison of trainers: ceilings, then everyone's step in turns, then memory and profile."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks import ceilings, operator_groups, race
+from benchmarks.contestants import Contestant, Device, Place, attention_of, ours, peer
+from benchmarks.running import measure_inside, run
+from benchmarks.shapes import SIZES, Size, SizeName
+from benchmarks.token_stream import markov_tokens, text_tokens, write_formats, write_tiktoken_cache
+from benchmarks.variants import VARIANTS, VariantName
+from gpt2lab.errors import CheckError
+from gpt2lab.planner.hardware import peak_flops
+
+_CPU_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    models: tuple[SizeName, ...]
+    peers: tuple[tuple[str, Path | None], ...]
+    dtypes: tuple[Literal["auto", "fp32", "bf16"], ...]
+    device: Device
+    rounds: int
+    warmup: int
+    steps: int
+    limit_seconds: float
+    memory: bool
+    profile: bool
+    variants: tuple[VariantName, ...] = ()
+    total_seconds: float | None = None
+
+
+def check_all_ran(found: dict[str, Any]) -> None:
+    """Refuse a comparison in which someone failed; its table has been shown, and the others' numbers stand.
+
+    Raises: CheckError.
+    """
+    failed = [f"{name}: {text}" for size in found.values() for name, text in size["failed"].items()]
+    if failed:
+        raise CheckError("; ".join(failed))
+
+
+class _Clock:
+    """What is left of the time that the whole measurement may take."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._longest = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._end - time.monotonic()
+
+    def allows(self, processes: int) -> bool:
+        """Tell whether so many more would end in time, if none takes longer than the longest so far."""
+        return self.left >= processes * self._longest
+
+    @contextlib.contextmanager
+    def process(self) -> Iterator[None]:
+        """Around one process."""
+        began = time.monotonic()
+        yield
+        self._longest = max(self._longest, time.monotonic() - began)
+
+
+def compare(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure every model in turn; `say` hears each table as it is done.
+
+    What fails is said and left out, except ours: without it there is nothing to compare with.
+
+    Raises: ConfigError, CheckError.
+    """
+    clock = _Clock(plan.total_seconds)
+    return {name: _compare_at(name, plan, clock, say) for name in plan.models}
+
+
+def _compare_at(
+    name: SizeName, plan: Plan, clock: _Clock, say: Callable[[str], None]
+) -> dict[str, Any]:
+    size = SIZES[name]
+    with tempfile.TemporaryDirectory(prefix="gpt2lab-benchmark-") as scratch:
+        folder = Path(scratch)
+        contestants = _contestants(plan, name, folder)  # a peer that has changed is refused at once
+        tokens = (
+            text_tokens(_CPU_TOKENS, vocab_size=size.vocab_size)
+            if plan.device == "cpu"
+            else markov_tokens(_tokens_for(plan, size), vocab_size=size.vocab_size)
+        )
+        write_formats(tokens, folder / "data")
+        write_tiktoken_cache(folder / "tiktoken")
+        best = ceilings.measure_ceilings(plan.device, size)
+        say(
+            f"\n{name}: {size.tokens:,} tokens a step, {size.flops_per_token / 1e6:,.1f} MFLOP/token"
+        )
+        say(ceilings.describe(best))
+        entries = [race.Entry(c, []) for c in contestants]
+        _race(entries, plan, clock, say)
+        ran = [entry for entry in entries if entry.runs]
+        if plan.memory:
+            for entry in ran:
+                inside = _inside(entry, "memory", plan, clock, say)
+                entry.live_bytes = inside["peak_live_bytes"] if inside else None
+        rows = race.summarize(
+            ran,
+            matmul={"fp32": best.matmul_fp32, "bf16": best.matmul_bf16},
+            peak={
+                "fp32": best.register_fp32,
+                "bf16": best.register_bf16 or peak_flops(best.device_name),
+            },
+        )
+        say(race.describe(rows))
+        result: dict[str, Any] = {
+            "tokens_per_step": size.tokens,
+            "flops_per_token": size.flops_per_token,
+            "ceilings": best.as_json(),
+            "trainers": rows,
+            "failed": {entry.name: entry.failed for entry in entries if entry.failed},
+            "left_out": [e.name for e in entries if not (e.runs or e.failed)],
+        }
+        if plan.profile:
+            result["profile"] = _profiles(ran, plan, clock, say)
+    return result
+
+
+def _tokens_for(plan: Plan, size: Size) -> int:
+    """Return as many as every process reads, and some to choose from."""
+    return max(_CPU_TOKENS, 2 * (plan.warmup + plan.steps) * size.tokens)
+
+
+def _race(entries: list[race.Entry], plan: Plan, clock: _Clock, say: Callable[[str], None]) -> None:
+    """Let everyone take its turns: ours first and last, whatever the time allows in between."""
+    by_name = {entry.name: entry for entry in entries}
+    turns = race.order(list(by_name), plan.rounds)
+    for number, turn in enumerate(turns):
+        entry, is_last = by_name[turn], number == len(turns) - 1
+        if entry.failed:
+            continue
+        if not is_last and not clock.allows(2):  # it, and ours at the end
+            say(f"  {turn}: left out, {clock.left:.0f} s are left of --total_seconds")
+            continue
+        _empty(entry.contestant)
+        limit = min(plan.limit_seconds, clock.left)
+        try:
+            with clock.process():
+                found = run(
+                    entry.contestant, warmup=plan.warmup, steps=plan.steps, limit_seconds=limit
+                )
+        except CheckError as error:
+            if entry is entries[0]:
+                raise
+            entry.failed = str(error)
+            say(f"  {turn}: failed: {error}")
+            continue
+        entry.runs.append(found)
+        entry.attention = attention_of(entry.contestant)
+        rate = entry.contestant.size.tokens / race.Entry(entry.contestant, [found]).median
+        kernel = f", attention {entry.attention}" if entry.attention else ""
+        say(f"  {turn}: {rate:,.0f} tokens/s{kernel}")
+
+
+def _inside(
+    entry: race.Entry,
+    what: Literal["memory", "profile"],
+    plan: Plan,
+    clock: _Clock,
+    say: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """Look inside a process of the contestant; None where it failed or there was no time."""
+    if not clock.allows(1):
+        say(f"  {what} of {entry.name}: left out, {clock.left:.0f} s are left of --total_seconds")
+        return None
+    _empty(entry.contestant)
+    try:
+        limit = min(plan.limit_seconds, clock.left)
+        return measure_inside(entry.contestant, what, limit_seconds=limit)
+    except CheckError as error:
+        if clock.left == math.inf:
+            raise
+        say(f"  {what} of {entry.name}: failed: {error}")
+        return None
+
+
+def _contestants(plan: Plan, name: SizeName, folder: Path) -> list[Contestant]:
+    size = SIZES[name]
+
+    def place(label: str) -> Place:
+        own = folder / label
+        own.mkdir()
+        return Place(own, folder / "data", folder / "tiktoken", plan.device)
+
+    found = [ours(place(f"ours_{dtype}"), size, dtype=dtype) for dtype in plan.dtypes]
+    found += [
+        ours(place(f"variant_{label}"), size, dtype="auto", variant=(label, VARIANTS[label]))
+        for label in plan.variants
+    ]
+    return found + [peer(known, path, place(known), size) for known, path in plan.peers]
+
+
+def _empty(contestant: Contestant) -> None:
+    """Remove what an earlier process of it reported."""
+    contestant.place.output.unlink(missing_ok=True)
+    metrics = contestant.place.folder / "run" / "metrics.jsonl"
+    if metrics.exists():
+        shutil.rmtree(metrics.parent)
+
+
+def _profiles(
+    entries: Sequence[race.Entry], plan: Plan, clock: _Clock, say: Callable[[str], None]
+) -> dict[str, Any]:
+    found = {}
+    for entry in entries:
+        inside = _inside(entry, "profile", plan, clock, say)
+        if inside is None:
+            continue
+        seconds = operator_groups.split(
+            inside["operators"], inside["step_seconds"], entry.data_seconds
+        )
+        found[entry.name] = {"seconds": seconds, "operators": inside["operators"]}
+        say(operator_groups.describe(entry.name, seconds))
+        if entry is entries[0]:
+            say(operator_groups.longest(inside["operators"]))
+    return found

@@ -1,1 +1,0 @@
-"""Measurements side by side, one module per verb of scripts/benchmark.py."""

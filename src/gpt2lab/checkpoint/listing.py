@@ -1,0 +1,100 @@
+"""`--list_checkpoints`: what a folder of runs holds. No torch, nothing is created or locked."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint import manifest as manifests
+from gpt2lab.errors import CheckpointError
+
+
+def print_checkpoints(
+    checkpoint_dir: Path, *, run_name: str | None, as_json: bool, verify: bool = False
+) -> int:
+    """Print every run's checkpoints as tables, or all as one JSON object; return the exit code.
+
+    `verify` reads every byte: then 1 tells that something is damaged.
+    """
+    runs = [checkpoint_dir / run_name] if run_name else catalog.run_folders(checkpoint_dir)
+    listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
+    listed = [entry for entry in listed if entry[1] or entry[2]]
+    if verify:
+        listed = [(run, *_verified(infos, damaged)) for run, infos, damaged in listed]
+    code = int(verify and any(damaged for _, _, damaged in listed))
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "checkpoint_dir": str(checkpoint_dir),
+                    "runs": [_as_json(*entry) for entry in listed],
+                }
+            )
+        )
+        return code
+    if not listed:
+        print(f"no checkpoints in {paths.for_people(runs[0] if run_name else checkpoint_dir)}")
+    for run, infos, damaged in listed:
+        total = fmt.num_bytes(sum(info.num_bytes for info in infos))
+        print(f"{paths.for_people(run)}: {len(infos)} checkpoints, {total}")
+        print(checkpoint_table(infos))
+        for error in damaged:
+            print(f"  damaged, not counted: {error}")
+        if verify:
+            print(f"  every byte of {len(infos)} checkpoints read, hashes as written")
+        print()
+    return code
+
+
+def _verified(
+    infos: list[catalog.CheckpointInfo], damaged: list[CheckpointError]
+) -> tuple[list[catalog.CheckpointInfo], list[CheckpointError]]:
+    """Move checkpoints whose bytes are not those that were written to the damaged ones."""
+    sound, found = [], list(damaged)
+    for info in infos:
+        try:
+            manifests.verify(info.path)
+            sound.append(info)
+        except CheckpointError as error:
+            found.append(error)
+    return sound, found
+
+
+def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
+    """Write checkpoints as a table, oldest first."""
+    rows = [
+        (
+            f"{info.step:,}",
+            ", ".join(
+                [info.kind, *(label for label in info.labels if not label.startswith(info.kind))]
+            ),
+            "n/a" if info.val_loss is None else f"{info.val_loss:.4f}",
+            f"{info.tokens:,}",
+            fmt.num_bytes(info.num_bytes),
+            fmt.duration(max(0.0, time.time() - info.created)),
+        )
+        for info in infos
+    ]
+    return fmt.table(("step", "kind", "val loss", "tokens", "size", "age"), rows)
+
+
+def _as_json(
+    run: Path, infos: list[catalog.CheckpointInfo], damaged: list[CheckpointError]
+) -> dict[str, object]:
+    rows = [
+        {
+            "path": str(info.path),
+            "step": info.step,
+            "kind": info.kind,
+            "labels": list(info.labels),
+            "val_loss": info.val_loss,
+            "tokens": info.tokens,
+            "bytes": info.num_bytes,
+            "created": info.created,
+        }
+        for info in infos
+    ]
+    return {"run_name": run.name, "checkpoints": rows, "damaged": [str(error) for error in damaged]}

@@ -1,0 +1,70 @@
+"""Where a run stands: everything besides tensors and settings that a resume needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from gpt2lab.training import spikes
+
+NOT_FINITE = "not finite"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Counts of what is done; a new one is made at each step."""
+
+    step: int = 0  # completed optimizer steps
+    samples: int = 0  # windows trained on: the next batch starts at this sample number
+    tokens: int = 0  # trained on, also those that are no target
+    train_seconds: float = 0.0  # steps only, no evaluation or saving, over all starts
+    val_loss: float | None = None  # of exactly this step, None if it was not measured here
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    non_finite_in_a_row: int = 0  # updates refused since the last good one
+    recent_losses: tuple[float, ...] = ()  # what a spike is judged by
+    skipped: tuple[
+        dict[str, Any], ...
+    ] = ()  # updates refused and samples jumped over: step, reason, samples
+    history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
+
+    def advance(
+        self, *, samples: int, tokens: int, seconds: float, loss: float, refused: str | None = None
+    ) -> TrainState:
+        """Return the state one optimizer step on; `refused` says why its update was not made, if it was not."""
+        state = dataclasses.replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            train_seconds=self.train_seconds + seconds,
+            val_loss=None,
+            non_finite_in_a_row=0 if refused != NOT_FINITE else self.non_finite_in_a_row + 1,
+            recent_losses=spikes.extend(self.recent_losses, loss),
+        )
+        if refused is None:
+            return state
+        window = [self.samples, state.samples]
+        record = {"step": state.step, "reason": refused, "samples": window}
+        return dataclasses.replace(state, skipped=(*self.skipped, record))
+
+    def with_val_loss(self, val_loss: float) -> TrainState:
+        """Return the state with this step's validation loss, which may be the best so far.
+
+        Untrained weights (step 0) are never the best: there is no checkpoint of them.
+        """
+        state = dataclasses.replace(self, val_loss=val_loss)
+        if self.step > 0 and (self.best_val_loss is None or val_loss < self.best_val_loss):
+            state = dataclasses.replace(state, best_val_loss=val_loss, best_step=self.step)
+        return state
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> TrainState:
+        """Build the state from `to_dict`'s values."""
+        lists = ("history", "skipped", "recent_losses")
+        return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})

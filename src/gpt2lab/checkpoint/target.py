@@ -1,0 +1,100 @@
+"""Which weights a name means: a run, a checkpoint, or a Hugging Face GPT-2. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2lab.checkpoint import catalog, manifest
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.config.schema import Config, ModelConfig
+from gpt2lab.config.settings import override
+from gpt2lab.errors import CheckpointError
+from gpt2lab.model.hf_config import HF_CONFIG, HF_WEIGHTS, read_hf_config
+from gpt2lab.runs import history
+
+HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
+
+
+@dataclass(frozen=True)
+class Target:
+    """Verified weights on disk."""
+
+    name: str  # as it was typed
+    folder: Path
+    checkpoint: CheckpointInfo | None  # None: a Hugging Face folder
+    warnings: tuple[str, ...] = ()
+
+    def model_config(self) -> ModelConfig:
+        """Return the shape of the weights.
+
+        Raises: CheckpointError if it is not one that we compute.
+        """
+        if self.checkpoint is None:
+            return read_hf_config(self.folder)
+        return override(Config(), self.checkpoint.manifest["config"]).model
+
+
+def find_target(name: str, checkpoint_dir: Path) -> Target:
+    """Return what `name` means: a run in `checkpoint_dir`, else a folder, else a model on the Hugging Face Hub.
+
+    A run means its newest checkpoint whose every byte verifies; `hf:NAME` always means the Hub.
+
+    Raises: CheckpointError.
+    """
+    folder = find_folder(name, checkpoint_dir)
+    if folder is None:
+        return Target(name, _download(name), None)
+    if (folder / manifest.MANIFEST).exists():
+        return Target(name, folder, catalog.open_checkpoint(folder))
+    if is_run(folder):
+        info, warnings = catalog.newest_valid(folder, set_aside=False)
+        if info is None:
+            raise CheckpointError(warnings[0] if warnings else f"{folder}: no checkpoint yet")
+        return Target(name, info.path, info, tuple(warnings))
+    if _is_hf(folder):
+        return Target(name, folder, None)
+    raise CheckpointError(
+        f"{folder}: neither a run, a checkpoint nor a Hugging Face GPT-2, whose {HF_CONFIG} has a model_type"
+    )
+
+
+def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
+    """Return the folder that a run's name or a path means, or None if it can only be a name on the Hub.
+
+    Raises: CheckpointError if it can be neither.
+    """
+    folder = None if name.startswith(HUB) else history.find_folder(name, checkpoint_dir)
+    if folder is not None:
+        return folder
+    if re.fullmatch(rf"({HUB})?[\w.-]+(/[\w.-]+)?", name) is None:
+        raise CheckpointError(f"{name}: no such folder, nor a run in {checkpoint_dir}")
+    return None
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is a run's."""
+    return catalog.has_checkpoints(folder) or (folder / history.METRICS).exists()
+
+
+def _is_hf(folder: Path) -> bool:
+    try:
+        return "model_type" in json.loads((folder / HF_CONFIG).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        repository = name.removeprefix(HUB)
+        return Path(snapshot_download(repository, allow_patterns=[HF_CONFIG, HF_WEIGHTS]))
+    except Exception as error:  # a dozen kinds, from a bad name to no network; one meaning
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{name}: no such run or folder (scripts/status.py lists the runs), and not to be had from the "
+            f"Hugging Face Hub ({reason})"
+        ) from error

@@ -1,1 +1,0 @@
-"""A run's checkpoints: their files, how they are committed, found, listed and brought in."""

@@ -1,0 +1,1 @@
+"""One module per command: the function that scripts/*.py call."""

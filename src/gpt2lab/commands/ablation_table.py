@@ -1,0 +1,193 @@
+"""The table of an ablation: what each setting's runs came to, and how soon they reached a loss. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.checkpoint.manifest import replace_durably
+from gpt2lab.commands.ablation import Run
+from gpt2lab.errors import CheckError, SaveError
+from gpt2lab.runs import history
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one run measured: validation losses, and the tokens and training seconds they took."""
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds with its standard error, None of a single seed."""
+
+    value: float
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of the table; what some seed did not reach is None."""
+
+    setting: str
+    seeds: int
+    tokens: int
+    loss: Mean
+    tokens_to_loss: Mean | None
+    tokens_ratio: Mean | None
+    seconds_to_loss: Mean | None
+    seconds_ratio: Mean | None
+    reached: int  # seeds that came to the loss
+
+
+def read_curve(run_dir: Path) -> Curve:
+    """Return what a complete run measured, without its evaluation before the first step.
+
+    Raises: CheckError if it logged no validation loss that is a number.
+    """
+    events = history.read_events(run_dir)
+    steps, evals = history.current(events, "step"), history.current(events, "eval")
+    seconds, spent = {}, 0.0
+    for step in sorted(steps):
+        spent += steps[step]["step_seconds"]
+        seconds[step] = spent
+    kept = [step for step in sorted(evals) if step in steps and evals[step]["val_loss"] is not None]
+    if not kept:
+        raise CheckError(f"{run_dir}: no validation loss was logged")
+    return Curve(
+        tuple(steps[step]["tokens"] for step in kept),
+        tuple(seconds[step] for step in kept),
+        tuple(evals[step]["val_loss"] for step in kept),
+    )
+
+
+def reach(curve: Curve, target: float) -> tuple[float, float] | None:
+    """Return (tokens, seconds) at which a curve first comes down to a loss, None if it never does.
+
+    Between two evaluations the loss is taken as a straight line; before the first one nothing is known, so a target
+    above the first loss counts as reached there.
+    """
+    for index, loss in enumerate(curve.losses):
+        if loss > target:
+            continue
+        if index == 0:
+            return float(curve.tokens[0]), curve.seconds[0]
+        before = curve.losses[index - 1]
+        share = (before - target) / (before - loss)
+        pairs = (curve.tokens, curve.seconds)
+        tokens, seconds = (x[index - 1] + share * (x[index] - x[index - 1]) for x in pairs)
+        return tokens, seconds
+    return None
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Return mean and standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Mean(statistics.fmean(values), error)
+
+
+def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row]:
+    """Return the table of {setting: a curve for each seed}; the first setting is the baseline.
+
+    Without a target each seed has its own: the baseline's last loss with that seed. Ratios are to the baseline with
+    the same seed.
+    """
+    baseline = next(iter(curves.values()))
+    targets = [curve.losses[-1] if target is None else target for curve in baseline]
+    base = [reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
+    if target is None:  # its last loss, which it may have touched before by chance
+        base = [(float(curve.tokens[-1]), curve.seconds[-1]) for curve in baseline]
+    rows = []
+    for setting, own in curves.items():
+        found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=True)]
+        found = base if own is baseline else found
+        reached = [place for place in found if place is not None]
+        pairs = [
+            (a, b) for a, b in zip(found, base, strict=True) if a is not None and b is not None
+        ]
+        all_reached, all_pairs = len(reached) == len(own), len(pairs) == len(own)
+        rows.append(
+            Row(
+                setting,
+                len(own),
+                own[0].tokens[-1],
+                mean([curve.losses[-1] for curve in own]),
+                mean([tokens for tokens, _ in reached]) if all_reached else None,
+                mean([a[0] / b[0] for a, b in pairs]) if all_pairs else None,
+                mean([seconds for _, seconds in reached]) if all_reached else None,
+                mean([a[1] / b[1] for a, b in pairs]) if all_pairs else None,
+                len(reached),
+            )
+        )
+    return rows
+
+
+def write_markdown(rows: Sequence[Row], *, target: float | None) -> str:
+    """Write the table, with standard errors over the seeds."""
+    goal = f"loss {target:g}" if target is not None else "the first's last loss"
+    header = ("setting", "seeds", "tokens", "last val loss", f"tokens to {goal}", "ratio")
+    lines = [[*header, "seconds to it", "ratio"]]
+    for row in rows:
+        missing = f"not reached ({row.reached} of {row.seeds})"
+        lines.append(
+            [
+                *(row.setting, str(row.seeds), f"{row.tokens:,}", _show(row.loss, "{:.4f}")),
+                _show(row.tokens_to_loss, "{:,.0f}") if row.tokens_to_loss else missing,
+                _show(row.tokens_ratio, "{:.3f}"),
+                _show(row.seconds_to_loss, "{:,.1f}"),
+                _show(row.seconds_ratio, "{:.3f}"),
+            ]
+        )
+    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+
+
+def _show(found: Mean | None, form: str) -> str:
+    if found is None:
+        return "n/a"
+    error = "" if found.error is None else f" ± {form.format(found.error)}"
+    return form.format(found.value) + error
+
+
+@dataclass(frozen=True)
+class Table:
+    """The finished comparison, in both forms that it is written in."""
+
+    markdown: str
+    as_json: dict[str, Any]
+
+
+def write_table(runs: Sequence[Run], out: Path, *, target: float | None) -> Table:
+    """Read what the runs measured, write `ablation.md` and `ablation.json` to `out`, and return both.
+
+    Raises: CheckError if a run measured nothing; SaveError.
+    """
+    curves: dict[str, list[Curve]] = {}
+    for run in runs:
+        curves.setdefault(run.setting, []).append(read_curve(out / run.name))
+    rows = compare(curves, target=target)
+    flags = {run.setting: list(run.command.argv) for run in reversed(runs)}  # of the first seed
+    settings = [
+        asdict(row)
+        | {"command": flags[row.setting], "curves": [asdict(c) for c in curves[row.setting]]}
+        for row in rows
+    ]
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    table = Table(
+        write_markdown(rows, target=target),
+        {"target_loss": target, "seeds": seeds, "settings": settings},
+    )
+    try:
+        replace_durably(out / "ablation.md", table.markdown + "\n")
+        replace_durably(out / "ablation.json", json.dumps(table.as_json, indent=1) + "\n")
+    except OSError as error:
+        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
+    return table

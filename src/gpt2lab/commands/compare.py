@@ -1,0 +1,45 @@
+"""Tell whether two evaluations differ by more than noise, item by item and window by window.
+
+python scripts/compare.py run_a run_b
+python scripts/compare.py checkpoints/run_a/step_00000250 checkpoints/run_a/step_00000500
+python scripts/compare.py results/gpt2 checkpoints/run_a
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from gpt2lab.config.command_line import option, run_tyro
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Tell whether two evaluations differ by more than noise."""
+
+    a: Positional[str] = field(
+        metadata={"help": "a run, a checkpoint, a folder of evaluate.py --save, or a results file"}
+    )
+    b: Positional[str] = field(metadata={"help": "the other"})
+    only: Literal["validation", "hellaswag"] | None = option(None, "compare this alone")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    json: bool = option(False, "print one JSON object")
+
+
+def main(argv: list[str]) -> int:
+    """Compare and print."""
+    flags = run_tyro(Compare, argv)
+    from gpt2lab import paths
+    from gpt2lab.evaluation.compare import as_json, compare, describe
+
+    folder = paths.from_repository(Path("checkpoints"))
+    if flags.checkpoint_dir:
+        folder = paths.from_working_directory(flags.checkpoint_dir)
+    differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
+    if flags.json:
+        print(json.dumps(as_json(flags.a, flags.b, differences)))
+    else:
+        print(describe(flags.a, flags.b, differences))
+    return 0

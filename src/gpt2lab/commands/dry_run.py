@@ -1,0 +1,62 @@
+"""`--dry_run`: what a run would do and need. No torch, nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from gpt2lab import paths
+from gpt2lab.config.command_line import Command
+from gpt2lab.config.settings import to_flat
+from gpt2lab.planner import card_presets
+from gpt2lab.planner.plan import describe
+from gpt2lab.training.start import decide
+
+
+def print_plan(command: Command) -> int:
+    """Print the resolved plan, as text or as one JSON object, and return the exit code."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    start = decide(command, world_size=world_size, set_aside=False)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    fitted = card_presets.fitted(command, start)
+    if fitted is not None:
+        start = decide(fitted, world_size=world_size, set_aside=False)
+    plan = start.plan
+    if command.verbs.json:
+        facts = {
+            "run_dir": str(start.run_dir),
+            "parameters": plan.parameters,
+            "flops_per_token": plan.flops_per_token,
+            "tokens_per_step": plan.batch.tokens,
+            "mini_batch_size": plan.batch.mini_batch_size,
+            "accumulation": plan.batch.accumulation,
+            "world_size": plan.batch.world_size,
+            "max_steps": plan.max_steps,
+            "tokens": plan.tokens,
+            "epochs": plan.epochs,
+            "checkpoint_bytes": plan.checkpoint_bytes,
+            "disk_bytes": plan.disk_bytes,
+            "unused_targets": start.unused_targets,
+            "data_fingerprint": start.data.fingerprint,
+            "resumes_from": start.checkpoint.step if start.checkpoint else None,
+            "changes": start.changes,
+            "warnings": start.warnings,
+            "config": to_flat(start.config),
+        }
+        print(json.dumps(facts))
+        return 0
+    print(f"{'run':<14} {paths.for_people(start.run_dir)}")
+    print(f"{'data':<14} {start.describe_data()}")
+    print(describe(plan, start.config))
+    if start.initial:
+        print(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
+    if start.checkpoint:
+        print(
+            f"{'resumes from':<14} step {start.checkpoint.step} ({plan.max_steps - start.checkpoint.step} to go)"
+        )
+    for name, (before, now) in start.changes.items():
+        print(f"{'changed':<14} {name}: {before} -> {now}")
+    for warning in start.warnings:
+        print(f"{'warning':<14} {warning}")
+    return 0

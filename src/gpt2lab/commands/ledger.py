@@ -1,0 +1,94 @@
+"""Which tokens did a step train on? Answered from the run's own records, and checked against the logged hash."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gpt2lab import paths
+from gpt2lab.data.order import Order
+from gpt2lab.data.windows import WindowReader, hash_windows
+from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.finetuning.beginning import open_what_is_learned
+from gpt2lab.finetuning.rows import InstructionData
+from gpt2lab.runs import history
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS, gpt2_encoding
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The global batch of one optimizer step."""
+
+    step: int
+    epoch: int
+    first_sample: int
+    windows: np.ndarray  # (S, T + 1) uint16, in sample order; targets are windows[:, 1:]
+    places: tuple[str, ...]  # of each window: shard and token offset, or row
+    hash: str
+
+
+def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
+    """Return what update number `step` of a run trained on.
+
+    Raises: ConfigError if the run has not taken that step; DataError if the data is no longer what it was.
+    """
+    config = history.read_config(run_dir)
+    events = history.read_events(run_dir)
+    steps = history.current(events, "step")
+    if step not in steps:
+        taken = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has taken none"
+        raise ConfigError(f"{run_dir}: no step {step}; {taken}")
+    event = steps[step]
+    begun = [e for e in events if e["event"] == "begin" and e["attempt"] == event["attempt"]]
+    if not begun:
+        raise ConfigError(
+            f"{run_dir}: metrics.jsonl does not say how start {event['attempt']} began"
+        )
+    context_length = config.model.context_length
+    samples = begun[-1]["tokens_per_step"] // context_length
+    data = open_what_is_learned(config)
+    shards = data.splits["train"]
+    order = Order(
+        [shard.tokens for shard in shards],
+        context_length=context_length,
+        shuffle=config.data.shuffle,
+        seed=config.data.seed,
+    )
+    first = event["first_sample"]
+    chosen, offsets = order.locate(np.arange(first, first + samples))
+    names = [shards[shard].path.name for shard in chosen.tolist()]
+    if isinstance(data, InstructionData):
+        numbers = offsets // context_length
+        windows = data.rows["train"].ids[numbers]
+        places = [f"row {number}" for number in numbers.tolist()]
+    else:
+        reader = WindowReader(
+            shards, context_length=context_length, id_limit=min(config.model.vocab_size, NUM_TOKENS)
+        )
+        windows = reader.read(chosen, offsets)
+        reader.close()
+        places = [f"from token {offset}" for offset in offsets.tolist()]
+    digest = hash_windows(windows)
+    if digest != event["batch_hash"]:
+        raise DataError(
+            f"step {step} of {run_dir.name} trained on other tokens than {data.folder} has now "
+            f"(hash {event['batch_hash'][:12]}, now {digest[:12]}); restore the data that it was trained on"
+        )
+    where = tuple(" ".join(both) for both in zip(names, places, strict=True))
+    return StepTokens(step, event["epoch"], first, windows, where, digest)
+
+
+def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
+    """Write the windows one after another, as ids or as text, each with its place."""
+    count, width = tokens.windows.shape
+    lines = [
+        f"step {tokens.step} of {paths.for_people(run_dir)}: epoch {tokens.epoch}, {count} windows "
+        f"of {width - 1} + 1 tokens, batch_hash {tokens.hash} as logged"
+    ]
+    for row, place in enumerate(tokens.places):
+        lines.append(f"--- sample {tokens.first_sample + row}: {place}")
+        ids = tokens.windows[row].tolist()
+        lines.append(gpt2_encoding().decode(ids) if as_text else " ".join(map(str, ids)))
+    return "\n".join(lines)

@@ -1,0 +1,293 @@
+"""`--preflight`: try everything that a run will need, in at most a minute, and answer GO or NO-GO.
+
+Nothing of the run is written. What the trainer would refuse is a NO-GO; what it would only warn of is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from gpt2lab import fmt, paths
+from gpt2lab.commands.trials import DISK_BYTES, try_disk, try_network, try_step
+from gpt2lab.config.command_line import Command
+from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
+from gpt2lab.planner import card_presets, hardware
+from gpt2lab.planner.estimate import MEMORY_TARGET, device_memory
+from gpt2lab.planner.here import Seen, here, look
+from gpt2lab.planner.scoring import job_of_start
+from gpt2lab.training.parts import (
+    PRETRAINING,
+    Parts,
+    Recipe,
+    build_and_load,
+    fit_to_hardware,
+    look_at_attention,
+    refuse_mixed_hardware,
+)
+from gpt2lab.training.start import Start, decide
+from gpt2lab.training.stop import end_with_parent, launcher_grace_seconds
+
+_UNEVEN = 1.5  # processes further apart than this are worth a look
+_CLOCKS_APART = 2.0  # seconds
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer."""
+
+    name: str
+    result: Literal["ok", "warning", "failed"]
+    detail: str
+    numbers: dict[str, Any] = field(default_factory=dict)  # for --json
+
+
+def preflight(command: Command, *, recipe: Recipe = PRETRAINING) -> int:
+    """Try everything, print the checks and the verdict; return 0 for GO and 1 for NO-GO."""
+    if "RANK" in os.environ:
+        end_with_parent()
+    runtime = Runtime(timeout_minutes=command.verbs.pg_timeout_minutes)
+    checks = _check_all(command, recipe, runtime)
+    failed = [check.name for check in checks if check.result == "failed"]
+    if runtime.rank == 0:
+        _print(checks, failed, command_to_start(checks), as_json=command.verbs.json)
+    runtime.close()
+    return 1 if failed else 0
+
+
+def _decide(command: Command, world_size: int) -> Start:
+    start = decide(command, world_size=world_size, set_aside=False)
+    fitted = card_presets.fitted(command, start)
+    return decide(fitted, world_size=world_size, set_aside=False) if fitted else start
+
+
+def _check_all(command: Command, recipe: Recipe, runtime: Runtime) -> list[Check]:
+    """Run the checks in order; one that later ones rest on ends the list where it fails."""
+    try:
+        start = runtime.decided_by_first(lambda: _decide(command, runtime.world_size))
+        start = runtime.everywhere(lambda: fit_to_hardware(start, runtime))
+        refuse_mixed_hardware(start, runtime)
+    except GPT2LabError as refusal:
+        return [_refused(refusal)]
+    if start.is_complete:
+        return [Check("settings", "failed", f"{start.run_dir.name} is complete; nothing to train")]
+    notes = [text for text in start.warnings if text not in start.room.shortage()]
+    checks = [_settings(start), *(Check("note", "warning", text) for text in notes)]
+    checks += runtime.decided_by_first(lambda: [_disk(start), _memory(start, runtime)])
+    if checks[-1].result == "failed":
+        return checks
+    try:
+        model = recipe.build_model(start, runtime)
+        start = look_at_attention(start, model, runtime)
+        parts = build_and_load(start, runtime, model, recipe)
+        began = time.monotonic()
+        batch = runtime.everywhere(lambda: _first_batch(parts))
+        read_seconds = time.monotonic() - began
+    except GPT2LabError as refusal:
+        return [*checks, _refused(refusal)]
+    checks.append(
+        Check("data", "ok", f"{start.describe_data()}; first batch read in {read_seconds:.1f} s")
+    )
+    if parts.receipt is not None:
+        checks.append(Check("checkpoint", "ok", parts.receipt.describe().splitlines()[0]))
+    step = _step(start, parts, batch, runtime)
+    checks.append(step)
+    if step.result == "failed":
+        return checks
+    if runtime.world_size > 1:
+        checks.append(_network(start, runtime))
+    checks.append(_clock(start, runtime))
+    checks.append(_grace(start, {check.name: check for check in checks}))
+    return checks
+
+
+def _refused(refusal: GPT2LabError) -> Check:
+    kinds = {DataError: "data", CheckpointError: "checkpoint"}
+    return Check(kinds.get(type(refusal), "settings"), "failed", str(refusal))
+
+
+def _settings(start: Start) -> Check:
+    plan, system = start.plan, start.config.system
+    at = f", goes on from step {start.checkpoint.step}" if start.checkpoint else ""
+    return Check(
+        "settings",
+        "ok",
+        f"{start.config.model.model}, {plan.parameters:,} parameters, {plan.max_steps:,} steps of {plan.batch}, "
+        f"{system.dtype}{', compiled' if system.compile == 'on' else ''}{at}",
+        {"parameters": plan.parameters, "max_steps": plan.max_steps},
+    )
+
+
+def _disk(start: Start) -> Check:
+    """Compare the retention plan with the disk, and time a piece of a checkpoint on it."""
+    room, plan = start.room, start.plan
+    # Half of what is free at most: others write too.
+    num_bytes = min(DISK_BYTES, plan.checkpoint_bytes, room.free // 2)
+    try:
+        trial = try_disk(room.folder, num_bytes)
+    except OSError as error:
+        return Check("disk", "failed", f"{room.folder}: cannot write there ({error.strerror})")
+    if not trial.intact:
+        return Check("disk", "failed", f"{room.folder}: gives back other bytes than were written")
+    if not room.fits:
+        return Check("disk", "failed", " ".join(room.shortage()))
+    rates = [trial.num_bytes / seconds for seconds in (trial.write_seconds, trial.read_seconds)]
+    save, load = (plan.checkpoint_bytes / rate for rate in rates)
+    return Check(
+        "disk",
+        "ok",
+        f"{room.describe()}; a trial of {fmt.num_bytes(trial.num_bytes)} means {_seconds(save)} "
+        f"to save and {_seconds(load)} to read a checkpoint of {fmt.num_bytes(plan.checkpoint_bytes)}",
+        {
+            "free_bytes": room.free,
+            "needed_bytes": room.needed,
+            "write_bytes_per_second": rates[0],
+            "read_bytes_per_second": rates[1],
+            "save_seconds": save,
+        },
+    )
+
+
+def _memory(start: Start, runtime: Runtime) -> Check:
+    """Compare the predicted peak of a step with what is free."""
+    dtype, compiled = start.config.system.dtype, start.config.system.compile == "on"
+    assert dtype != "auto"
+    job, known = job_of_start(start, dtype=dtype, compiled=compiled), hardware.load()
+    seen = Seen(()) if runtime.device.type == "cpu" else look()
+    machine, _ = here(seen, known, [], processes=runtime.world_size, dtype=dtype, compiled=compiled)
+    need = device_memory(job, machine, known, MEMORY_TARGET)
+    numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
+    needed = f"{fmt.num_bytes(need.needed)} a process predicted"
+    if need.available is None:
+        return Check("memory", "warning", f"{needed}; what is free is not known here", numbers)
+    detail = f"{needed}, {fmt.num_bytes(need.available)} free for each"
+    if need.fits:
+        return Check("memory", "ok", detail, numbers)
+    fix = (
+        f"--mini_batch_size {need.largest_micro_batch} fits"
+        if need.largest_micro_batch
+        else "not even one sequence at a time fits: a smaller --model or --context_length does"
+    )
+    return Check("memory", "failed", f"{detail}; {fix}", numbers)
+
+
+def _first_batch(parts: Parts) -> GlobalBatch:
+    """Read the batch that the run would begin with, and check the shards it came from."""
+    batch = parts.sources.loader.fetch(parts.state.samples)
+    parts.sources.loader.wait_until_verified()
+    return batch
+
+
+def _step(start: Start, parts: Parts, batch: GlobalBatch, runtime: Runtime) -> Check:
+    try:
+        trial = try_step(start.config, parts, batch, runtime, start.plan.max_steps)
+    except torch.OutOfMemoryError as error:
+        if runtime.world_size > 1:  # the others wait in a collective: the launcher must end them
+            raise
+        return Check("step", "failed", str(error).splitlines()[0])
+    trials = runtime.gather(trial)
+    seconds = [one.seconds for one in trials]
+    share = start.plan.batch.tokens / runtime.world_size
+    whole = max(seconds) * share / trial.tokens
+    numbers = {"tokens": trial.tokens, "seconds": seconds, "step_seconds": whole}
+    detail = (
+        f"forward, backward and update of {trial.tokens:,} tokens a process in {max(seconds):.2f} s "
+        f"(uncompiled), loss {trial.loss:.3f}: about {_seconds(whole)} a step"
+    )
+    if not math.isfinite(trial.loss) or not math.isfinite(trial.grad_norm):
+        return Check("step", "failed", f"{detail}; loss or gradient is not finite", numbers)
+    return Check("step", "ok", detail, numbers)
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.2f} s" if number < 60 else fmt.duration(number)
+
+
+def _network(start: Start, runtime: Runtime) -> Check:
+    trials = runtime.gather(try_network(runtime, 4 * start.plan.parameters))
+    latencies, rates = (
+        [one.latency_seconds for one in trials],
+        [one.bytes_per_second for one in trials],
+    )
+    gradient = 4 * start.plan.parameters / min(rates)
+    slowest = rates.index(min(rates))
+    detail = (
+        f"all-reduce of a number {max(latencies) * 1e3:.2f} ms, of {fmt.num_bytes(trials[0].num_bytes)} "
+        f"{fmt.num_bytes(min(rates))}/s (process {slowest}, the slowest): {gradient:.2f} s for a step's gradient"
+    )
+    numbers = {"latency_seconds": latencies, "bytes_per_second": rates}
+    uneven = max(rates) > _UNEVEN * min(rates)
+    if uneven:
+        detail += f"; the fastest has {fmt.num_bytes(max(rates))}/s"
+    return Check("network", "warning" if uneven else "ok", detail, numbers)
+
+
+def _clock(start: Start, runtime: Runtime) -> Check:
+    """Compare the machines' clocks with each other and with the newest checkpoint's."""
+    runtime.gather(None)  # all at once
+    clocks = runtime.gather(time.time())
+    apart = max(clocks) - min(clocks)
+    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(clocks[0]))
+    numbers = {"seconds_apart": apart}
+    if apart > _CLOCKS_APART:
+        text = f"the processes' clocks are {apart:.0f} s apart; logs of machines would not match"
+        return Check("clock", "warning", text, numbers)
+    if start.checkpoint is not None and start.checkpoint.created > clocks[0]:
+        text = f"it is {moment} here, but the checkpoint was saved later; set the clock"
+        return Check("clock", "warning", text, numbers)
+    return Check("clock", "ok", f"{moment}, processes {apart:.2f} s apart", numbers)
+
+
+def _grace(start: Start, done: dict[str, Check]) -> Check:
+    """Compare a clean stop, one step and one save, with the launcher's patience."""
+    save = start.last_save_seconds or done["disk"].numbers.get("save_seconds", 0.0)
+    needed = done["step"].numbers["step_seconds"] + save
+    grace = launcher_grace_seconds(os.environ)
+    numbers = {"stop_seconds": needed, "grace_seconds": grace}
+    detail = f"a clean stop takes about {_seconds(needed)}"
+    if grace is None:
+        return Check("grace", "ok", f"{detail}; no launcher would kill before", numbers)
+    if needed <= grace:
+        return Check("grace", "ok", f"{detail}, torchrun waits {grace:.0f} s", numbers)
+    detail += f", torchrun kills after {grace:.0f} s; the command below makes it wait longer"
+    return Check("grace", "warning", detail, numbers)
+
+
+def command_to_start(checks: list[Check]) -> str:
+    """Return the command line that was typed, without what asked for these checks, and with patience if needed."""
+    words, script = [paths.program("python"), *sys.argv], sys.argv[0]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        world = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        words = [paths.program("torchrun"), f"--nproc_per_node={world}", *sys.argv]
+        typed = Path(f"/proc/{os.getppid()}/cmdline")
+        if typed.exists() and script in typed.read_text().split("\0"):
+            words = typed.read_text().rstrip("\0").split("\0")
+    asked = ("--preflight", "--json")
+    words = [word for word in words if word not in asked]
+    grace = next((check for check in checks if check.name == "grace"), None)
+    if grace is not None and grace.result == "warning":
+        patience = str(2 * math.ceil(grace.numbers["stop_seconds"]))
+        words[words.index(script) : words.index(script)] = ["--shutdown-timeout", patience]
+    return shlex.join(words)
+
+
+def _print(checks: list[Check], failed: list[str], command: str, *, as_json: bool) -> None:
+    if as_json:
+        told = {"go": not failed, "checks": [asdict(check) for check in checks], "command": command}
+        print(json.dumps(told))
+        return
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{check.name:<{width}}  {check.result:<7}  {check.detail}")
+    print(f"NO-GO: {', '.join(failed)}" if failed else f"GO: {command}")

@@ -1,0 +1,36 @@
+"""Make a run's TensorBoard files from its metrics.jsonl, also for a run without --use_tensorboard.
+
+python scripts/rebuild_tensorboard.py gpt2-124m
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from gpt2lab.config.command_line import option, run_tyro
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Make a run's TensorBoard files from its metrics.jsonl."""
+
+    run: Positional[str] = field(metadata={"help": "name in checkpoints/, or folder"})
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+
+def main(argv: list[str]) -> int:
+    """Rebuild and say where."""
+    flags = run_tyro(Rebuild, argv)
+    from gpt2lab import paths
+    from gpt2lab.runs import history
+
+    runs = flags.checkpoint_dir
+    found = history.find_run(
+        flags.run, checkpoint_dir=paths.from_working_directory(runs) if runs else None
+    )
+    from gpt2lab.runs.tensorboard import rebuild_tensorboard  # torch
+
+    folder, count = rebuild_tensorboard(found)
+    print(f"{paths.for_people(folder)}: {count:,} events")
+    return 0

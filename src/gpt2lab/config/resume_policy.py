@@ -1,0 +1,58 @@
+"""What a resume may change: settings that differ from the saved ones, and which of them are refused. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpt2lab.config.command_line import Command
+from gpt2lab.config.schema import LENGTHS, Config
+from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.errors import ConfigError
+
+_LOCATION = ("checkpoint_dir", "run_name")
+
+
+def find_changes(saved: Config, now: Config) -> dict[str, list[Any]]:
+    """Return {flag: [saved, now]} of all that differs but where the run lies."""
+    before, after = to_flat(saved), to_flat(now)
+    return {
+        name: [before[name], after[name]]
+        for name in after
+        if name not in _LOCATION and before[name] != after[name]
+    }
+
+
+def refuse_changes(
+    command: Command, config: Config, changes: dict[str, list[Any]], *, run: str
+) -> None:
+    """Refuse changes of what is fixed, and of what is guarded without --allow_change; other data count as guarded.
+
+    Raises: ConfigError naming each setting, and the flag that allows it.
+    """
+    allowed = {name.strip().lstrip("-") for name in (command.verbs.allow_change or "").split(",")}
+    if allowed & set(LENGTHS):  # one setting in three units
+        allowed |= set(LENGTHS)
+    policies = {name: "guarded" if name == "data" else policy_of(name, config) for name in changes}
+    fixed = [name for name, policy in policies.items() if policy == "fixed"]
+    guarded = [
+        name for name, policy in policies.items() if policy == "guarded" and name not in allowed
+    ]
+
+    def show(names: list[str]) -> str:
+        return ", ".join(f"{name} {changes[name][0]} -> {changes[name][1]}" for name in names)
+
+    recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]
+    if recounted and config.length.max_steps is None:
+        raise ConfigError(
+            f"run {run}: with {show(recounted)} a length in epochs or tokens means another number of steps; "
+            f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
+        )
+    if fixed:
+        what = "with another architecture" if fixed != ["init_from"] else "from another beginning"
+        raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
+    if guarded:
+        named = [name for name in guarded if name in command.typed or name == "data"] or guarded
+        raise ConfigError(
+            f"run {run} would change its mathematics: {show(guarded)}; "
+            f"leave it as it was, or add --allow_change {','.join(named)} to record the change"
+        )

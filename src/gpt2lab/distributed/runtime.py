@@ -1,0 +1,258 @@
+"""The process among its peers: rank, device, and the few collectives that decisions need.
+
+Every decision is taken once and agreed by all: the first process decides, or every process reports and all see the
+same answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from gpt2lab.config.schema import SystemConfig
+from gpt2lab.errors import ConfigError, GPT2LabError, refusal_of
+
+T = TypeVar("T")
+Dtype = Literal["auto", "fp32", "bf16"]
+
+
+class Runtime:
+    """Rank, world and device of this process."""
+
+    def __init__(self, *, timeout_minutes: float = 60.0) -> None:
+        """Join the process group that torchrun describes in the environment; alone, there is none.
+
+        `timeout_minutes`: how long a collective waits for a process; heartbeat.py ends a hang before, and names it.
+        """
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.is_distributed = "RANK" in os.environ
+        self.device = torch.device("cpu")
+        if self.is_distributed:
+            # Decisions travel on gloo between CPUs, gradients on NCCL between GPUs.
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            patience = datetime.timedelta(minutes=timeout_minutes)
+            # torchrun's restarts share one store: without a name of its own a start finds its dead predecessor's
+            # addresses there, and never connects.
+            store, rank, world_size = next(iter(rendezvous("env://")))
+            count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(count, store)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=patience
+            )
+            self._decisions = dist.new_group(backend="gloo", timeout=patience)
+
+    def use(self, system: SystemConfig) -> None:
+        """Choose this process's device.
+
+        Raises: ConfigError if it is not there.
+        """
+        if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
+            _keep_freed_memory()
+            # Compiled GELUs are faster with tanh written as an exponential. It is off by default for its relative
+            # error near 0, which 1 + tanh does not see. Inductor reads it when it is imported.
+            os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
+            _use_deterministic_kernels()  # free on a CPU; without it compiled code adds atomically
+            return
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "device cuda: torch sees no GPU; check the driver and nvidia-smi, or use --device cpu"
+            )
+        if self.local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {self.local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; "
+                f"lower --nproc_per_node"
+            )
+        self.device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(self.device)
+        # fp32 is fp32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch would advise the same.
+        torch.set_float32_matmul_precision("highest")
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        if system.deterministic:
+            _use_deterministic_cublas()
+            # Inductor else times kernels of which some add in another order, and takes the fastest.
+            os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+            _use_deterministic_kernels()
+
+    def decided_by_first(self, decide: Callable[[], T]) -> T:
+        """Run `decide` on the first process and return its result, or raise its refusal, on all."""
+        if not self.is_distributed:
+            return _unwrap(_attempt(decide))
+        answer: list[Any] = [None]
+        if self.rank == 0:
+            answer = [_attempt(decide)]
+        dist.broadcast_object_list(answer, src=0, group=self._decisions)
+        return _unwrap(answer[0])
+
+    def everywhere(self, act: Callable[[], T]) -> T:
+        """Run `act` on every process; if one refuses, all raise that refusal instead of waiting for it forever."""
+        mine = _attempt(act)
+        if not self.is_distributed:
+            return _unwrap(mine)
+        refusals: list[Any] = [None] * self.world_size
+        dist.all_gather_object(refusals, mine[1], group=self._decisions)
+        for refusal in refusals:
+            if refusal is not None:
+                raise refusal
+        return _unwrap(mine)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every process's value, by rank, on all."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._decisions)
+        return values
+
+    def largest(self, values: list[int]) -> list[int]:
+        """Return, for each place, the largest value that some process has. About 0.2 ms between CPUs."""
+        if not self.is_distributed:
+            return values
+        votes = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._decisions)
+        return [int(vote) for vote in votes]
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `value` over all processes."""
+        if self.is_distributed:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def share(self, tensors: list[torch.Tensor]) -> None:
+        """Copy the first process's values into every process's tensors."""
+        for tensor in tensors if self.is_distributed else []:
+            dist.broadcast(tensor, src=0)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU's queue, so that a clock read next means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory(self) -> int:
+        """Return the largest memory in use so far: allocated on the GPU, resident on a CPU; bytes."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+
+    def close(self) -> None:
+        """Leave the process group together.
+
+        Without the barrier the first process's peers can hang in destroy while it still writes; without destroy
+        gloo sometimes aborts at exit, and a finished run reports failure.
+        """
+        if self.is_distributed and dist.is_initialized():
+            dist.barrier(group=self._decisions)
+            dist.destroy_process_group()
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
+    try:
+        return act(), None
+    except (GPT2LabError, OSError) as error:
+        refusal = refusal_of(error)
+        if refusal is None:
+            raise
+        refusal.is_local = False  # all raise it, and the first process says it for them
+        return None, refusal
+
+
+def _unwrap(answer: tuple[T | None, GPT2LabError | None]) -> T:
+    result, refusal = answer
+    if refusal is not None:
+        raise refusal
+    return result  # type: ignore[return-value]
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Tell whether bf16 matmuls run in hardware: CUDA from sm80, CPUs with avx512_bf16, amx_bf16 or Arm bf16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
+    """Turn `auto` into bf16 or fp32.
+
+    Raises: ConfigError if bf16 was asked for where it would only be emulated.
+    """
+    if wanted == "fp32":
+        return "fp32"
+    if native_bf16(device):
+        return "bf16"
+    if wanted == "bf16":
+        raise ConfigError(
+            f"dtype bf16: this {device.type} has no native bf16; use --dtype fp32"
+            f" (for a run begun in bf16 also --allow_change dtype)"
+        )
+    return "fp32"
+
+
+def use_fast_fp32_matmul() -> bool:
+    """Let a CPU multiply fp32 matrices in oneDNN instead of MKL where that stays fp32; tell whether it does.
+
+    MKL leaves half of an AMD core's vector units idle. torch's switch allows oneDNN to round to bf16 besides, which it
+    does on processors with bf16 tiles (AMX): there it is turned back.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    torch.set_float32_matmul_precision("highest")
+    exact = a @ b
+    torch.set_float32_matmul_precision("medium")
+    stays_fp32 = bool((a @ b - exact).abs().max() <= 1e-5 * exact.abs().max())  # bf16: 3e-3
+    if not stays_fp32:
+        torch.set_float32_matmul_precision("highest")
+    return stays_fp32
+
+
+def _use_deterministic_kernels() -> None:
+    """Have torch choose kernels whose sums do not depend on the order in which threads arrive."""
+    torch.use_deterministic_algorithms(True)
+    # We read no uninitialised memory, and filling it costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _use_deterministic_cublas() -> None:
+    """Have cuBLAS work in buffers of its own, without which its sums may differ; it reads this when it is first used.
+
+    Raises: ConfigError if the environment says otherwise; torch would end in a traceback at the first product.
+    """
+    buffers = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if buffers not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            f"CUBLAS_WORKSPACE_CONFIG={buffers} is not deterministic; unset it, or set :4096:8 or :16:8"
+        )
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep freed pages instead of returning them to the kernel after every step.
+
+    A training step frees and asks for the same large blocks each time, and a fresh 4 KiB page costs about a
+    microsecond: without this, page faults take a large part of a CPU step. The cost is resident memory.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # musl: no such knob, only slower
+        return
+    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TOP_PAD, 64 * 1024 * 1024)

@@ -1,0 +1,154 @@
+"""HellaSwag as token ids: tokenised once, kept in a file beside the items, and cut to a subset. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2lab import paths
+from gpt2lab.evaluation import hellaswag_items
+from gpt2lab.evaluation.hellaswag_items import STYLES, Style, read_items, tokenize
+from gpt2lab.tokenizers.gpt2 import VOCABULARY_HASH
+
+
+@dataclass(frozen=True)
+class Questions:
+    """N items, tokenised in both styles. Ragged: ids lie end to end, `lengths` says where each piece ends."""
+
+    labels: np.ndarray  # (N,) int64, which ending is true
+    ids: dict[Style, np.ndarray]  # (total,) uint16
+    lengths: dict[Style, np.ndarray]  # (N, 5) int64: tokens of the context and of each ending
+    ending_chars: np.ndarray  # (N, 4) int64, of the harness text
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash what is asked: equal for equal items in equal order, whatever file they came from."""
+        digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
+        for style in STYLES:
+            digest.update(self.lengths[style].astype("<i8").tobytes())
+            digest.update(self.ids[style].astype("<u2").tobytes())
+        return digest.hexdigest()
+
+    def pieces(self, style: Style) -> list[list[np.ndarray]]:
+        """Return for each item its context and four endings, arrays of ids."""
+        ends = np.cumsum(self.lengths[style])
+        parts = np.split(self.ids[style], ends[:-1])
+        return [parts[i : i + 5] for i in range(0, len(parts), 5)]
+
+    def subset(self, limit: int) -> Questions:
+        """Return a fixed random subset of `limit` items in their own order; all if there are no more, or for 0."""
+        if not 0 < limit < len(self):
+            return self
+        chosen = np.sort(np.random.RandomState(0).permutation(len(self))[:limit])
+        pieces = {style: self.pieces(style) for style in STYLES}
+        return Questions(
+            labels=self.labels[chosen],
+            ids={
+                style: np.concatenate([part for i in chosen for part in pieces[style][i]])
+                for style in STYLES
+            },
+            lengths={style: self.lengths[style][chosen] for style in STYLES},
+            ending_chars=self.ending_chars[chosen],
+        )
+
+
+def load_questions(path: Path) -> Questions:
+    """Return the items of a file as token ids, from the cache where it holds exactly these.
+
+    The cache is a convenience: it lies beside the items, or where that cannot be written in the user's cache folder,
+    and whatever is wrong with it, the items are tokenised again.
+
+    Raises: DataError naming file and line.
+    """
+    items = read_items(path)
+    key = _key(path)
+    places = [path.with_name(f".{path.name}.tokens"), _cache_folder() / f"hellaswag-{key}.tokens"]
+    for place in places:
+        questions = _read_cache(place, key)
+        if questions is not None:
+            return questions
+    written = {style: [tokenize(item, style) for item in items] for style in STYLES}
+    questions = Questions(
+        labels=np.array([item.label for item in items]),
+        ids={
+            style: np.array(
+                [t for q in written[style] for part in (q.context, *q.endings) for t in part],
+                dtype=np.uint16,
+            )
+            for style in STYLES
+        },
+        lengths={
+            style: np.array([[len(q.context), *map(len, q.endings)] for q in written[style]])
+            for style in STYLES
+        },
+        ending_chars=np.array([q.ending_chars for q in written["harness"]]),
+    )
+    for place in places:
+        if _write_cache(place, key, questions):
+            break
+    return questions
+
+
+def _key(path: Path) -> str:
+    """Name what the ids depend on: the items, the vocabulary, and the code that writes them as text and arrays."""
+    digest = hashlib.sha256(VOCABULARY_HASH.encode())
+    for source in (path, Path(hellaswag_items.__file__), Path(__file__)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _cache_folder() -> Path:
+    return paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab"
+
+
+def _read_cache(place: Path, key: str) -> Questions | None:
+    """Return what a cache file holds, if it is whole and made from the same."""
+    try:
+        head, payload = place.read_bytes().split(b"\n", 1)
+        if head.decode() != f"{key} {hashlib.sha256(payload).hexdigest()}":
+            return None
+        with np.load(io.BytesIO(payload), allow_pickle=False) as file:
+            arrays = dict(file)
+    except (OSError, ValueError):
+        return None
+    return Questions(  # the hash vouches for the rest
+        labels=arrays["labels"],
+        ids={style: arrays[f"{style}_ids"] for style in STYLES},
+        lengths={style: arrays[f"{style}_lengths"] for style in STYLES},
+        ending_chars=arrays["ending_chars"],
+    )
+
+
+def _write_cache(place: Path, key: str, questions: Questions) -> bool:
+    """Write the cache file in one step and tell whether that went well."""
+    arrays: dict[str, Any] = {
+        "labels": questions.labels,
+        "ending_chars": questions.ending_chars,
+        **{f"{style}_ids": questions.ids[style] for style in STYLES},
+        **{f"{style}_lengths": questions.lengths[style] for style in STYLES},
+    }
+    payload = io.BytesIO()
+    np.savez(payload, **arrays)
+    content = payload.getvalue()
+    head = f"{key} {hashlib.sha256(content).hexdigest()}\n".encode()
+    temporary = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(head + content)
+        os.replace(temporary, place)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True

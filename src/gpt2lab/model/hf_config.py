@@ -1,0 +1,97 @@
+"""Hugging Face's config.json of a GPT-2, read and written. No torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.errors import CheckpointError
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
+
+HF_CONFIG, HF_WEIGHTS = "config.json", "model.safetensors"
+PADDED_VOCABULARY = (
+    50_304  # rows that our own GPT-2s have: NUM_TOKENS rounded up to a multiple of 64
+)
+
+# What we compute, in transformers' GPT2Config names: default where the file is silent, and what else means the same.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+
+
+def read_hf_config(folder: Path) -> ModelConfig:
+    """Return the shape that config.json describes.
+
+    Raises: CheckpointError naming the first setting under which GPT-2 would be another network.
+    """
+    path = folder / HF_CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: not a Hugging Face model's {HF_CONFIG}")
+    if values.get("model_type") != "gpt2":
+        raise CheckpointError(
+            f"{path}: model_type {values.get('model_type')!r}, only 'gpt2' is read"
+        )
+    for name, allowed in _REQUIRED.items():
+        found = values.get(name, allowed[0])
+        if found not in allowed:
+            raise CheckpointError(f"{path}: {name} {found!r} is not supported, only {allowed[0]!r}")
+    try:
+        n_layer, n_head, n_embd = (int(values[name]) for name in ("n_layer", "n_head", "n_embd"))
+        context_length = int(values.get("n_positions") or values["n_ctx"])
+        vocab_size = int(values["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: no usable {error}") from error
+    if values.get("n_inner") not in (None, 4 * n_embd):
+        raise CheckpointError(
+            f"{path}: n_inner {values['n_inner']} is not supported, only 4 x n_embd"
+        )
+    return ModelConfig(
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+        context_length=context_length,
+        vocab_size=PADDED_VOCABULARY if vocab_size == NUM_TOKENS else vocab_size,
+    )
+
+
+def real_vocabulary(config: ModelConfig) -> int:
+    """Return how many rows of the embedding are ids of text; those above only pad it."""
+    return min(config.vocab_size, NUM_TOKENS)
+
+
+def write_hf_config(config: ModelConfig, folder: Path, *, dtype: str) -> None:
+    """Write config.json for a model without padding rows; dropout 0, which is what loading for use means."""
+    end = END_OF_TEXT if config.vocab_size >= NUM_TOKENS else None
+    values = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "n_positions": config.context_length,
+        "n_ctx": config.context_length,  # its old name, which lm-eval and older readers still ask for
+        "n_inner": None,
+        "vocab_size": real_vocabulary(config),
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "dtype": dtype,
+    }
+    values |= {name: allowed[0] for name, allowed in _REQUIRED.items()}
+    (folder / HF_CONFIG).write_text(json.dumps(values, indent=2) + "\n")

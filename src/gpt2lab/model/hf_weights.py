@@ -1,0 +1,105 @@
+"""Hugging Face's GPT-2 weights, in and out, without transformers: its names and layout are known here alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from gpt2lab.errors import CheckpointError
+from gpt2lab.model.gpt import GPT, empty_model
+from gpt2lab.model.hf_config import (
+    HF_CONFIG,
+    HF_WEIGHTS,
+    PADDED_VOCABULARY,
+    read_hf_config,
+    real_vocabulary,
+)
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+
+_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # causal masks that old files carry
+_TRANSPOSED = re.compile(
+    r"\.(c_attn|c_proj|c_fc)\.weight$"
+)  # Conv1D keeps (in, out), Linear (out, in)
+
+
+def load_hf(folder: Path) -> GPT:
+    """Return the model of a Hugging Face GPT-2 folder, on the CPU in fp32.
+
+    GPT-2's vocabulary gets padding rows up to 50304, each the mean of the real rows: their logit is then the average
+    one, which a softmax over all rows hardly notices.
+
+    Raises: CheckpointError naming the file and what it is instead.
+    """
+    config = read_hf_config(folder)
+    tensors = _read_weights(folder / HF_WEIGHTS)
+    model = empty_model(config)
+    wanted = dict(model.named_parameters())
+    real = int(tensors["wte.weight"].size(0)) if "wte.weight" in tensors else 0
+    missing, unknown = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+    if missing or unknown:
+        problem = f"no tensor {missing[0]}" if missing else f"unknown tensor {unknown[0]}"
+        raise CheckpointError(f"{folder / HF_WEIGHTS}: {problem}; not a GPT-2 of its {HF_CONFIG}")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            tensor = tensors[name]
+            if name == "wte.weight" and real == NUM_TOKENS:
+                padding = tensor.mean(dim=0, keepdim=True).expand(PADDED_VOCABULARY - real, -1)
+                tensor = torch.cat([tensor, padding])
+            if tensor.shape != parameter.shape:
+                found, meant = tuple(tensor.shape), tuple(parameter.shape)
+                raise CheckpointError(
+                    f"{folder / HF_WEIGHTS}: {name} is {found}, {HF_CONFIG} means {meant}"
+                )
+            parameter.copy_(tensor)
+    return model
+
+
+def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return {transformers' name: tensor in its layout} without padding rows; the tied head stands there once."""
+    tensors = {}
+    for full_name, parameter in model.named_parameters():
+        name = re.sub(r"^blocks\.", "h.", full_name)
+        tensor = parameter.detach()
+        if full_name == "wte.weight":
+            tensor = tensor[: real_vocabulary(model.config)]
+        if _TRANSPOSED.search(name):
+            tensor = tensor.T
+        tensors[f"transformer.{name}"] = tensor.to("cpu", dtype).contiguous()
+    return dict(sorted(tensors.items()))
+
+
+def our_name(name: str) -> str | None:
+    """Return our name of a GPT-2 tensor, None for a causal mask, which is no weight."""
+    if _BUFFERS.search(name):
+        return None
+    return re.sub(r"^h\.", "blocks.", name.removeprefix("transformer."))
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return {our parameter name: tensor in our layout}."""
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such file; only unsplit safetensors weights are read (save_pretrained writes them)"
+        )
+    try:
+        tensors = safetensors.torch.load_file(path, device="cpu")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: cut short or damaged ({error}); copy or download it again"
+        ) from error
+    ours: dict[str, torch.Tensor] = {}
+    for full_name, tensor in tensors.items():
+        name = our_name(full_name)
+        if name is None:
+            continue
+        ours[name] = tensor.T if _TRANSPOSED.search(name) else tensor
+    head = ours.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):
+        raise CheckpointError(
+            f"{path}: lm_head.weight differs from wte.weight; only a tied head is supported"
+        )
+    return ours

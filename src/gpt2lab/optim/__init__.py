@@ -1,0 +1,1 @@
+"""AdamW, Muon and the learning-rate schedule."""

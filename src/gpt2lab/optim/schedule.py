@@ -1,0 +1,37 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from gpt2lab.config.schema import OptimConfig
+
+
+def default_warmup(max_steps: int) -> int:
+    """Return 715 steps (GPT-3's 375M tokens at 524,288 a step), or a tenth of a shorter run."""
+    return min(715, max_steps // 10)
+
+
+def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
+    """Return the learning rate of update number `step` (1, 2, ... max_steps).
+
+    Linear from 0 over `warmup_steps`, then a decay that starts at max_lr and reaches min_lr at max_steps:
+    half a cosine (Brown et al. 2020, appendix B), a line, or warm-up-stable-decay (Hu et al. 2024,
+    arXiv:2404.06395), which holds max_lr until the last `wsd_decay` of the run.
+
+    Raises: ValueError if warm-up and minimum rate are not resolved to numbers.
+    """
+    warmup, min_lr = optim.warmup_steps, optim.min_lr
+    if warmup is None or min_lr is None:
+        raise ValueError("warmup_steps and min_lr must be resolved before the schedule is read")
+    if step < warmup:
+        return optim.max_lr * step / warmup
+    start = warmup
+    if optim.lr_schedule == "wsd":
+        start = max(warmup, max_steps - max(1, round(optim.wsd_decay * max_steps)))
+    if step <= start or max_steps <= start:
+        return optim.max_lr
+    progress = min(1.0, (step - start) / (max_steps - start))  # 0 .. 1
+    if optim.lr_schedule == "cosine":
+        progress = 0.5 * (1.0 - math.cos(math.pi * progress))
+    return optim.max_lr * (1.0 - progress) + min_lr * progress

@@ -1,0 +1,1 @@
+"""A run before it starts: time, memory, cost and loss, each with an interval."""

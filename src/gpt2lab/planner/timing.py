@@ -1,0 +1,191 @@
+"""How long a step takes: six kinds of work, each at its own rate. No torch.
+
+A roofline of a known GPU, a matmul on this CPU, and rates fitted to measured runs are the same linear model with
+other coefficients and another uncertainty, so that everything that asks for time asks here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpt2lab.config.schema import ModelConfig, Optimizer, Recompute
+from gpt2lab.errors import ConfigError
+from gpt2lab.planner.hardware import Gpu, Hardware
+from gpt2lab.planner.interval import Interval
+from gpt2lab.planner.plan import count_matmul_parameters, count_parameters
+
+# FLOPs in matrices | FLOPs in attention | channels streamed through the blocks | logits | parameters updated |
+# blocks run (a constant cost of many small calls)
+MUON_ROUNDS = 5  # muon.py's ROUNDS; a test compares
+KINDS = ("matmul", "attention", "stream", "logits", "update", "calls")
+
+
+def work(
+    model: ModelConfig,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    recompute: Recompute = "none",
+    optimizer: Optimizer = "adamw",
+    updaters: int = 1,
+) -> tuple[float, ...]:
+    """Return one process's share of a step in each of KINDS; FLOPs forward and backward, dense attention.
+
+    A forward pass is a third of a step's work. `block` does that of the blocks twice, `selective` the part of it that
+    only streams. `updaters`: processes that share the update of the weights; Muon's matrix products are in it.
+    """
+    T, C, L = model.context_length, model.n_embd, model.n_layer
+    tokens = micro_batch * accumulation * T
+    head = model.vocab_size * C
+    twice = 4 / 3 if recompute == "block" else 1.0
+    streamed = 4 / 3 if recompute != "none" else 1.0
+    return (
+        6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens
+        + (muon_flops(model) if optimizer == "muon" else 0.0),
+        12.0 * twice * L * C * T * tokens,
+        streamed * tokens * C * L,
+        1.0 * tokens * model.vocab_size,
+        count_parameters(model) / updaters,
+        twice * accumulation * L,
+    )
+
+
+def muon_flops(model: ModelConfig) -> float:
+    """Return the FLOPs of a step's Newton-Schulz rounds, on every process.
+
+    A round of an (r, c) matrix, r <= c, is two products of 2 r^2 c and one of 2 r^3. A block has four of (C, C) and two
+    of (C, 4C): 60 C^3.
+    """
+    return 60.0 * MUON_ROUNDS * model.n_layer * model.n_embd**3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One observation to learn from."""
+
+    work: tuple[float, ...]
+    seconds: float
+    sigma: float = 0.05  # deviation of its logarithm
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds for one unit of each kind of work, with the covariance of their relative errors."""
+
+    seconds_per_unit: tuple[float, ...]
+    covariance: np.ndarray = field(repr=False)  # (6, 6), of seconds_per_unit relative to itself
+    source: str
+    observations: int = 0
+
+    def seconds(self, amount: Sequence[float]) -> float:
+        """Return the time of some work."""
+        return sum(a * s for a, s in zip(amount, self.seconds_per_unit, strict=True))
+
+    def sigma(self, amount: Sequence[float]) -> float:
+        """Return the deviation of the logarithm of that time."""
+        parts = np.array([a * s for a, s in zip(amount, self.seconds_per_unit, strict=True)])
+        share = parts / parts.sum()
+        return float(math.sqrt(max(0.0, share @ self.covariance @ share)))
+
+    def interval(self, amount: Sequence[float], *, extra_sigma: float = 0.0) -> Interval:
+        """Return the time with its 80 % interval; `extra_sigma` adds in quadrature."""
+        return Interval.log_normal(
+            self.seconds(amount), math.hypot(self.sigma(amount), extra_sigma)
+        )
+
+
+def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
+    """Return a GPU's rates: FLOPs at a share of its best matmul, bytes at a share of its bandwidth.
+
+    Raises: ConfigError if a number that this needs has no source.
+    """
+    if gpu.peak_flops is None or gpu.bandwidth is None:
+        why = f" ({gpu.note})" if gpu.note else ""
+        raise ConfigError(
+            f"gpu {gpu.name}: no bf16 rate with a source{why}; measure there with --measure"
+        )
+    k = hardware.constants
+    matmul = gpu.matmul_flops or k["matmul_fraction_unmeasured"] * gpu.peak_flops
+    per_flop = 1 / (k["matmul_efficiency"] * matmul)
+    per_byte = 1 / (k["bandwidth_efficiency"] * gpu.bandwidth)
+    eager = 1.0 if compiled else k["eager_factor"]
+    sigma = k["sigma_roofline"] if gpu.matmul_flops else k["sigma_roofline_unmeasured"]
+    return Rates(
+        seconds_per_unit=(
+            eager * per_flop,
+            eager * per_flop,
+            eager * per_byte * k["stream_bytes_per_token_layer_channel"],
+            eager * per_byte * k["stream_bytes_per_logit"],
+            per_byte * k["optimizer_bytes_per_parameter"],
+            0.0,
+        ),
+        covariance=np.full((6, 6), sigma**2),  # one common error
+        source="roofline-prior",
+    )
+
+
+def processor(matmul_flops: float, hardware: Hardware, *, bf16: bool) -> Rates:
+    """Return a CPU's rates from how fast it multiplies fp32 matrices: a wide guess until a run was measured.
+
+    `bf16`: the run multiplies in bf16 and the processor has instructions for it.
+    """
+    k = hardware.constants
+    speedup = k["cpu_bf16_speedup"] if bf16 else 1.0
+    per_flop = 1 / (k["cpu_matmul_efficiency"] * speedup * matmul_flops)
+    sigma = k["sigma_cpu_matmul"]
+    return Rates(
+        seconds_per_unit=(
+            per_flop,
+            per_flop * k["cpu_attention_factor"],
+            k["cpu_stream_seconds"],
+            k["cpu_logit_seconds"],
+            k["cpu_update_seconds"],
+            k["cpu_call_seconds"],
+        ),
+        covariance=np.full((6, 6), sigma**2) + np.eye(6) * sigma**2,
+        source="cpu-matmul",
+    )
+
+
+def fit(prior: Rates, measured: Sequence[Measured], *, spread: float) -> Rates:
+    """Learn rates from measured steps: Bayesian linear regression of predicted / observed = 1.
+
+    The prior is first brought to the level of the runs. Each rate is then the prior's times a factor; the factors are
+    normal around 1 with the prior's covariance plus `spread`^2 of their own, so that runs of different shapes correct
+    single rates. Factors stay positive.
+    """
+    if not measured:
+        return prior
+    level = statistics.median(m.seconds / prior.seconds(m.work) for m in measured)
+    base = level * np.array([s or 1e-12 for s in prior.seconds_per_unit])
+    design = np.array([np.array(m.work) * base / m.seconds / m.sigma for m in measured])
+    target = np.array([1 / m.sigma for m in measured])
+    precision = np.linalg.inv(prior.covariance + np.eye(len(KINDS)) * spread**2)
+    posterior = precision + design.T @ design
+    right = design.T @ target + precision @ np.ones(len(KINDS))
+    factors = _positive_solution(posterior, right)
+    covariance = np.linalg.inv(posterior) / np.outer(factors, factors)
+    predicted = design @ factors / target
+    scatter = float(np.mean(np.log(predicted) ** 2)) if len(measured) > 1 else 0.0
+    return Rates(
+        seconds_per_unit=tuple(float(s) for s in base * factors),
+        # What this machine's own runs differ by, seen or at least the error of one observation.
+        covariance=covariance + max(scatter, min(m.sigma for m in measured) ** 2),
+        source="calibrated",
+        observations=len(measured),
+    )
+
+
+def _positive_solution(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Minimise x'Mx/2 - r'x over x >= 0.01 by coordinate descent; M is positive definite."""
+    x = np.ones(len(right))
+    for _ in range(500):
+        for i in range(len(x)):
+            rest = matrix[i] @ x - matrix[i, i] * x[i]
+            x[i] = max(0.01, (right[i] - rest) / matrix[i, i])
+    return x

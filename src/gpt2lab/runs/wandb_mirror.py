@@ -1,0 +1,123 @@
+"""Weights & Biases as a mirror of metrics.jsonl, kept by a process of its own that follows the file. No torch.
+
+The trainer only starts it, and closes its standard input at the end. So whatever the library does (an error, a network
+that hangs, an exit of its process) cannot reach a run; the worst is that the end waits for it a few seconds.
+Each start of a run is a W&B run of its own, in a group with the run's name: steps that are taken again after a resume
+would otherwise be dropped, because a W&B run only goes forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+from gpt2lab import paths
+from gpt2lab.runs.history import METRICS
+from gpt2lab.runs.tags import tags_of
+
+_SOURCE = paths.REPOSITORY / "src"
+_LOG = "wandb.log"
+_POLL_SECONDS = 1.0
+_FINISH_SECONDS = 30.0  # that the end of a run waits for what was not sent yet
+
+
+class WandbMirror:
+    """The process that mirrors one start, seen from the trainer."""
+
+    def __init__(self, run_dir: Path, *, attempt: int, settings: dict[str, Any]) -> None:
+        """Start it; raises OSError where that is not possible."""
+        path = os.pathsep.join(filter(None, [str(_SOURCE), os.environ.get("PYTHONPATH")]))
+        self._log = run_dir / _LOG
+        with open(self._log, "w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gpt2lab.runs.wandb_mirror", str(run_dir), str(attempt)],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl+C and torchrun's signals are for the trainer
+            )
+        assert self._process.stdin is not None
+        self._input: IO[bytes] = self._process.stdin
+        with contextlib.suppress(OSError):  # it is gone already: `problem` will tell
+            self._input.write(json.dumps(settings).encode() + b"\n")
+            self._input.flush()
+
+    def problem(self) -> str | None:
+        """Return why it ended before its time, None while it lives."""
+        if self._process.poll() is None:
+            return None
+        with contextlib.suppress(OSError):
+            self._input.close()
+        said = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        return f"W&B shows nothing more, the run goes on: {said[-1][:200]} (all of it in {_LOG})"
+
+    def close(self) -> str | None:
+        """Let it send the rest, for some seconds; return what is wrong if it could not."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+        try:
+            code = self._process.wait(_FINISH_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            return (
+                f"W&B did not take the rest within {_FINISH_SECONDS:.0f} s and was left; see {_LOG}"
+            )
+        return self.problem() if code else None
+
+
+def is_installed() -> bool:
+    """Tell whether the library is there; it is not imported."""
+    return importlib.util.find_spec("wandb") is not None
+
+
+def follow(run_dir: Path, attempt: int) -> None:
+    """Send what the trainer writes to metrics.jsonl, until standard input ends and all is sent."""
+    settings = json.loads(sys.stdin.readline())
+    ended = threading.Event()
+
+    def wait_for_the_end() -> None:
+        os.read(
+            0, 1
+        )  # not sys.stdin, whose lock would abort an interpreter that ends while it is held
+        ended.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    import wandb  # the trainer never does
+
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "gpt2lab"),
+        group=run_dir.name,
+        name=f"{run_dir.name} start {attempt}",
+        config=settings,
+        dir=str(run_dir),
+    )
+    run.define_metric("training_step")
+    run.define_metric("*", step_metric="training_step")
+    torn = b""
+    with open(run_dir / METRICS, "rb") as file:
+        while True:
+            is_last = ended.is_set()  # before reading: then nothing is written after what is read
+            *lines, torn = (torn + file.read()).split(b"\n")
+            for event in map(json.loads, lines):
+                values = tags_of(event["event"], event)
+                if values and event["attempt"] == attempt:
+                    run.log({"training_step": event["step"], **values})
+            if is_last:
+                break
+            ended.wait(_POLL_SECONDS)
+    run.finish()
+
+
+if __name__ == "__main__":
+    follow(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,1 +1,0 @@
-"""Weights and optimizer state spread over processes: ZeRO stage 1, fully sharded, and what both have in common."""

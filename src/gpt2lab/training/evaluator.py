@@ -1,0 +1,149 @@
+"""What is measured on the way: validation loss, HellaSwag, a text; each timed, recorded and shown."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2lab import fmt
+from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.schema import Config
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import DataError, NonFiniteError
+from gpt2lab.evaluation.generation import sample_text
+from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
+from gpt2lab.evaluation.results import Results, keep_results
+from gpt2lab.evaluation.validation import MeasuresLoss
+from gpt2lab.model import rng
+from gpt2lab.model.gpt import GPT
+from gpt2lab.planner.progress import Progress
+from gpt2lab.runs.logger import Telemetry
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.training.control import Control
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The measurements of one run; a wish to stop cuts each of them short."""
+
+    config: Config
+    model: GPT
+    validation: MeasuresLoss
+    hellaswag: HellaSwag | None  # without items the evaluation is off
+    strategy: Strategy
+    runtime: Runtime
+    telemetry: Telemetry
+    progress: Progress
+    control: Control
+    run_dir: Path
+
+    def place(self, state: TrainState) -> str:
+        """Name the step just done, as every console line begins."""
+        return f"step {state.step}/{self.progress.last_step}"
+
+    def evaluate(self, state: TrainState) -> TrainState:
+        """Return the state with the validation loss of the weights as they are, or as it was if all were asked to stop.
+
+        Raises: NonFiniteError.
+        """
+        began = time.monotonic()
+        with self.strategy.whole(self.model) as model:
+            result = self.validation.measure(model, interrupted=self.control.is_interrupted)
+        if result is None:
+            return state
+        seconds = time.monotonic() - began
+        if not math.isfinite(result.val_loss):
+            raise NonFiniteError(
+                f"step {state.step}: validation loss {result.val_loss}; nothing of this step was saved. "
+                f"Resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+            )
+        state = state.with_val_loss(result.val_loss)
+        self.progress.record_event("eval", seconds)
+        self.telemetry.event(
+            "eval",
+            state.step,
+            val_loss=result.val_loss,
+            val_loss_se=result.val_loss_se,
+            val_tokens=result.val_tokens,
+            bits_per_byte=result.bits_per_byte,
+            seconds=seconds,
+        )
+        self.keep(result.results, state.step)
+        error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
+        bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
+        best = " | best so far" if state.best_step == state.step else ""
+        self.telemetry.say(
+            f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error}{bits} "
+            f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
+        )
+        if self.is_over(state):
+            self.control.has_ended = "early stopping"
+        return state
+
+    def is_over(self, state: TrainState) -> bool:
+        """Tell whether the last evaluations in a row brought nothing: a function of the state, so a resume agrees."""
+        patience, freq = self.config.eval.early_stopping_patience, self.config.eval.eval_freq
+        if not patience or not freq or state.best_step is None:
+            return False
+        return state.step - state.best_step >= patience * freq
+
+    def evaluate_hellaswag(self, state: TrainState) -> None:
+        """Measure HellaSwag accuracy of the weights as they are, if there are items."""
+        if self.hellaswag is None:
+            return
+        began = time.monotonic()
+        with self.strategy.whole(self.model) as model:
+            results = self.hellaswag.measure(model, interrupted=self.control.is_interrupted)
+        if results is None:
+            return
+        seconds = time.monotonic() - began
+        self.progress.record_event("hellaswag", seconds)
+        summary = summarize(results)
+        self.telemetry.event("hellaswag", state.step, **summary, seconds=seconds)
+        self.keep(results, state.step)
+        scores = ", ".join(
+            f"{name} {summary[name]:.4f}"
+            + ("" if summary[f"{name}_se"] is None else f" +- {summary[f'{name}_se']:.4f}")
+            for name in results.per_unit
+        )
+        self.telemetry.say(
+            f"{self.place(state)} | HellaSwag {scores} on {results.n:,} items | {fmt.duration(seconds)}"
+        )
+
+    def keep(self, results: Results, step: int) -> None:
+        """Have an evaluation kept unit by unit, for scripts/compare.py."""
+        problem = keep_results(self.run_dir, results, step) if self.runtime.rank == 0 else None
+        if problem:
+            self.telemetry.warn(problem, step)
+
+    def sample(self, state: TrainState) -> None:
+        """Continue the run's prompt on the first process; the others go on to wait at the next step."""
+        if self.config.model.vocab_size < NUM_TOKENS:
+            return
+        with self.strategy.whole(self.model) as model:
+            if self.runtime.rank == 0:
+                self._sample_from(model, state)
+
+    def _sample_from(self, model: GPT, state: TrainState) -> None:
+        began = time.monotonic()
+        try:
+            with self.strategy.autocast():
+                text = sample_text(
+                    model,
+                    self.config.eval.sample_prompt,
+                    max_new_tokens=self.config.eval.sample_tokens,
+                    seed=rng.fold_seed(self.config.data.seed, state.step),
+                    interrupted=self.control.is_asked_to_stop,
+                )
+        except DataError as error:  # no vocabulary: training does not need it
+            self.telemetry.warn(f"no text sample: {error}", state.step)
+            return
+        if text is None:
+            return
+        seconds = time.monotonic() - began
+        self.progress.record_event("sample", seconds)
+        self.telemetry.event("sample", state.step, text=text, seconds=seconds)
+        self.telemetry.say(f"{self.place(state)} | sample: {text!r}")

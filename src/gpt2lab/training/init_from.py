@@ -1,0 +1,85 @@
+"""`--init_from`: a fresh run that begins with the weights of another model instead of random ones. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from gpt2lab.checkpoint.target import Target, find_target
+from gpt2lab.config.command_line import Command
+from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.schema import Config, ModelConfig, ModelName
+from gpt2lab.config.settings import ARCHITECTURE, override
+from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.model.hf_config import HF_WEIGHTS
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Which weights a run begins with."""
+
+    target: Target
+    sha256: str  # of their file
+
+    def record(self) -> dict[str, Any]:
+        """Return what run.json and every manifest keep of it."""
+        checkpoint = self.target.checkpoint
+        return {
+            "init_from": self.target.name,
+            "folder": str(self.target.folder),
+            "step": checkpoint.step if checkpoint else None,
+            "sha256": self.sha256,
+        }
+
+
+def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]:
+    """Return the settings of a fresh start with the source's architecture, and the source.
+
+    `typed` is what the command line means without a source. A smaller context is allowed: the first positions are
+    kept. Rates, batch and data are those of the preset of this shape, where none was typed.
+
+    Raises: CheckpointError if there is no such model; ConfigError if another architecture was typed.
+    """
+    name = typed.init.init_from
+    assert name is not None
+    target = find_target(name, typed.checkpoint.checkpoint_dir)
+    source = target.model_config()
+    given = set(command.typed)
+    if "model" in command.typed:
+        given |= set(PRESETS[typed.model.model])
+        config = typed
+    else:
+        config = command.over(preset(_preset_of(target, source)))
+    config = override(config, {n: getattr(source, n) for n in ARCHITECTURE if n not in given})
+    for field in ARCHITECTURE:
+        here, there = getattr(config.model, field), getattr(source, field)
+        if here != there and not (field == "context_length" and here < there):
+            limit = " at most" if field == "context_length" else ""
+            raise ConfigError(
+                f"{field} {here} does not fit --init_from {name}, which has{limit} {there}; leave out --"
+                f"{field if field in command.typed else 'model'}"
+            )
+    return config, InitialWeights(target, _hash(target))
+
+
+def _preset_of(target: Target, source: ModelConfig) -> ModelName:
+    """Return the preset that a source was trained with, or that has its shape."""
+    if target.checkpoint is not None:
+        return source.model
+    shape = {field: getattr(source, field) for field in ("n_layer", "n_head", "n_embd")}
+    names = [name for name, values in PRESETS.items() if shape.items() <= values.items()]
+    return names[0] if names else "gpt2"
+
+
+def _hash(target: Target) -> str:
+    if target.checkpoint is not None:
+        return str(target.checkpoint.manifest["files"][HF_WEIGHTS]["sha256"])  # the same name
+    path, digest = target.folder / HF_WEIGHTS, hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    return digest.hexdigest()

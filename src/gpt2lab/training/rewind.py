@@ -1,0 +1,79 @@
+"""Go back before a loss spike and leave out the data that led to it. Chowdhery et al. 2022 (PaLM), section 5.1."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from gpt2lab.checkpoint import catalog, store
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.errors import CheckpointError, NonFiniteError
+from gpt2lab.runs.logger import Telemetry
+from gpt2lab.training.start import Start
+
+BACK = 100  # steps before the spike, where there is a checkpoint that old: later weights may be bent already
+MOST = 10  # rewinds of one run; what needs more is no accident
+
+
+def rewind(
+    start: Start,
+    state: TrainState,
+    batch: GlobalBatch,
+    loss: float,
+    *,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    runtime: Runtime,
+    telemetry: Telemetry,
+) -> TrainState | None:
+    """Load an earlier checkpoint and move on past the batch that spiked; None if there is no checkpoint.
+
+    The samples left out are recorded in the state, which alone says where the data goes on: a run that is killed and
+    resumed, or repeated, takes the same way.
+
+    Raises: NonFiniteError after too many; CheckpointError if the checkpoint does not load.
+    """
+    spike, jumped = state.step + 1, batch.first_sample + batch.samples
+    if sum(record["reason"] == "rewind" for record in state.skipped) >= MOST:
+        raise NonFiniteError(
+            f"step {spike}: the loss spiked again after {MOST} rewinds; "
+            f"resume from an earlier checkpoint with a lower --max_lr and --allow_change max_lr"
+        )
+    chosen = runtime.decided_by_first(lambda: _choose(start, spike))
+    if chosen is None:
+        return None
+    loaded, _ = runtime.everywhere(
+        lambda: store.load(chosen.path, model=model, optimizers=optimizers)
+    )
+    record = {"step": spike, "reason": "rewind", "samples": [loaded.samples, jumped]}
+    telemetry.event("rewind", chosen.step, spike_step=spike, loss=loss, samples=record["samples"])
+    telemetry.warn(
+        f"step {spike}: loss {loss:.4f} is a spike; back to step {chosen.step}, "
+        f"and on without the {jumped - loaded.samples:,} windows up to it",
+        chosen.step,
+    )
+    if runtime.rank == 0:
+        catalog.supersede(start.run_dir, chosen.step)
+    return dataclasses.replace(
+        loaded,
+        samples=jumped,
+        train_seconds=state.train_seconds,
+        skipped=(*state.skipped, record),
+    )
+
+
+def _choose(start: Start, spike: int) -> CheckpointInfo | None:
+    """Return the newest intact checkpoint that is old enough, else the newest intact one."""
+    infos = [info for info in catalog.list_checkpoints(start.run_dir)[0] if info.step < spike]
+    old_enough = [info for info in infos if info.step <= spike - BACK]
+    for info in (*reversed(old_enough), *reversed(infos)):
+        try:
+            return catalog.open_checkpoint(info.path)
+        except CheckpointError:
+            continue
+    return None

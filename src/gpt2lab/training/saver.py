@@ -1,0 +1,199 @@
+"""When the loop wants a checkpoint: gather, write, label, retire, report; and what a failed write means."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2lab import fmt
+from gpt2lab.checkpoint import catalog, store
+from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.schema import CheckpointConfig
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError, SaveError
+from gpt2lab.model import rng
+from gpt2lab.model.gpt import GPT
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.logger import Telemetry
+from gpt2lab.training.stop import Signals
+
+_ROOM = (
+    1.2  # free disk before a save, in checkpoints: headers, state, and what others write meanwhile
+)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """All that a checkpoint holds besides the state, and where it goes."""
+
+    config: CheckpointConfig
+    run_dir: Path
+    folder: RunFolder | None  # on the first process only
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    runtime: Runtime
+    telemetry: Telemetry
+    facts: dict[str, Any]  # for the manifests of this start
+    signals: Signals
+    resumed_from: int | None = None  # step of the checkpoint that this start loaded
+
+    def save(
+        self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
+    ) -> tuple[bool, float]:
+        """Commit a checkpoint of exactly `state.step`; tell whether that worked, and the seconds it took.
+
+        A failed write is a warning, and training goes on with the checkpoint before; where the process is about to
+        end (`must_succeed`) it is an error.
+
+        Raises: SaveError on all processes.
+        """
+        began = time.monotonic()
+        rng_states = self.runtime.gather(rng.capture(self.runtime.device))
+        content = store.collect(self.model, self.optimizers, keep=self.folder is not None)
+        failure = self.runtime.decided_by_first(
+            lambda: self._write(state, kind, labels, content, rng_states, began)
+        )
+        if failure is not None and must_succeed:
+            raise SaveError(f"{failure}; free space and resume from the checkpoint before")
+        if failure is not None:
+            self.telemetry.warn(
+                f"{failure}; training goes on, the next is due as planned", state.step
+            )
+        return failure is None, time.monotonic() - began
+
+    def rescue(self, state: TrainState) -> bool:
+        """Save the last complete step when an error ends this process, without a word to the others; tell if it worked.
+
+        What is spread over processes cannot be saved so. Whichever process gets the run's lock may write: the first
+        one, or a survivor of its death.
+        """
+        opened: RunFolder | None = None
+        began, label = time.monotonic(), f"emergency_{state.step:08d}"
+        try:
+            folder = self.folder or (opened := RunFolder(self.run_dir))
+            if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
+                return False
+            content = store.collect(self.model, self.optimizers, keep=True)
+            if not weights_are_finite(content):
+                return False
+            store.save(
+                folder.path,
+                kind="emergency",
+                content=content,
+                state=state,
+                rng_states=[rng.capture(self.runtime.device)],
+                facts=self.facts,
+            )
+            catalog.set_label(folder.path, label, state.step)
+        except (OSError, RuntimeError, GPT2LabError):  # the first error is the one to report
+            return False
+        finally:
+            if opened:
+                opened.close()
+        self._report(state, "emergency", [label], time.monotonic() - began)
+        return True
+
+    def label(self, step: int, labels: list[str]) -> None:
+        """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
+        if self.folder is None:
+            return
+        for label in labels:
+            try:
+                catalog.set_label(self.folder.path, label, step)
+            except OSError as error:
+                self.telemetry.warn(f"label {label} of step {step} not set: {error}", step)
+
+    def _write(
+        self,
+        state: TrainState,
+        kind: str,
+        labels: list[str],
+        content: store.Content,
+        rng_states: list[dict[str, Any]],
+        began: float,
+    ) -> str | None:
+        """Write, label and report on the first process; return what went wrong, or None."""
+        assert self.folder is not None
+        if not weights_are_finite(content):
+            raise NonFiniteError(
+                f"step {state.step}: the weights are not finite and were not saved; "
+                f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
+            )
+        if (problem := self._make_room() or self.telemetry.catch_up()) is not None:
+            return f"checkpoint of step {state.step} not saved: {problem}"
+        try:
+            with self.signals.committing():
+                path = store.save(
+                    self.folder.path,
+                    kind=kind,
+                    content=content,
+                    state=state,
+                    rng_states=rng_states,
+                    facts=self.facts,
+                )
+        except OSError as error:
+            path = self.folder.path / folder_name(state.step)
+            if not path.exists():  # else the error came after the commit, which stands
+                return f"checkpoint of step {state.step} not saved: {error}"
+        self.label(state.step, labels)
+        self._report(state, kind, labels, time.monotonic() - began)
+        try:
+            if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
+                self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
+            self.folder.write_status("running", step=state.step)
+        except (OSError, CheckpointError) as error:
+            self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
+        return None
+
+    def _retain(self, keep: int, keep_emergency: int) -> None:
+        assert self.folder is not None
+        catalog.retain(
+            self.folder.path,
+            keep=keep,
+            keep_emergency=keep_emergency,
+            resumed_from=self.resumed_from,
+        )
+
+    def _make_room(self) -> str | None:
+        """See to it that the disk has room for a checkpoint, by retiring old ones early; say if it has not."""
+        assert self.folder is not None
+        needed = _ROOM * store.num_bytes(self.model, self.optimizers)
+        if shutil.disk_usage(self.folder.path).free >= needed:
+            return None
+        with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space
+            catalog.sweep(self.folder.path)
+            self._retain(max(1, self.config.keep_checkpoints - 1), 1)
+        free = shutil.disk_usage(self.folder.path).free
+        if free >= needed:
+            return None
+        return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
+
+    def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
+        path = self.run_dir / folder_name(state.step)
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        self.telemetry.event(
+            "checkpoint",
+            state.step,
+            path=str(path),
+            kind=kind,
+            labels=labels,
+            bytes=num_bytes,
+            seconds=seconds,
+        )
+        named = f" ({', '.join(labels)})" if labels else ""
+        self.telemetry.say(
+            f"step {state.step} | saved {kind} checkpoint{named}: {path.name}, "
+            f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
+        )
+
+
+def weights_are_finite(content: store.Content) -> bool:
+    """Tell whether every weight is a number; what is not must never become the newest checkpoint."""
+    return all(bool(torch.isfinite(weight).all()) for weight in content.model.values())

@@ -1,0 +1,366 @@
+"""What only a GPU can show. `pytest -m gpu` on a machine with one; those that need two GPUs are skipped on one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_benchmark import benchmark
+from test_hellaswag import write_items
+from torch.profiler import ProfilerActivity, profile
+
+import launch
+from gpt2lab.config.schema import AttentionBackend, ModelConfig, OptimConfig, SystemConfig
+from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.model import attention_backend
+from gpt2lab.model.attention_backend import choose
+from gpt2lab.model.gpt import build_model
+from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.planner.memory import Sharing, predict
+from gpt2lab.training.train_step import train_step
+from tiny import write_shards
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.filterwarnings(
+        "default"
+    ),  # the first run on a new card shall not end at its advice
+]
+MODES = Path(__file__).parents[1] / "workers" / "modes.py"
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=128, context_length=256, vocab_size=512)
+
+
+def _flags(data: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        *("--n_layer=2", "--n_head=2", "--n_embd=64", "--context_length=16", "--vocab_size=256"),
+        *("--total_batch_size=128", "--mini_batch_size=4", "--val_tokens=320", "--eval_freq=5"),
+        *("--device=cuda", "--checkpoint_freq=5", "--max_steps=20", "--sample_freq=0"),
+        *(f"--data_dir={data}", f"--checkpoint_dir={folder}", "--run_name=run", *more),
+    ]
+
+
+def _train(data: Path, folder: Path, *more: str, **extra: str) -> Path:
+    done = launch.train(_flags(data, folder, *more), **extra)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def _assert_close(run: Path, reference: Path, tolerance: float) -> None:
+    found, expected = launch.current_steps(run), launch.current_steps(reference)
+    assert sorted(found) == sorted(expected) == list(range(1, 21))
+    for step in found:
+        assert found[step]["loss"] == pytest.approx(expected[step]["loss"], rel=tolerance)
+
+
+def _environment(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "run.json").read_text())["environment"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def fp32(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the plain run that others are compared with."""
+    return _train(tiny_data, tmp_path_factory.mktemp("fp32"), "--dtype=fp32", "--compile=off")
+
+
+# -- the same curve ------------------------------------------------------------------------------------------------
+
+
+def test_fp32_on_the_gpu_follows_the_cpu(fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+    cpu = _train(tiny_data, tmp_path, "--dtype=fp32", "--compile=off", "--device=cpu")
+    _assert_close(fp32, cpu, 1e-4)
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_bf16_follows_fp32(compile: str, fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+    bf16 = _train(tiny_data, tmp_path, "--dtype=bf16", f"--compile={compile}")
+    _assert_close(bf16, fp32, 5e-3)  # bf16 has 8 bits: 2**-8 relative
+
+
+def test_muon_follows_the_cpu(tiny_data: Path, tmp_path: Path) -> None:
+    """Its products are in bf16 on a GPU, in fp32 on a CPU."""
+    more = ("--optimizer=muon", "--dtype=fp32", "--compile=off")
+    gpu = _train(tiny_data, tmp_path / "gpu", *more)
+    cpu = _train(tiny_data, tmp_path / "cpu", *more, "--device=cpu")
+    _assert_close(gpu, cpu, 1e-2)
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_recomputing_follows_fp32(
+    recompute: str, fp32: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    more = ("--dtype=fp32", "--compile=off", f"--activation_checkpointing={recompute}")
+    _assert_close(_train(tiny_data, tmp_path, *more), fp32, 1e-5)
+
+
+def test_one_process_over_nccl_equals_none(fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """With torchrun's environment one process goes through DDP and NCCL; the step is the same."""
+    more = ("--dtype=fp32", "--compile=off")
+    nccl = _train(tiny_data, tmp_path, *more, **ALONE, MASTER_PORT="29517")
+    _assert_close(nccl, fp32, 1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_modes_of_sharing_agree_on_gpus(world: int, tmp_path: Path) -> None:
+    """ddp, zero1, fsdp and its offload over NCCL: losses, norms, refusals and files; see workers/modes.py."""
+    if world > torch.cuda.device_count():
+        pytest.skip(f"{world} GPUs")
+    words = [str(tmp_path), "cuda"]
+    extra = {**ALONE, "MASTER_PORT": "29518"} if world == 1 else {}
+    done = launch.train(words, world=world, program=MODES, **extra)
+    assert done.returncode == 0, done.stderr
+    for mode in ("zero1", "fsdp", "fsdp offloaded"):
+        assert done.stdout.count(f"{mode} agrees") == world
+
+
+@pytest.mark.parametrize("more", [("--parallel=fsdp",), ("--parallel=fsdp", "--fsdp_offload")])
+def test_two_gpus_train_as_one(
+    more: tuple[str, ...], fp32: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("2 GPUs")
+    flags = _flags(tiny_data, tmp_path, "--dtype=fp32", "--compile=off", *more)
+    assert launch.train([*flags, "--stop_after_steps=10"], world=2).returncode == 0
+    done = launch.train([*flags, "--resume=latest"], world=2)
+    assert done.returncode == 0, done.stderr
+    _assert_close(tmp_path / "run", fp32, 1e-5)
+
+
+# -- resume ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "compile"), [("fp32", "off"), ("bf16", "off"), ("bf16", "on")])
+def test_resume_is_bit_identical_in_deterministic_mode(
+    dtype: str, compile: str, tiny_data: Path, tmp_path: Path
+) -> None:
+    more = (f"--dtype={dtype}", f"--compile={compile}", "--deterministic")
+    straight = _train(tiny_data, tmp_path / "straight", *more)
+    flags = _flags(tiny_data, tmp_path / "cut", *more)
+    assert launch.train(flags, FAULT="step:kill9@11").returncode != 0
+    resumed = _train(tiny_data, tmp_path / "cut", *more, "--resume=latest")
+    assert [e["level"] for e in launch.events(resumed, "resume")] == ["bit-identical"]
+    assert launch.losses(resumed) == launch.losses(straight)
+    assert launch.parameter_hash(resumed, 20) == launch.parameter_hash(straight, 20)
+
+
+def test_a_run_goes_from_gpu_to_cpu_and_back(fp32: Path, tiny_data: Path, tmp_path: Path) -> None:
+    more = ("--dtype=fp32", "--compile=off")
+    _train(tiny_data, tmp_path, *more, "--stop_after_steps=5")
+    _train(tiny_data, tmp_path, *more, "--resume=latest", "--device=cpu", "--stop_after_steps=10")
+    run = _train(tiny_data, tmp_path, *more, "--resume=latest")
+    assert [e["level"] for e in launch.events(run, "resume")] == ["same data", "same data"]
+    _assert_close(run, fp32, 1e-4)
+
+
+def test_all_that_a_run_does_has_a_deterministic_kernel(tiny_data: Path, tmp_path: Path) -> None:
+    """Operators that have none are refused by torch: of evaluation, sampling and HellaSwag too."""
+    items = write_items(tmp_path / "items.jsonl", 8)
+    more = (
+        *("--deterministic", "--vocab_size=50304", "--max_steps=2", "--sample_freq=1"),
+        *(f"--hellaswag_path={items}", "--hellaswag_freq=1", "--compile=off", "--dropout=0.1"),
+    )
+    run = _train(tiny_data, tmp_path, *more)
+    for kind in ("eval", "sample", "hellaswag"):
+        assert launch.events(run, kind), kind
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_kernel_on_a_hopper_is_cudnns(tiny_data: Path, tmp_path: Path) -> None:
+    """If not, a library path or an environment variable costs a tenth of the speed."""
+    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+        pytest.skip("a Hopper or Blackwell card")
+    run = _train(tiny_data, tmp_path, "--dtype=bf16", "--compile=off", "--max_steps=1")
+    assert _environment(run)["attention"] == "cudnn"
+
+
+@pytest.mark.parametrize("wanted", ["cudnn", "flash", "efficient", "math"])
+def test_a_named_kernel_runs_and_gives_the_same_curve(
+    wanted: str, fp32: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    run = _train(tiny_data, tmp_path, "--dtype=bf16", "--compile=off", f"--attention={wanted}")
+    assert _environment(run)["attention"] == wanted
+    assert f"attention {wanted}" in (run / "log.txt").read_text()
+    _assert_close(run, fp32, 5e-3)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--attention=flash", "--dtype=fp32"), ("--attention=cudnn", "--deterministic")],
+)
+def test_a_kernel_that_cannot_is_refused(
+    more: tuple[str, ...], tiny_data: Path, tmp_path: Path
+) -> None:
+    done = launch.train(_flags(tiny_data, tmp_path, *more))
+    assert done.returncode == 2
+    assert "cannot do B 4, H 2, T 16, D 32" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """Return a process without peers on the GPU, and take back what it set for good."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with (
+        contextlib.ExitStack() as stack,
+        torch.compiler.config.patch(cache_key_tag=""),
+        warnings.catch_warnings(),
+    ):
+        monkeypatch.setattr(attention_backend, "_for_good", stack)
+        runtime = Runtime()
+        runtime.use(SystemConfig(device="cuda"))
+        yield runtime
+    torch._dynamo.reset()
+
+
+def _batch(device: torch.device, *, pieces: int = 4) -> GlobalBatch:
+    ids = torch.randint(0, 512, (pieces, 4, 257), device=device)
+    micro = tuple(
+        MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous(), i, i == pieces - 1)
+        for i, part in enumerate(ids)
+    )
+    return GlobalBatch(micro, pieces * 4 * 256, 0, 0, pieces * 4, None, 0.0)
+
+
+# A part of the names of the kernels that each one starts.
+KERNELS = {"cudnn": "cudnn_generated", "flash": "flash_fwd", "efficient": "fmha"}
+
+
+@pytest.mark.parametrize("wanted", ["flash", "efficient", "cudnn"])
+def test_the_compiled_step_starts_the_chosen_kernel(
+    wanted: AttentionBackend, alone: Runtime
+) -> None:
+    """All three compile the same graph: none may find in the cache what another one left there."""
+    strategy = Strategy(alone, compile=True, dtype="bf16")
+    model = build_model(MODEL, seed=1, device=alone.device)
+    choose(wanted, model, micro_batch=4, masked=False, autocast=strategy.autocast)
+    wrapped = strategy.prepare(model)
+    optimizers = build_optimizers(model, OptimConfig(), device=alone.device)
+    how: Any = {"strategy": strategy, "grad_clip": 1.0, "seed": 1}
+    train_step(wrapped, optimizers, _batch(alone.device), 1e-3, **how)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        train_step(wrapped, optimizers, _batch(alone.device), 1e-3, **how)
+    names = " ".join(event.key for event in seen.key_averages())
+    found = {name for name, part in KERNELS.items() if part in names}
+    assert found == {wanted}, names
+
+
+# -- speed, memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_waits_for_the_gpu_twice(optimizer: Any, alone: Runtime) -> None:
+    """For the loss and the norm, which decide whether there is an update: not for batches, not for the optimizer."""
+    strategy = Strategy(alone, compile=False, dtype="bf16")
+    model = strategy.prepare(build_model(MODEL, seed=1, device=alone.device))
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=alone.device)
+    for number in range(3):
+        batch = _batch(alone.device)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn" if number else "default")  # not the first step
+            try:
+                how: Any = {"strategy": strategy, "grad_clip": 1.0, "seed": number}
+                train_step(model, optimizers, batch, 1e-3, **how)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [str(w.message) for w in caught if "synchronizing CUDA" in str(w.message)]
+        assert len(waits) == (2 if number else 0), waits
+
+
+def test_adamw_is_fused_and_counts_its_steps_on_the_gpu(alone: Runtime) -> None:
+    weights = []
+    for device in (alone.device, torch.device("cpu")):
+        model = build_model(MODEL, seed=1, device=device)
+        [optimizer] = build_optimizers(model, OptimConfig(), device=device)
+        for number in range(5):
+            for index, parameter in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(100 * number + index)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
+            optimizer.step()
+        assert all(group["fused"] for group in optimizer.param_groups)
+        assert {state["step"].device.type for state in optimizer.state.values()} == {device.type}
+        weights.append([parameter.detach().cpu() for parameter in model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_memory_is_what_the_planner_says(dtype: Any, tmp_path: Path) -> None:
+    """Of GPT-2 124M uncompiled: within 5 %, besides cuBLAS's and cuDNN's own buffers."""
+    data = write_shards(tmp_path / "data", train=(60_000,), val=(3_000,))
+    more = (
+        *("--n_layer=12", "--n_head=12", "--n_embd=768", "--context_length=1024"),
+        *("--vocab_size=50304", "--mini_batch_size=8", "--total_batch_size=16384"),
+        *("--max_steps=3", "--val_tokens=1024", "--compile=off", f"--dtype={dtype}"),
+    )
+    run = _train(data, tmp_path, *more)
+    found = max(event["peak_memory_bytes"] for event in launch.events(run, "step"))
+    expected = predict(
+        ModelConfig(),
+        micro_batch=8,
+        accumulation=2,
+        dtype=dtype,
+        sharing=Sharing(),
+        optimizer="adamw",
+    ).tensors
+    assert 0.95 * expected < found < 1.05 * expected + 128 * 2**20
+
+
+def test_a_second_start_compiles_nothing_anew(tiny_data: Path, tmp_path: Path) -> None:
+    extra = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    more = ("--compile=on", "--max_steps=2")
+    for name in ("one", "two"):
+        _train(tiny_data, tmp_path / name, *more, **extra)
+    [one], [two] = (launch.events(tmp_path / name / "run", "compile") for name in ("one", "two"))
+    assert one["from_cache"] == 0 < one["graphs"]
+    assert two["from_cache"] == two["graphs"] == one["graphs"]
+
+
+def test_benchmark_of_the_training_step(tmp_path: Path) -> None:
+    words = ["--model", "tiny256", "--steps", 3, "--warmup", 2, "--memory", "--profile"]
+    words += ["--variant", "flash", "eager", "--total_seconds", 280, "--json", tmp_path / "g.json"]
+    code, said, error = benchmark("gpu", *words, timeout=290)
+    assert code == 0, said + error
+    found = json.loads((tmp_path / "g.json").read_text())["tiny256"]
+    rows = {row["name"]: row for row in found["trainers"]}
+    assert set(rows) == {"ours", "flash", "eager"}
+    assert rows["flash"]["attention"] == "flash"
+    assert rows["ours"]["tokens_per_second"] > 10_000
+    assert rows["ours"]["peak_live_bytes"] > 2**20
+    seconds = found["profile"]["ours"]["seconds"]
+    assert seconds["matmul"] > 0
+    assert seconds["attention"] > 0
+    measured = sum(found["profile"]["ours"]["operators"].values())
+    assert measured < 1.05 * sum(seconds.values()), "kernels were counted twice"
+
+
+def test_the_environment_of_the_first_report() -> None:
+    """Prints what a report must name: pytest -m gpu -s -k environment."""
+    print()
+    for name, value in {
+        "device": torch.cuda.get_device_name(),
+        "capability": torch.cuda.get_device_capability(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": torch.cuda.nccl.version(),  # type: ignore[attr-defined,no-untyped-call]
+        "priority of attention": torch._C._get_sdp_priority_order(),
+        "processors": os.cpu_count(),
+    }.items():
+        print(f"{name:22}{value}")
+        assert value is not None

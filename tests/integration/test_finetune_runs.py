@@ -1,0 +1,304 @@
+"""Runs of fine-tuning: logged, resumed, shared, refused and looked at as in pretraining."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from test_finetune import rows_of
+
+import launch
+from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
+from gpt2lab.commands.ledger import describe as describe_tokens
+from gpt2lab.commands.ledger import tokens_of_step
+from gpt2lab.commands.preflight import preflight
+from gpt2lab.commands.resume_lines import plan_continuation, write
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Recipe
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.finetuning.beginning import begin_tuning
+from gpt2lab.finetuning.recipe import FINETUNING
+from gpt2lab.runs.report import render
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.training.pretrain import pretrain
+
+FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, pairs, and the finished run `whole`; treat as read-only."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_model(folder / "hf")
+    write_pairs(folder / "pairs.jsonl")
+    finetune(flags_of(folder, folder / "runs", "whole"))
+    return folder
+
+
+def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    steps, evals = launch.steps(run), launch.events(run, "eval")
+    assert list(steps) == [1, 2, 3, 4, 5, 6]
+    assert [event["step"] for event in evals] == [0, 3, 6]
+    assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.1
+    rows = rows_of(folder, "on")
+    assert evals[0]["val_tokens"] == rows["val"].targets()
+    for step, event in steps.items():
+        assert event["tokens"] == 4 * CONTEXT * step
+        assert event["tokens_per_second"] == pytest.approx(4 * CONTEXT / event["step_seconds"])
+        assert 0 < event["targets"] < 4 * CONTEXT / 2  # answers alone
+    assert f"tok/s | targets {steps[1]['targets']} | mfu n/a" in (run / "log.txt").read_text()
+    assert launch.events(run, "checkpoint")[-1]["kind"] == "final"
+    assert json.loads((run / "status.json").read_text())["resume"].find("src/finetune.py") > 0
+
+
+def test_what_a_step_trained_on_can_be_read_back(folder: Path) -> None:
+    run = folder / "runs" / "whole"
+    tokens = tokens_of_step(run, 4)
+    assert tokens.windows.shape == (4, CONTEXT + 1)
+    assert tokens.hash == launch.steps(run)[4]["batch_hash"]
+    told = describe_tokens(run, tokens, as_text=True)
+    assert re.search(r"--- sample 12: pairs_train row \d+\n<\|endoftext\|>### Instruction:\n", told)
+
+
+def test_its_report_names_the_conversations(folder: Path) -> None:
+    page = render(folder / "runs" / "whole")
+    assert ", on pairs.jsonl, begun" in page
+    assert "data_dir" not in page[: page.index("settings of the last start")]
+
+
+def test_stopped_and_resumed_it_is_the_same_run(folder: Path, tmp_path: Path) -> None:
+    flags = flags_of(folder, tmp_path, "cut")
+    finetune([*flags, "--stop_after_steps=2"])
+    finetune([f"--checkpoint_dir={tmp_path}", "--run_name=cut", "--resume=latest"])
+    whole, cut = folder / "runs" / "whole", tmp_path / "cut"
+    assert launch.losses(cut) == launch.losses(whole)
+    assert launch.parameter_hash(cut, 6) == launch.parameter_hash(whole, 6)
+    (resume,) = launch.events(cut, "resume")
+    assert (resume["level"], resume["verified_batches"]) == ("bit-identical", [2])
+
+
+def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    lora = ("--lora_r=2", "--drift_check_freq=1")
+    finetune(flags_of(folder, tmp_path, "one", *lora))
+    two = flags_of(folder, tmp_path, "two", *lora, "--stop_after_steps=4")
+    done = launch.train(two, world=2, program=FINETUNE)
+    assert done.returncode == 0, done.stderr
+    finetune([f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"])
+    one, two_steps = launch.steps(tmp_path / "one"), launch.steps(tmp_path / "two")
+    for step, event in one.items():
+        assert two_steps[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
+        assert two_steps[step]["batch_hash"] == event["batch_hash"]
+        assert two_steps[step]["tokens"] == event["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("modes", "lora"),
+    [(("fsdp", "zero1"), ("--lora_r=2",)), (("zero1", "fsdp"), ())],
+    ids=["adapters", "all-weights"],
+)
+def test_what_each_process_holds_changes_nothing(
+    modes: tuple[str, str], lora: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    """Three steps in each mode, of two micro-batches a process, resumed in the other: as one process, files too."""
+    finetune(flags_of(folder, tmp_path, "one", *lora))
+    cut = ("--mini_batch_size=1", "--stop_after_steps=3")
+    begin = flags_of(folder, tmp_path, "two", *lora, *cut)
+    go_on = [f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"]
+    recompute = "--activation_checkpointing=block"
+    for flags, mode in ((begin, modes[0]), ([*go_on, recompute], modes[1])):
+        done = launch.train([*flags, f"--parallel={mode}"], world=2, program=FINETUNE)
+        assert done.returncode == 0, done.stderr
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected, found = launch.steps(one), launch.steps(two)
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+    for step, event in expected.items():
+        assert found[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
+        assert found[step]["batch_hash"] == event["batch_hash"]
+    losses = [[event["val_loss"] for event in launch.events(run, "eval")] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for name in ("step_00000003/model", "step_00000003/optim", "step_00000006/model"):
+        tensors, others = (load_file(run / f"{name}.safetensors") for run in (one, two))
+        assert {key: value.shape for key, value in others.items()} == {
+            key: value.shape for key, value in tensors.items()
+        }
+
+
+def test_other_conversations_are_refused_on_resume(folder: Path, tmp_path: Path) -> None:
+    pairs = Path(shutil.copy(folder / "pairs.jsonl", tmp_path))
+    flags = [f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
+    finetune(
+        [
+            *flags_of(folder, tmp_path / "runs", "r", "--stop_after_steps=2"),
+            f"--instructions={pairs}",
+        ]
+    )
+    spaced = pairs.read_text().replace('": "', '":  "')  # other bytes, the same conversations
+    pairs.write_text(spaced)
+    moved = shutil.move(pairs, tmp_path / "moved.jsonl")
+    finetune([*flags, "--resume=latest", f"--instructions={moved}", "--stop_after_steps=3"])
+    moved.write_text(spaced.replace("And?", "Then?"))
+    with pytest.raises(
+        ConfigError, match=r"would change its mathematics: data .*allow_change data"
+    ):
+        finetune([*flags, "--resume=latest"])
+    with pytest.raises(ConfigError, match=r"packing on -> off"):
+        finetune([*flags, "--resume=latest", "--packing=off"])
+
+
+def test_each_program_continues_its_own_runs(folder: Path, tmp_path: Path) -> None:
+    flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=whole", "--resume=latest"]
+    with pytest.raises(ConfigError, match=r"run whole was begun by src/finetune\.py; continue it"):
+        pretrain(parse(flags))
+    plan = plan_continuation(
+        str(folder / "runs" / "whole"),
+        num_gpus=2,
+        argv=["--max_steps=9", "--allow_change=max_steps"],
+    )
+    assert "--nproc_per_node=2" in write(plan, output="command")
+    assert "src/finetune.py --resume latest" in write(plan, output="command")
+
+
+def test_a_run_that_no_longer_improves_stops_and_is_saved(folder: Path, tmp_path: Path) -> None:
+    """At a rate of 3 the loss only grows: the best is the first evaluation, and two more are one too many."""
+    more = ("--max_lr=3", "--warmup_steps=0", "--max_steps=20", "--eval_freq=2", "--grad_clip=0")
+    finetune(flags_of(folder, tmp_path, "r", *more, "--early_stopping_patience=2"))
+    evals = {event["step"]: event["val_loss"] for event in launch.events(tmp_path / "r", "eval")}
+    best = min((n for n in evals if n), key=lambda n: evals[n])
+    (stop,) = launch.events(tmp_path / "r", "stop")
+    assert (stop["reason"], stop["step"]) == ("early stopping", best + 4)
+    assert max(evals) == best + 4 < 20
+    assert json.loads((tmp_path / "r" / "status.json").read_text())["state"] == "stopped"
+    assert (tmp_path / "r" / f"step_{best + 4:08d}").is_dir()
+
+
+def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
+    def begun(*more: str) -> dict[str, Any]:
+        command = parse(["--init_from=x", "--instructions=demo", *more], "finetune")
+        return to_flat(begin_tuning(command, command.over(preset("modern-micro"))))
+
+    def optim(settings: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(settings[name] for name in ("optimizer", "max_lr", "muon_lr"))
+
+    assert optim(to_flat(preset("modern-micro"))) == ("muon", 4e-3, 1e-2)
+    assert optim(begun()) == ("muon", 4e-4, 1e-3)
+    assert optim(begun("--max_lr=1e-3", "--muon_lr=2e-3")) == ("muon", 1e-3, 2e-3)
+    assert optim(begun("--lora_r=4"))[:2] == ("adamw", 2e-3)
+    with pytest.raises(ConfigError, match="--optimizer muon: is for the matrices of the blocks"):
+        begun("--lora_r=4", "--optimizer=muon")
+
+
+# -- doors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (("--instructions=none.jsonl",), ("none.jsonl: No such file", "hf:NAME or demo")),
+        (("--init_from=runs/none/x",), ("runs/none/x: no such folder",)),
+        (("--n_layer=2",), ("n_layer 2 does not fit --init_from",)),
+        (
+            ("--lora_r=2", "--lora_targets=c_attn,q_proj"),
+            ("'q_proj' matches no", "c_attn, c_fc, c_"),
+        ),
+        (("--lora_targets=c_attn",), ("--lora_targets goes with --lora_r N",)),
+        (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
+        (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
+        (("--data_dir=data",), ("--data_dir is for pretraining",)),
+        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to src/train.py",)),
+        (("--mini_batch_size=auto",), ("auto is for pretraining",)),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line(
+    change: tuple[str, ...], parts: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    flags = flags_of(folder, tmp_path / "runs", "r")
+    names = {flag.partition("=")[0] for flag in change}
+    kept = [flag for flag in flags if flag.partition("=")[0] not in names]
+    with pytest.raises(GPT2LabError) as caught:
+        finetune([*kept, *change])
+    line = str(caught.value)
+    assert "\n" not in line
+    assert all(part in line for part in parts), line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_door_lists_plans_and_refuses(folder: Path, tmp_path: Path) -> None:
+    """Without torch: what it prints comes in the time that Python takes to start."""
+    flags = flags_of(folder, tmp_path / "runs", "r", "--dry_run")
+    planned = launch.train(flags, program=FINETUNE)
+    assert planned.returncode == 0
+    assert f"{folder / 'pairs.jsonl'}, 22 conversations in" in planned.stdout
+    listed = launch.train(
+        ["--list_checkpoints", f"--checkpoint_dir={folder / 'runs'}"], program=FINETUNE
+    )
+    assert "whole" in listed.stdout
+    refused = launch.train([*flags, "--lora=8"], program=FINETUNE)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "error: unknown flag --lora: did you mean --lora_r?\n",
+    )
+    theirs = launch.train(["--lora_r=8"])
+    assert theirs.stderr == "error: unknown flag --lora_r: it belongs to src/finetune.py\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_shows_no_flag_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: dict[Recipe, str] = {"pretrain": "", "finetune": ""}
+    for recipe in shown:
+        with pytest.raises(SystemExit):
+            parse(["--help"], recipe)
+        shown[recipe] = capsys.readouterr().out
+    for flag in ("--import_checkpoint", "--trust", "--fit_schedule"):
+        assert flag in shown["pretrain"]
+        assert flag not in shown["finetune"]
+    assert "--lora_r" not in shown["pretrain"]
+    assert "--lora_r" in shown["finetune"]
+
+
+def test_preflight_tries_a_step_on_the_answers(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = [*flags_of(folder, tmp_path / "runs", "r", "--lora_r=2"), "--preflight", "--json"]
+    monkeypatch.setattr(sys, "argv", ["src/finetune.py", *flags])
+    assert preflight(parse(flags, "finetune"), recipe=FINETUNING) == 0
+    told = json.loads(capsys.readouterr().out)
+    details = {check["name"]: check["detail"] for check in told["checks"]}
+    assert "22 conversations in" in details["data"]
+    (loss,) = re.findall(r"loss (\d+\.\d+)", details["step"])
+    assert float(loss) == pytest.approx(math.log(NUM_TOKENS), rel=0.02), "of a random model"
+    assert "src/finetune.py --init_from" in told["command"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_start_without_model_or_conversations_says_what_is_missing(
+    folder: Path, tmp_path: Path
+) -> None:
+    flags = flags_of(folder, tmp_path / "runs", "r")
+    for name in ("init_from", "instructions"):
+        with pytest.raises(ConfigError, match=f"--{name} is missing"):
+            finetune([flag for flag in flags if not flag.startswith(f"--{name}=")])
+
+
+def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, tiny_flags: list[str]) -> None:
+    pretrain(parse([*tiny_flags, "--max_steps=1"]))
+    run = tmp_path / "runs" / "tiny"
+    with pytest.raises(ConfigError, match="vocab_size 256 is below GPT-2's 50257"):
+        finetune(
+            [f"--init_from={run}", "--instructions=demo", f"--checkpoint_dir={tmp_path / 'new'}"]
+        )
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,272 @@
+"""What a whole run tells: metrics, cadence of evaluations and checkpoints, validation, samples."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from gpt2lab.checkpoint import store
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.data.loader import Loader
+from gpt2lab.evaluation.validation import Validation
+from gpt2lab.model.gpt import GPT
+from gpt2lab.runs import history
+from tiny import TRAIN_SHARDS, VAL_SHARDS, make_tokens
+from whole_run import LAST, STEP_TOKENS, WINDOWS, Run, S, T
+
+REAL_VOCABULARY = ["--vocab_size=50304", "--sample_tokens=4", "--checkpoint_freq=0"]
+STEP_KEYS = {
+    *("event", "time", "attempt", "step", "loss", "lr", "grad_norm", "step_seconds"),
+    *("tokens_per_second", "tokens", "epoch", "data_wait_seconds", "mfu", "peak_memory_bytes"),
+    "batch_hash",
+}
+
+
+def test_every_update_has_one_step_line_with_every_key_of_the_contract(straight) -> None:
+    steps = straight.events("step")
+    assert [event["step"] for event in steps] == list(range(1, LAST + 1))
+    for event in steps:
+        assert set(event) >= STEP_KEYS
+        assert event["attempt"] == 1
+        assert event["mfu"] is None, "the peak of a CPU is not known"
+        assert event["tokens"] == STEP_TOKENS * event["step"]
+        rate, seconds = event["tokens_per_second"], event["step_seconds"]
+        assert rate * seconds == pytest.approx(STEP_TOKENS, rel=1e-9)
+        assert 0 <= event["data_wait_seconds"] <= seconds < 10
+        assert event["peak_memory_bytes"] > 50e6, "a process with torch in it"
+        assert event["grad_norm"] > 0
+        assert re.fullmatch(r"[0-9a-f]{64}", event["batch_hash"])
+
+
+def test_every_line_of_the_file_has_the_four_common_keys(straight) -> None:
+    events = history.read_events(straight.path)
+    assert {event["event"] for event in events} >= {"step", "eval", "checkpoint", "warning", "done"}
+    for event in events:
+        assert {"event", "time", "attempt", "step"} <= set(event)
+    times = [event["time"] for event in events]
+    assert times == sorted(times)
+
+
+def test_every_line_of_the_file_is_json(straight) -> None:
+    for line in (straight.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_training_lowers_the_loss_from_that_of_a_uniform_guess(straight) -> None:
+    losses = straight.losses()
+    assert losses[1] == pytest.approx(math.log(256), rel=0.02)
+    assert losses[LAST] < losses[1] - 0.05
+
+
+def test_epoch_is_counted_from_the_first_sample_of_the_step(straight) -> None:
+    epochs = {event["step"]: event["epoch"] for event in straight.events("step")}
+    assert epochs == {n: ((n - 1) * S) // sum(WINDOWS) for n in range(1, LAST + 1)}
+    assert set(epochs.values()) == {0, 1}
+
+
+def windows_of(shard: int) -> np.ndarray:
+    """Return a training shard's windows (n, T + 1), cut here a second time."""
+    tokens = make_tokens(TRAIN_SHARDS[shard], seed=1000 * len("train") + shard)
+    return np.stack([tokens[k * T : k * T + T + 1] for k in range(WINDOWS[shard])])
+
+
+def hashes(order_of_epoch_1: tuple[int, ...]) -> dict[int, str]:
+    shards = [*range(len(TRAIN_SHARDS)), *order_of_epoch_1]
+    samples = np.concatenate([windows_of(shard) for shard in shards])
+    return {
+        n: hashlib.sha256(samples[(n - 1) * S : n * S].astype("<u2").tobytes()).hexdigest()
+        for n in range(1, LAST + 1)
+    }
+
+
+def test_batch_hash_is_the_sha256_of_the_windows_in_sample_order(straight) -> None:
+    written = {event["step"]: event["batch_hash"] for event in straight.events("step")}
+    orders = list(itertools.permutations(range(len(TRAIN_SHARDS))))
+    fitting = [order for order in orders if hashes(order) == written]
+    assert fitting, "no order of the shards in epoch 1 gives these batches"
+    assert len(fitting) < len(orders), "the claim needs batches that tell orders apart"
+
+
+def test_learning_rate_is_that_of_the_schedule_with_resolved_defaults(straight) -> None:
+    warmup, low, high = LAST // 10, 6e-5, 6e-4
+    for event in straight.events("step"):
+        n = event["step"]
+        decayed = low + (high - low) * (1 + math.cos(math.pi * (n - warmup) / (LAST - warmup))) / 2
+        assert event["lr"] == pytest.approx(high * n / warmup if n < warmup else decayed, rel=1e-9)
+
+
+def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+def test_seconds_of_a_step_hold_the_wait_for_data(run, monkeypatch) -> None:
+    monkeypatch.setattr(Loader, "fetch", slowed(Loader.fetch, 0.3))
+    run.train("--max_steps=2")
+    steps = run.events("step")
+    # The reading thread has a moment's start: what was waited for is a little less than the 0.3 s.
+    assert steps[0]["data_wait_seconds"] > 0.2, "nothing is read ahead of the first step"
+    assert all(event["step_seconds"] > event["data_wait_seconds"] for event in steps)
+
+
+def test_seconds_of_a_step_hold_no_evaluation_and_no_saving(run, monkeypatch) -> None:
+    monkeypatch.setattr(Validation, "measure", slowed(Validation.measure, 0.4))
+    monkeypatch.setattr(store, "save", slowed(store.save, 0.4))
+    run.train("--max_steps=2", "--eval_freq=1", "--checkpoint_freq=1")
+    assert all(event["seconds"] >= 0.4 for event in run.events("eval"))
+    assert all(event["seconds"] >= 0.4 for event in run.events("checkpoint"))
+    assert all(event["step_seconds"] < 0.4 for event in run.events("step"))
+
+
+def test_evaluations_happen_at_step_zero_at_each_due_step_and_after_the_last(straight) -> None:
+    steps = [event["step"] for event in straight.events("eval")]
+    assert steps == [0, 4, 8, 12, 16, 20, 24, 26]
+
+
+def expected_checkpoints(run: Run, *, checkpoint_freq: int) -> list[tuple]:
+    """Return (step, kind, labels) that the design asks for, given the run's own validation losses."""
+    evals = {event["step"]: event["val_loss"] for event in run.events("eval")}
+    best, expected = math.inf, []
+    for n in range(1, LAST + 1):
+        is_best = n in evals and evals[n] < best
+        best = evals[n] if is_best else best
+        ends_epoch = n * S // sum(WINDOWS) > (n - 1) * S // sum(WINDOWS)
+        kinds = ["final"] if n == LAST else []
+        kinds += ["rolling"] if n % checkpoint_freq == 0 else []
+        kinds += ["epoch"] if ends_epoch else []
+        kinds += ["best"] if is_best else []
+        labels = (["epoch_0001"] if ends_epoch else []) + (["best"] if is_best else [])
+        if kinds:
+            expected.append((n, kinds[0], labels))
+    return expected
+
+
+def test_checkpoints_are_those_due_the_best_ones_and_the_epochs_end(straight) -> None:
+    written = [
+        (event["step"], event["kind"], event["labels"]) for event in straight.events("checkpoint")
+    ]
+    assert written == expected_checkpoints(straight, checkpoint_freq=5)
+    assert {kind for _, kind, _ in written} == {"rolling", "best", "epoch", "final"}
+
+
+def test_checkpoint_event_follows_the_step_and_tells_path_bytes_and_seconds(straight) -> None:
+    order = [(event["event"], event["step"]) for event in history.read_events(straight.path)]
+    for event in straight.events("checkpoint"):
+        n = event["step"]
+        assert order.index(("step", n)) < order.index(("checkpoint", n))
+        if n < LAST:
+            assert order.index(("checkpoint", n)) < order.index(("step", n + 1))
+        assert event["path"] == str(straight.path / f"step_{n:08d}")
+        assert event["seconds"] > 0
+    for n, info in straight.checkpoints().items():
+        (event,) = [event for event in straight.events("checkpoint") if event["step"] == n]
+        assert event["bytes"] == sum(file.stat().st_size for file in info.path.iterdir())
+
+
+def test_labels_name_the_best_the_one_before_and_the_epoch(straight) -> None:
+    best = [event["step"] for event in straight.events("checkpoint") if "best" in event["labels"]]
+    assert len(best) >= 2
+    assert straight.labels() == {
+        "best": f"step_{best[-1]:08d}",
+        "best_prev": f"step_{best[-2]:08d}",
+        "epoch_0001": "step_00000024",
+    }
+
+
+def test_unlabelled_checkpoints_of_a_former_best_are_gone(straight) -> None:
+    best = [event["step"] for event in straight.events("checkpoint") if event["kind"] == "best"]
+    labelled = {int(name[5:]) for name in straight.labels().values()}
+    assert set(straight.checkpoints()) == {5, 10, 15, 20, 25, LAST} | labelled
+    assert set(best) - labelled, "the claim needs a best that lost its label"
+
+
+def test_frequency_of_zero_means_only_after_the_last_step(run) -> None:
+    run.train("--max_steps=5", "--eval_freq=0", "--checkpoint_freq=0")
+    assert [event["step"] for event in run.events("eval")] == [0, 5]
+    assert [event["step"] for event in run.events("checkpoint")] == [5]
+    assert list(run.checkpoints()) == [5]
+
+
+def test_log_freq_thins_the_console_and_not_the_metrics(straight) -> None:
+    lines = (straight.path / "log.txt").read_text().splitlines()
+    shown = [line for line in lines if re.match(r"step \d+/\d+ \| epoch", line)]
+    pattern = (
+        r"step (\d+)/26 \| epoch \d \| loss \d\.\d{4} \| lr \d\.\de-\d\d \| norm \d+\.\d\d \| "
+        r"dt \d+ ms \| [\d,]+ tok/s \| mfu n/a \| eta (n/a|\d+s)"
+    )
+    steps = [re.fullmatch(pattern, line) for line in shown]
+    assert all(steps), shown
+    assert [int(match[1]) for match in steps if match] == [1, 10, 20, 26]
+
+
+def test_validation_loss_does_not_depend_on_the_micro_batch(tiny_data, tmp_path) -> None:
+    measured = []
+    for size in (1, 2, 4):
+        run = Run(tiny_data, tmp_path / str(size))
+        run.train("--max_steps=1", f"--mini_batch_size={size}")
+        measured.append(run.events("eval")[0])
+    assert [event["val_tokens"] for event in measured] == [320] * 3
+    for event in measured[1:]:
+        assert event["val_loss"] == pytest.approx(measured[0]["val_loss"], rel=1e-6)
+        assert event["val_loss_se"] == pytest.approx(measured[0]["val_loss_se"], rel=1e-4)
+
+
+def test_validation_loss_and_its_error_equal_an_independent_computation(straight) -> None:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=T, vocab_size=256)
+    model = GPT(config).double().eval()
+    saved = safetensors.torch.load_file(straight.path / f"step_{LAST:08d}" / "model.safetensors")
+    model.load_state_dict(saved)
+    tokens = make_tokens(VAL_SHARDS[0], seed=1000 * len("val")).astype(np.int64)
+    assert (len(tokens) - 1) // T == 40
+    means = []
+    for k in range(0, 40, 2):  # 320 tokens are 20 windows, spread evenly over the 40
+        window = torch.from_numpy(tokens[k * T : k * T + T + 1])
+        with torch.no_grad():
+            log_chances = model.logits(window[None, :-1])[0].log_softmax(-1)
+        means.append(-log_chances[torch.arange(T), window[1:]].mean().item())
+    event = straight.events("eval")[-1]
+    assert event["val_tokens"] == 320
+    assert event["val_loss"] == pytest.approx(np.mean(means), rel=1e-6)
+    expected = np.std(means, ddof=1) / math.sqrt(20)
+    assert event["val_loss_se"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_dropout_is_at_work_after_an_evaluation(run, straight) -> None:
+    run.train("--max_steps=1", "--dropout=0.3")
+    assert [event["step"] for event in run.events("eval")] == [0, 1]
+    assert run.events("eval")[0]["val_loss"] == straight.events("eval")[0]["val_loss"]
+    assert run.losses()[1] != straight.losses()[1]
+
+
+def test_samples_and_evaluations_leave_the_training_bits_alone(tiny_data, tmp_path) -> None:
+    losses = []
+    for freq in (0, 1):
+        run = Run(tiny_data, tmp_path / str(freq), *REAL_VOCABULARY, "--dropout=0.1")
+        run.train("--max_steps=3", f"--eval_freq={freq}", f"--sample_freq={freq}")
+        samples = run.events("sample")
+        assert [event["step"] for event in samples] == ([1, 2, 3] if freq else [3])
+        for event in samples:
+            assert event["text"].startswith("Hello, I'm a language model,")
+            assert event["seconds"] > 0
+        losses.append(run.losses())
+    assert losses[0] == losses[1]
+
+
+def test_vocabulary_below_gpt2s_gets_no_samples_and_one_warning(straight) -> None:
+    assert straight.events("sample") == []
+    warned = [event for event in straight.events("warning") if "samples" in event["message"]]
+    assert len(warned) == 1

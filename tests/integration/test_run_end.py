@@ -1,0 +1,260 @@
+"""How a start of a run ends: done, stopped, refused, with a full disk or device; what it leaves and says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import launch
+from gpt2lab.errors import ConfigError, NonFiniteError, SaveError
+from gpt2lab.runs import history
+from gpt2lab.runs.summary import describe_run
+from gpt2lab.training import trainer
+from gpt2lab.training.train_step import StepStats
+from whole_run import LAST, Run
+
+
+def test_completed_run_says_so_in_its_status_and_in_its_last_event(straight) -> None:
+    status = straight.status()
+    assert (status["state"], status["step"], status["exit_code"]) == ("completed", LAST, 0)
+    done = history.read_events(straight.path)[-1]
+    steps = straight.events("step")
+    assert (done["event"], done["step"]) == ("done", LAST)
+    assert done["reason"]
+    assert done["checkpoint"] == str(straight.path / f"step_{LAST:08d}")
+    assert done["loss"] == steps[-1]["loss"]
+    assert done["val_loss"] == straight.events("eval")[-1]["val_loss"]
+    assert done["seconds"] == pytest.approx(sum(event["step_seconds"] for event in steps))
+
+
+def test_finished_run_resumed_unchanged_writes_nothing(run, capsys) -> None:
+    run.train("--max_steps=2")
+    before = run.listing()
+    capsys.readouterr()
+    run.train("--max_steps=2", "--resume=latest")
+    assert "already complete" in capsys.readouterr().out
+    assert run.listing() == before
+
+
+def test_fresh_start_over_checkpoints_is_refused_with_both_ways_out(run) -> None:
+    run.train("--max_steps=2")
+    before = run.listing()
+    refusal = run.refused("--max_steps=2")
+    assert isinstance(refusal, ConfigError)
+    assert refusal.exit_code == 2
+    assert "--run_name tiny --resume latest" in str(refusal)
+    assert "--run_name tiny_2" in str(refusal)
+    assert "\n" not in str(refusal)
+    assert run.listing() == before
+
+
+def test_non_finite_loss_ends_the_run_with_its_own_code_and_leaves_the_checkpoints(run) -> None:
+    refusal = run.refused("--max_steps=9", "--checkpoint_freq=1", "--max_lr=1e30", "--min_lr=0")
+    assert isinstance(refusal, NonFiniteError)
+    assert refusal.exit_code == 76
+    status, stop = run.status(), history.read_events(run.path)[-1]
+    assert (status["state"], status["exit_code"]) == ("failed", 76)
+    assert stop["event"] == "stop"
+    assert "NonFiniteError" in stop["reason"]
+    assert list(run.checkpoints()) == list(range(1, status["step"])), (
+        "the fourth bad one is not saved"
+    )
+
+
+def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monkeypatch) -> None:
+    monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
+    run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0")
+    assert list(run.losses()) == [1, 2, 3, 4, 5, 6]
+    assert list(run.checkpoints()) == [2, 6]
+    (warning,) = [event for event in run.events("warning") if event["step"] == 4]
+    assert "checkpoint of step 4 not saved" in warning["message"]
+    assert "No space left" in warning["message"]
+    assert [event["step"] for event in run.events("checkpoint")] == [2, 6]
+    assert not list(run.path.glob(".*")), "nothing half-written is left"
+
+
+@pytest.mark.parametrize("planned", ["--max_steps=4", "--stop_after_steps=4"])
+def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned) -> None:
+    common = ["--max_steps=9", "--checkpoint_freq=3", "--eval_freq=0", planned]
+    monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
+    refusal = run.refused(*common)
+    assert isinstance(refusal, SaveError)
+    assert refusal.exit_code == 75
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 75)
+    assert list(run.checkpoints()) == [3]
+    monkeypatch.delenv("FAULT")
+    run.train(*common, "--resume=latest")
+    assert list(run.checkpoints()) == [3, 4]
+    assert run.losses(attempt=1)[4] == run.losses(attempt=2)[4]
+
+
+@pytest.mark.parametrize("file", ["config.json", "status.json"])
+def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2", "--eval_freq=0")
+    before = run.listing().keys()
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if f".{file}." in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    refusal = run.refused("--max_steps=4", "--resume=latest")
+    assert isinstance(refusal, SaveError)
+    assert str(refusal) == f"{run.path / file}: No space left on device; free space and start again"
+    assert run.listing().keys() == before
+    monkeypatch.undo()
+    run.train("--max_steps=4", "--resume=latest")
+
+
+def test_a_stop_before_anything_was_saved_names_no_resume(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train("--max_steps=4", "--max_hours=1e-9")
+    report = capsys.readouterr().out.split("run tiny\n")[1]
+    assert "--resume" not in report
+    assert "begin again" in report
+    run.train("--max_steps=4")
+
+
+def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[str]) -> None:
+    """`python src/train.py ... | head` once ended training and reported success."""
+    flags = [*tiny_flags, "--max_steps=20", "--log_freq=1"]
+    command = launch.command_for(launch.TRAIN, flags, world=1)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=launch.environment()) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+    assert [event["step"] for event in launch.events(tmp_path / "runs" / "tiny", "done")] == [20]
+    assert "step 20/20" in (tmp_path / "runs" / "tiny" / "log.txt").read_text()
+
+
+def test_a_refused_start_leaves_the_run_unlocked(run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        run.train("--max_steps=2")
+    with pytest.raises(NonFiniteError) as kept:
+        run.train(
+            "--resume=latest",
+            "--max_steps=3",
+            "--allow_change=max_steps,max_lr,min_lr",
+            "--max_lr=1e30",
+            "--min_lr=1e30",
+        )
+    assert kept.value.__traceback__ is not None  # its frames are alive, the lock must not be
+    run.train("--resume=latest", "--max_steps=4", "--allow_change=max_steps")
+
+
+def test_a_non_finite_evaluation_ends_as_non_finite_and_saves_nothing_of_the_step(run: Run) -> None:
+    refusal = run.refused(
+        *("--max_steps=1", "--max_lr=1e20", "--min_lr=1e20", "--warmup_steps=0", "--eval_freq=1")
+    )
+    assert isinstance(refusal, NonFiniteError)
+    assert run.status()["exit_code"] == 76
+    assert run.checkpoints() == {}
+    assert "validation loss" in describe_run(run.path)
+
+
+def test_an_error_after_the_commit_does_not_disown_the_checkpoint(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "checkpoint.after_rename:enospc@2")
+    run.train("--max_steps=4", "--eval_freq=2", "--checkpoint_freq=2")
+    assert [event["step"] for event in run.events("checkpoint")] == [2, 4]
+    assert sorted(run.checkpoints()) == [2, 4]
+
+
+def test_a_second_process_in_the_same_run_is_refused_by_name(run: Run) -> None:
+    from gpt2lab.runs.folder import RunFolder
+
+    run.train("--max_steps=2", "--stop_after_steps=1")
+    holder = RunFolder(run.path)
+    refusal = run.refused("--max_steps=2", "--resume=latest")
+    assert "in use by process" in str(refusal)
+    holder.close()
+    run.train("--max_steps=2", "--resume=latest")
+
+
+def test_every_start_ends_with_a_report_that_says_how_to_go_on(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train("--max_steps=4", "--eval_freq=2", "--stop_after_steps=2")
+    report = capsys.readouterr().out.split("run tiny\n")[1]
+    for part in ("training loss", "validation loss", "tokens/s", "checkpoints", "--resume latest"):
+        assert part in report
+    assert "--allow_change" not in report
+    run.train("--resume=latest", "--max_steps=4")
+    report = capsys.readouterr().out.split("run tiny\n")[1]
+    assert "--max_steps 8 --allow_change max_steps" in report
+    assert report in (run.path / "log.txt").read_text()
+
+
+def test_a_full_device_ends_in_one_line_with_the_lever_and_the_last_step_saved(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "train_step", _full_from_step_two(trainer.train_step))
+    refusal = run.refused("--max_steps=3")
+    assert refusal.exit_code == 1
+    assert str(refusal).startswith(
+        "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. A"
+    )
+    assert "lower --mini_batch_size" in str(refusal)
+    assert "\n" not in str(refusal)
+    assert list(run.checkpoints()) == [1]
+    monkeypatch.undo()
+    run.train("--resume=latest", "--mini_batch_size=1")
+    assert run.status()["state"] == "completed"
+
+
+def test_a_device_too_full_for_the_optimizers_state_ends_in_one_line_too(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made by the first update, when the step itself has fitted; what moved by then is not saved."""
+
+    def full(self: torch.optim.AdamW, closure: object = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nGPU 0 ...")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    refusal = run.refused("--max_steps=3")
+    assert str(refusal).startswith("out of memory: CUDA out of memory. Tried to allocate 6.00 GiB.")
+    assert list(run.checkpoints()) == []
+
+
+def _full_from_step_two(train_step: Callable[..., StepStats]) -> Callable[..., StepStats]:
+    taken: list[StepStats] = []
+
+    def step(*args: Any, **options: Any) -> StepStats:
+        if taken:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of ..."
+            )
+        taken.append(train_step(*args, **options))
+        return taken[0]
+
+    return step
+
+
+def test_stop_after_steps_saves_and_leaves_the_schedule_alone(run, straight) -> None:
+    common = [f"--max_steps={LAST}", "--eval_freq=0", "--checkpoint_freq=0"]
+    run.train(*common, "--stop_after_steps=3")
+    assert list(run.checkpoints()) == [3]
+    status, stop = run.status(), history.read_events(run.path)[-1]
+    assert (status["state"], status["step"], status["exit_code"]) == ("stopped", 3, 0)
+    assert (stop["event"], stop["reason"]) == ("stop", "stop_after_steps")
+    assert stop["checkpoint"] == str(run.path / "step_00000003")
+    assert run.refused(*common, "--resume=latest", "--stop_after_steps=3").exit_code == 2
+    run.train(*common, "--resume=latest", "--stop_after_steps=7")
+    assert run.losses() == {n: loss for n, loss in straight.losses().items() if n <= 7}
+    assert [event["step"] for event in run.events("eval")] == [0], "a stop is not the last step"

@@ -1,0 +1,266 @@
+"""What a resume in the same folder allows, refuses, sets aside and labels; retention."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2lab.checkpoint import manifest
+from gpt2lab.config.command_line import parse
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
+from gpt2lab.runs import history
+from gpt2lab.runs.summary import describe_run
+from gpt2lab.training.start import decide
+from tiny import make_tokens, write_shards
+from whole_run import LAST, Run, S, T
+
+
+def test_resume_continues_with_the_same_bits_and_says_from_where(run, straight) -> None:
+    common = [f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5"]
+    run.train(*common, "--stop_after_steps=13")
+    run.train(*common, "--resume=latest")
+    assert list(run.losses(attempt=2)) == list(range(14, LAST + 1))
+    assert run.losses() == straight.losses()
+    (resume,) = run.events("resume")
+    assert (resume["from_step"], resume["world_size"], resume["attempt"]) == (13, 1, 2)
+    assert (resume["changes"], resume["level"]) == ({}, "bit-identical")
+    names = ("model.safetensors", "optim.safetensors")
+    ours, theirs = (r.checkpoints()[LAST].manifest["files"] for r in (run, straight))
+    assert [ours[name] for name in names] == [theirs[name] for name in names]
+
+
+def test_worse_evaluation_after_a_resume_is_not_labelled_best(run) -> None:
+    run.train("--max_steps=4", "--eval_freq=2")
+    labels, best = run.labels(), run.saved_state(4)["best_val_loss"]
+    assert labels["best"] == "step_00000004"
+    changes = ["--allow_change=max_steps,max_lr,min_lr", "--max_lr=0.5", "--min_lr=0.5"]
+    run.train("--max_steps=8", "--resume=latest", "--eval_freq=2", *changes)
+    worse = {event["step"]: event["val_loss"] for event in run.events("eval", attempt=2)}
+    assert set(worse) == {6, 8}
+    assert min(worse.values()) > best, "the claim needs worse evaluations"
+    assert run.labels() == labels
+    assert run.saved_state(8)["best_val_loss"] == best
+    assert run.saved_state(8)["best_step"] == 4
+    assert not any(event["labels"] for event in run.events("checkpoint", attempt=2))
+
+
+def test_other_architecture_is_refused_on_resume(run) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    before = run.listing()
+    for change in ("--n_layer=3", "--n_embd=48", "--vocab_size=300", "--context_length=8"):
+        refusal = run.refused("--resume=latest", change, "--allow_change=n_layer,n_embd")
+        assert isinstance(refusal, ConfigError)
+        assert "another architecture" in str(refusal)
+        assert change[2:].partition("=")[0] in str(refusal)
+    assert run.listing() == before
+
+
+def test_changed_rate_is_refused_until_allowed_and_then_recorded(run) -> None:
+    run.train("--max_steps=6", "--stop_after_steps=2")
+    before = run.listing()
+    refusal = run.refused("--resume=latest", "--max_lr=1e-3")
+    assert refusal.exit_code == 2
+    assert "max_lr 0.0006 -> 0.001" in str(refusal)
+    assert "--allow_change max_lr" in str(refusal)
+    assert run.listing() == before
+    run.train("--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
+    (resume,) = run.events("resume")
+    assert resume["level"] == "changed"
+    assert resume["changes"]["max_lr"] == [6e-4, 1e-3]
+    record = {"step": 2, "attempt": 2, "changes": {"max_lr": [6e-4, 1e-3]}}
+    assert run.saved_state(6)["history"] == [record]
+    assert run.checkpoints()[6].manifest["config"]["max_lr"] == 1e-3
+    expected = 6e-5 + (1e-3 - 6e-5) * (1 + math.cos(math.pi * 3 / 6)) / 2
+    assert run.events("step", attempt=2)[0]["lr"] == pytest.approx(expected)
+
+
+def test_typing_the_saved_value_again_is_no_change(run) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    same = ["--max_lr=6e-4", "--warmup_steps=0", "--seed=1337", "--model=gpt2"]
+    run.train("--max_steps=4", "--resume=latest", *same)
+    (resume,) = run.events("resume")
+    assert (resume["changes"], resume["level"]) == ({}, "bit-identical")
+
+
+def test_settings_that_are_free_change_without_asking(run) -> None:
+    run.train("--max_steps=6", "--stop_after_steps=2")
+    free = ["--eval_freq=1", "--keep_checkpoints=2", "--mini_batch_size=4", "--log_freq=1"]
+    run.train("--resume=latest", *free)
+    (resume,) = run.events("resume")
+    assert resume["changes"] == {
+        "eval_freq": [250, 1],
+        "keep_checkpoints": [10, 2],
+        "mini_batch_size": [2, 4],
+        "log_freq": [10, 1],
+    }
+    assert resume["level"] == "same data"
+    assert run.saved_state(6)["history"] == []
+    assert run.status()["state"] == "completed"
+
+
+def test_micro_batch_is_guarded_where_dropout_depends_on_it(run) -> None:
+    run.train("--max_steps=4", "--dropout=0.1", "--stop_after_steps=2")
+    refusal = run.refused("--resume=latest", "--mini_batch_size=4")
+    assert "--allow_change mini_batch_size" in str(refusal)
+    run.train("--resume=latest", "--mini_batch_size=4", "--allow_change=mini_batch_size")
+    assert run.saved_state(4)["history"][0]["changes"] == {"mini_batch_size": [2, 4]}
+
+
+def test_other_data_is_refused_until_allowed_by_name(run, tmp_path) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    other = f"--data_dir={write_shards(tmp_path / 'other', train=(900,), val=(300,))}"
+    refusal = run.refused("--resume=latest", other)
+    assert "--allow_change data" in str(refusal)
+    run.train("--resume=latest", other, "--allow_change=data")
+    (record,) = run.saved_state(4)["history"]
+    assert list(record["changes"]) == ["data"]
+    windows = make_tokens(900, seed=5000)[: S * T + 1].astype("<u2")
+    first = np.stack([windows[k * T : k * T + T + 1] for k in range(S)])
+    resumed = run.events("step", attempt=2)[0]
+    assert resumed["batch_hash"] == hashlib.sha256(first.tobytes()).hexdigest()
+
+
+def test_resuming_an_older_step_sets_the_newer_ones_aside(run) -> None:
+    common = ["--max_steps=5", "--checkpoint_freq=1", "--eval_freq=0"]
+    run.train(*common)
+    first = run.losses()
+    run.train("--resume=2", "--stop_after_steps=4")
+    (aside,) = run.path.glob("superseded-*")
+    assert sorted(path.name for path in aside.iterdir()) == [f"step_{n:08d}" for n in (3, 4, 5)]
+    for folder in aside.iterdir():
+        manifest.verify(folder)
+    assert list(run.checkpoints()) == [1, 2, 3, 4]
+    assert "best" not in run.labels(), "the best was step 5, which is no longer of this run"
+    current = history.current(history.read_events(run.path), "step")
+    assert {n: event["attempt"] for n, event in current.items()} == {1: 1, 2: 1, 3: 2, 4: 2}
+    assert {n: event["loss"] for n, event in current.items()} == {
+        n: loss for n, loss in first.items() if n <= 4
+    }
+
+
+def test_resume_without_a_checkpoint_is_an_error_and_auto_a_fresh_start(run) -> None:
+    refusal = run.refused("--resume=latest", "--max_steps=2")
+    assert isinstance(refusal, CheckpointError)
+    assert not run.path.exists()
+    run.train("--resume=auto", "--max_steps=4", "--stop_after_steps=2")
+    run.train("--resume=auto", "--max_steps=4")
+    assert list(run.losses(attempt=1)) == [1, 2]
+    assert list(run.losses(attempt=2)) == [3, 4]
+
+
+def test_retention_keeps_the_last_rolling_ones_and_everything_labelled(run) -> None:
+    # 95 windows a step: an epoch of 190 windows is exactly two steps.
+    batch = ["--total_batch_size=1520", "--mini_batch_size=5", "--num_epochs=3"]
+    run.train(*batch, "--checkpoint_freq=1", "--keep_checkpoints=1", "--eval_freq=3")
+    assert [event["epoch"] for event in run.events("step")] == [0, 0, 1, 1, 2, 2]
+    assert [event["step"] for event in run.events("checkpoint")] == [1, 2, 3, 4, 5, 6]
+    evals = {event["step"]: event["val_loss"] for event in run.events("eval")}
+    assert evals[6] < evals[3], "the claim needs a second best"
+    assert run.labels() == {
+        "epoch_0001": "step_00000002",
+        "epoch_0002": "step_00000004",
+        "epoch_0003": "step_00000006",
+        "best_prev": "step_00000003",
+        "best": "step_00000006",
+    }
+    assert list(run.checkpoints()) == [2, 3, 4, 6]
+
+
+REAL_VOCABULARY = ["--vocab_size=50304", "--sample_tokens=4", "--checkpoint_freq=0"]
+
+
+def test_best_follows_the_run_back(run: Run) -> None:
+    run.train("--max_steps=6", "--eval_freq=2", "--checkpoint_freq=2")
+    assert run.labels()["best"] == "step_00000006"
+    run.train("--resume=4", "--stop_after_steps=5")
+    assert run.labels()["best"] == manifest.folder_name(run.saved_state(5)["best_step"])
+
+
+def test_going_back_again_and_again_keeps_every_superseded_checkpoint(run: Run) -> None:
+    run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
+    for _ in range(3):
+        run.train("--resume=2")
+    aside = sorted(path.parent.name for path in run.path.glob("superseded-*/step_00000003"))
+    assert len(set(aside)) == 3
+    assert sorted(run.checkpoints()) == [1, 2, 3, 4]
+
+
+def test_typing_the_value_that_people_see_is_no_change(run: Run) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    run.train("--max_steps=4", "--resume=latest", "--min_lr=6e-5", "--max_lr=6e-4")
+    assert run.events("resume")[0]["changes"] == {}
+
+
+def test_a_superseded_checkpoint_is_not_trained_in_where_it_lies(run: Run) -> None:
+    run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
+    run.train("--resume=2", "--stop_after_steps=3")
+    [aside] = run.path.glob("superseded-*/step_00000004")
+    before = sorted(path.name for path in aside.parent.iterdir())
+    refusal = run.refused(f"--resume={aside}")
+    assert isinstance(refusal, CheckpointError)
+    assert "move it" in str(refusal)
+    assert sorted(path.name for path in aside.parent.iterdir()) == before
+
+
+def test_an_evaluation_made_due_by_a_resume_labels_the_step_that_is_on_disk(run: Run) -> None:
+    run.train("--max_steps=6", "--eval_freq=3", "--checkpoint_freq=2", "--stop_after_steps=2")
+    run.train("--max_steps=6", "--resume=latest", "--eval_freq=2", "--stop_after_steps=3")
+    assert [event["step"] for event in run.events("eval", attempt=2)] == [2]
+    assert run.labels()["best"] == "step_00000002"
+    saved = [(event["step"], event["kind"]) for event in run.events("checkpoint", attempt=2)]
+    assert saved == [(3, "rolling")]
+
+
+def test_a_resume_is_judged_by_the_runs_settings_not_by_the_defaults(run: Run) -> None:
+    """min_lr 1e-3 is above the default max_lr, but not above this run's."""
+    more = ("--max_lr=1e-2", "--min_lr=1e-3", "--max_steps=4")
+    run.train(*more, "--stop_after_steps=2")
+    run.train("--resume=latest", "--min_lr=1e-3")
+    assert run.status()["state"] == "completed"
+
+
+def test_another_model_is_refused_as_such_wherever_one_stands(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its preset names other data too, which need not exist for the refusal to be the right one."""
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    monkeypatch.chdir(tmp_path)
+    argv = [
+        "--model=gpt2-mini",
+        "--resume=latest",
+        "--run_name=tiny",
+        f"--checkpoint_dir={run.path.parent}",
+    ]
+    with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):
+        decide(parse(argv), world_size=1, set_aside=False)
+
+
+def test_a_checkpoint_that_does_not_load_moves_nothing_aside(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.train("--max_steps=4", "--checkpoint_freq=1", "--eval_freq=0")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise CheckpointError("does not load")
+
+    monkeypatch.setattr("gpt2lab.checkpoint.store.load", fail)
+    assert "does not load" in str(run.refused("--resume=2"))
+    assert sorted(run.checkpoints()) == [1, 2, 3, 4]
+
+
+def test_steps_of_a_start_that_saved_nothing_are_not_the_runs(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt2lab.training.saver.Saver.rescue", lambda *args: False)
+    monkeypatch.setenv("FAULT", "step:enospc@4")
+    with pytest.raises(OSError, match="No space"):
+        run.train("--max_steps=6", "--eval_freq=0", "--checkpoint_freq=0")
+    monkeypatch.delenv("FAULT")
+    run.train("--max_steps=6", "--eval_freq=0", "--checkpoint_freq=0", "--stop_after_steps=2")
+    steps = history.current(history.read_events(run.path), "step")
+    assert {step: event["attempt"] for step, event in steps.items()} == {1: 2, 2: 2}
+    assert "at step 2 (256 tokens)" in describe_run(run.path)

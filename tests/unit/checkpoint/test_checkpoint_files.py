@@ -1,0 +1,436 @@
+"""Rows 4, 13 to 16, 30 and 34: the disk fills up, flips, loses and lies; what is used was checked, or refused.
+
+`CORRUPTIONS=1000 SEED=7 pytest tests/test_storage.py -k corruption` repeats the count in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections import namedtuple
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import launch
+from gpt2lab.checkpoint import catalog, manifest, store
+from gpt2lab.commands import dry_run
+from gpt2lab.config.command_line import parse
+from gpt2lab.errors import CheckpointError, GPT2LabError
+from gpt2lab.model.gpt import build_model
+from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.runs import logger
+from whole_run import Run
+
+CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))
+SEED = int(os.environ.get("SEED", "1337"))
+
+
+@pytest.fixture(scope="module")
+def two(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with checkpoints of steps 2 and 4; copy before use."""
+    run = Run(tiny_data, tmp_path_factory.mktemp("two"))
+    run.train("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--stop_after_steps=4")
+    return run.path
+
+
+@pytest.fixture
+def run(tiny_data: Path, tmp_path: Path) -> Run:
+    return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
+
+
+# -- rows 15 and 16: every byte -------------------------------------------------------------------------------------
+
+
+def corrupt(folder: Path, dice: random.Random) -> str:
+    """Damage one file of a checkpoint at random, and say how."""
+    path = dice.choice(sorted(folder.iterdir()))
+    content = path.read_bytes()
+    kind = dice.choice(("bit", "truncated", "hole", "missing", "swapped", "longer"))
+    if kind == "bit":
+        place = dice.randrange(len(content))
+        path.write_bytes(
+            content[:place]
+            + bytes([content[place] ^ 1 << dice.randrange(8)])
+            + content[place + 1 :]
+        )
+    elif kind == "truncated":
+        path.write_bytes(content[: dice.randrange(len(content))])
+    elif kind == "hole":
+        length = min(len(content), dice.choice((16, 512, 4096)))
+        place = dice.randrange(len(content) - length + 1)
+        zeros = bytes(length)
+        if content[place : place + length] == zeros:  # was zeros before: no damage
+            return corrupt(folder, dice)
+        path.write_bytes(content[:place] + zeros + content[place + length :])
+    elif kind == "missing":
+        path.unlink()
+    elif kind == "swapped":  # the same file of the checkpoint before
+        shutil.copy(folder.with_name("step_00000002") / path.name, path)
+    else:
+        path.write_bytes(content + bytes(dice.randrange(1, 99)))
+    return f"{kind} {path.name}"
+
+
+def test_random_corruption_is_always_found_and_the_one_before_used(
+    two: Path, tmp_path: Path
+) -> None:
+    dice, run = random.Random(SEED), tmp_path / "run"
+    shutil.copytree(two, run)
+    newest, kept = run / "step_00000004", tmp_path / "kept"
+    shutil.copytree(newest, kept)
+    for number in range(CORRUPTIONS):
+        how = corrupt(newest, dice)
+        chosen, warnings = catalog.newest_valid(run, set_aside=False)
+        assert chosen is not None, f"{number} {how}"
+        assert chosen.step == 2, f"undetected: number {number} of seed {SEED}, {how}"
+        assert len(warnings) == 1
+        shutil.rmtree(newest)
+        shutil.copytree(kept, newest)
+    assert catalog.newest_valid(run, set_aside=False)[0].step == 4  # type: ignore[union-attr]
+
+
+def test_list_with_verify_finds_what_the_manifest_alone_does_not(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path / "runs" / "run")
+    flags = ["--list_checkpoints", f"--checkpoint_dir={tmp_path / 'runs'}"]
+    sound = launch.train([*flags, "--verify"])
+    assert (sound.returncode, sound.stderr) == (0, "")
+    assert "every byte of 2 checkpoints read" in sound.stdout
+    damaged = tmp_path / "runs" / "run" / "step_00000004" / "optim.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-9] ^= 1
+    damaged.write_bytes(content)
+    assert launch.train(flags).returncode == 0
+    found = launch.train([*flags, "--verify", "--json"])
+    assert found.returncode == 1
+    [listed] = json.loads(found.stdout)["runs"]
+    assert [row["step"] for row in listed["checkpoints"]] == [2]
+    assert "optim.safetensors: damaged" in listed["damaged"][0]
+    assert launch.train(["--verify"]).returncode == 2
+
+
+# -- row 13: the disk fills up --------------------------------------------------------------------------------------
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The start; step 2; step 4, before and after tidying; step 6.
+    free = iter([10**12, 10**12, 1000, 1000, 10**12])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, next(free)))
+    run.train("--max_steps=6")
+    assert list(run.checkpoints()) == [2, 6]
+    [warning] = [e for e in run.events("warning") if "not saved" in e["message"]]
+    assert "step 4" in warning["message"]
+    assert "1 kB free on its disk" in warning["message"]
+    assert "training goes on" in warning["message"]
+
+
+class FullDisk(FileIO):
+    """A file on a disk that has some bytes left, and is emptied once enough writes have failed."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__(path, mode)
+        self.left, self.failures = 3000, 4
+
+    def write(self, content: Any) -> int:
+        if self.failures and len(content) > self.left:
+            if self.left:
+                written, self.left = super().write(memoryview(content)[: self.left]), 0
+                return written
+            self.failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.left -= len(content)
+        return super().write(content)
+
+
+def test_a_disk_too_full_for_a_line_of_the_metrics_ends_no_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logger, "FileIO", FullDisk)
+    run.train("--max_steps=10", "--checkpoint_freq=1", "--eval_freq=0", "--sample_freq=0")
+    said = capsys.readouterr().out
+    assert said.count("No space left on device; training goes on, and keeps in memory") == 1
+    assert "metrics.jsonl: written again, nothing is missing" in said
+    assert list(run.losses()) == list(range(1, 11))
+    [skipped] = [e["step"] for e in run.events("warning") if "not saved" in e["message"]]
+    assert [e["step"] for e in run.events("checkpoint")] == [
+        n for n in range(1, 11) if n != skipped
+    ]
+    assert run.status()["state"] == "completed"
+
+
+def test_what_the_metrics_never_took_is_counted(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class AlwaysFull(FullDisk):
+        def __init__(self, path: Path, mode: str) -> None:
+            super().__init__(path, mode)
+            self.failures = 10**9
+
+    monkeypatch.setattr(logger, "FileIO", AlwaysFull)
+    refusal = run.refused("--max_steps=10", "--checkpoint_freq=0", "--eval_freq=0")
+    assert refusal.exit_code == 75
+    assert "metrics.jsonl: No space left on device" in str(refusal)
+    assert re.search(r"the last \d+ events are not in metrics.jsonl", capsys.readouterr().out)
+    assert run.checkpoints() == {}
+    monkeypatch.undo()
+    run.train("--max_steps=10")
+    assert list(run.losses(attempt=2)) == list(range(1, 11))
+
+
+def test_room_is_made_by_retiring_early_but_never_the_newest(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+    real = 450_000
+
+    def disk_usage(path: Path) -> Usage:
+        used.append(len(list(run.path.glob("step_*"))))
+        return Usage(10**9, 0, 10**9 if used[-1] < 3 else real - 1)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    run.train("--max_steps=10", "--keep_checkpoints=3")
+    assert [event["step"] for event in run.events("checkpoint")] == [2, 4, 6, 8, 10]
+    assert list(run.checkpoints()) == [6, 8, 10]
+
+
+def test_the_only_checkpoint_left_must_be_sound_before_others_go(run: Run) -> None:
+    run.train("--max_steps=8", "--stop_after_steps=4")
+    path = run.path / "step_00000004" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="damaged"):
+        catalog.retain(run.path, keep=1, keep_emergency=1)
+    assert len(list(run.path.glob("step_*"))) == 2
+
+
+def test_retention_never_removes_what_is_labelled_foreign_or_unreadable(run: Run) -> None:
+    run.train("--max_steps=12", "--stop_after_steps=8")
+    catalog.set_label(run.path, "best", 2)
+    (run.path / "step_abc").mkdir()
+    (run.path / "step_00000099").mkdir()
+    (run.path / "model.pt").write_bytes(b"foreign")
+    (run.path / "notes.txt").write_text("mine")
+    assert catalog.retain(run.path, keep=2, keep_emergency=1) == [4]
+    left = {path.name for path in run.path.glob("*")}
+    assert {"step_00000002", "step_00000006", "step_00000008"} < left
+    assert {"step_abc", "step_00000099", "model.pt", "notes.txt"} < left
+    run.train("--max_steps=12", "--resume=latest")
+    assert run.status()["state"] == "completed"
+
+
+def test_the_checkpoint_resumed_from_stays_until_two_newer_ones_exist(run: Run) -> None:
+    run.train("--max_steps=12", "--keep_checkpoints=1", "--stop_after_steps=4")
+    assert list(run.checkpoints()) == [4]
+    run.train("--max_steps=12", "--resume=latest", "--stop_after_steps=6")
+    assert list(run.checkpoints()) == [4, 6]
+    run.train("--max_steps=12", "--resume=4", "--stop_after_steps=8")
+    assert list(run.checkpoints()) == [8], "two newer ones: 6 (taken again) and 8"
+
+
+def test_a_retention_plan_that_does_not_fit_is_told_at_the_start_and_by_a_dry_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Bytes a parameter x parameters x (two rolling ones, best, its predecessor, one being written).
+    needed = 12 * 34_176 * 5
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, needed - 1))
+    flags = [*run.flags, "--max_steps=4"]
+    dry_run.print_plan(parse([*flags, "--dry_run"]))
+    told = capsys.readouterr().out
+    assert f"{run.path.parent}: the checkpoints to be kept need 2.05 MB, 2.05 MB free" in told
+    assert "lower --keep_checkpoints" in told
+    run.train("--max_steps=4")
+    [warning] = [e["message"] for e in run.events("warning") if "to be kept" in e["message"]]
+    assert warning in told
+
+
+def test_checkpoints_that_a_run_holds_count_as_room(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train("--max_steps=40", "--stop_after_steps=10")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 4_000_000))
+    flags = [*run.flags, "--max_steps=40", "--dry_run"]
+    dry_run.print_plan(parse([*flags, "--resume=latest"]))
+    assert "to be kept" not in capsys.readouterr().out, "5 of the 13 are there"
+    dry_run.print_plan(parse([*flags, "--run_name=other"]))
+    assert "to be kept" in capsys.readouterr().out
+
+
+# -- row 4: the order of flushes ------------------------------------------------------------------------------------
+
+
+def test_row_04_everything_is_on_the_disk_before_the_name_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    plain_fsync, plain_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        plain_fsync(descriptor)
+
+    def rename(source: Any, target: Any) -> None:
+        calls.append(f"rename to {Path(target).name}")
+        plain_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    commit = calls.index("rename to step_00000002")
+    files = ["model.safetensors", "optim.safetensors", "state.json", "manifest.json"]
+    assert calls[commit - 5 : commit - 1] == files
+    assert calls[commit - 1].startswith(".tmp-00000002")
+    assert calls[commit + 1] == run.path.name, "and then the folder that holds the new name"
+
+
+# -- row 30: hostile files ------------------------------------------------------------------------------------------
+
+
+def reseal(folder: Path, **values: Any) -> None:
+    """Change a manifest and give it a hash that holds: what an attacker can do and a disk cannot."""
+    path = folder / "manifest.json"
+    content = {**json.loads(path.read_text()), **values}
+    content["manifest_sha256"] = manifest._hash_of(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def folder(two: Path, tmp_path: Path) -> Path:
+    shutil.copytree(two, tmp_path / "run")
+    return tmp_path / "run" / "step_00000004"
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", ".hidden", "a/b", ""])
+def test_names_that_leave_the_folder_are_refused(name: str, folder: Path) -> None:
+    reseal(folder, files={name: {"bytes": 1, "sha256": "0" * 64}})
+    with pytest.raises(CheckpointError, match="not a plain name"):
+        manifest.verify(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_links_are_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(folder / name, elsewhere)
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="link"):
+        manifest.verify(folder)
+
+
+def test_a_linked_folder_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
+    shutil.move(folder, tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert catalog.newest_valid(folder.parent, set_aside=False)[0].step == 2  # type: ignore[union-attr]
+
+
+HEADERS = {
+    "claims 100 GB": struct.pack("<Q", 10**11),
+    "negative offsets": json.dumps(
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}
+    ).encode(),
+    "shape beyond its bytes": json.dumps(
+        {"w": {"dtype": "F32", "shape": [10**9, 10**3], "data_offsets": [0, 4]}}
+    ).encode(),
+    "deep nesting": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_hostile_tensor_file_is_refused_in_one_line_and_little_memory(
+    case: str, folder: Path
+) -> None:
+    """Its hash holds: only the reader stands between the header and the memory."""
+    header = HEADERS[case]
+    data = header if case == "claims 100 GB" else struct.pack("<Q", len(header)) + header + bytes(4)
+    (folder / "model.safetensors").write_bytes(data)
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    import hashlib
+
+    files["model.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    reseal(folder, files=files)
+    code = (
+        "import resource, sys\nfrom pathlib import Path\n"
+        "from gpt2lab.checkpoint import checkpoint\nfrom gpt2lab.errors import CheckpointError\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n    store._read(Path(sys.argv[1]) / 'model.safetensors')\n"
+        "except CheckpointError as error:\n    print('refused', '\\n' in str(error))\n"
+        "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
+        "assert grown < 200 * 1024, grown"
+    )
+    environment = launch.environment(PYTHONPATH=str(launch.REPOSITORY / "src"))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "refused False\n"), done.stderr
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(("bytes", "sha256", "x", "..")), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+FUZZ = settings(
+    max_examples=int(os.environ.get("FUZZ", "100")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@FUZZ
+@given(
+    key=st.sampled_from(("files", "step", "tokens", "created", "kind", "config", "format")),
+    value=json_values,
+)
+def test_any_sealed_manifest_is_read_or_refused(key: str, value: Any, two: Path) -> None:
+    copy = two.parent / "fuzz" / "step_00000004"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(two / copy.name, copy)
+    reseal(copy, **{key: value})
+    try:
+        catalog.open_checkpoint(copy)
+        catalog.list_checkpoints(copy.parent)
+    except GPT2LabError as error:
+        assert "\n" not in str(error)
+
+
+@FUZZ
+@given(data=st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_read_or_refused_as_manifest_and_as_state(data: bytes, two: Path) -> None:
+    copy = two.parent / "fuzz_bytes" / "step_00000004"
+    copy.mkdir(parents=True, exist_ok=True)
+    (copy / "manifest.json").write_bytes(data)
+    (copy / "state.json").write_bytes(data)
+    with pytest.raises(CheckpointError):
+        manifest.read_manifest(copy)
+    with pytest.raises(CheckpointError):
+        store._load_state(copy / "state.json")
+
+
+def test_a_checkpoint_of_other_tensors_is_refused_before_anything_is_copied(folder: Path) -> None:
+    from gpt2lab.config.schema import ModelConfig, OptimConfig
+    from tiny import VOCAB
+
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=32, context_length=16, vocab_size=VOCAB)
+    import torch
+
+    model = build_model(config, seed=1, device=torch.device("cpu"))
+    optimizers = build_optimizers(model, OptimConfig(), device=torch.device("cpu"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="another architecture"):
+        store.load(folder, model=model, optimizers=optimizers)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

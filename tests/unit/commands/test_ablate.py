@@ -1,0 +1,198 @@
+"""scripts/ablate.py: what it refuses, what it reads off the curves, and that nothing finished is run again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import launch
+from gpt2lab.commands import ablation
+from gpt2lab.commands.ablation import carry_out, plan_runs, read_settings
+from gpt2lab.commands.ablation_table import Curve, Mean, compare, mean, reach, write_table
+from gpt2lab.config.command_line import parse
+from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.training.pretrain import pretrain
+from tiny import CONTEXT, VOCAB
+
+FALLING = Curve((100, 200, 300), (1.0, 2.0, 3.0), (5.0, 4.0, 3.5))
+
+
+# -- the settings file -------------------------------------------------------------------------------------------
+
+
+def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text("# comment\nplain:\n\nhot: --max_lr 0.01 --sample_prompt 'a b'\n")
+    settings = read_settings(path)
+    assert list(settings) == ["plain", "hot"]
+    assert settings == {"plain": [], "hot": ["--max_lr", "0.01", "--sample_prompt", "a b"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("plain\nb: x", "line 1: not `name: flags"),
+        ("a: x\nb/c: y", "line 2: not `name: flags"),
+        ("a: x\na: y", "line 2: a second setting a"),
+        ("a: 'x\nb: y", "line 1: No closing quotation"),
+        ("a: x", "1 settings; a comparison needs at least 2"),
+    ],
+)
+def test_a_settings_file_that_means_nothing_is_refused(tmp_path: Path, text, line) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=line) as caught:
+        read_settings(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="No such file"):
+        read_settings(tmp_path / "none.txt")
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "place"),
+    [
+        (4.5, (150.0, 1.5)),
+        (4.0, (200.0, 2.0)),
+        (3.75, (250.0, 2.5)),
+        (3.4, None),
+        (9.0, (100.0, 1.0)),
+    ],
+)
+def test_a_loss_is_reached_between_the_evaluations_around_it(target, place) -> None:
+    assert reach(FALLING, target) == pytest.approx(place)
+
+
+def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
+    """The second seed's baseline ends at 4.0, which its rival reaches after 100 of 300 tokens."""
+    slow = Curve((100, 200, 300), (2.0, 4.0, 6.0), (6.0, 5.0, 4.0))
+    fast = Curve((100, 200), (1.5, 3.0), (4.0, 3.0))
+    half = Curve((100, 200), (1.5, 3.0), (4.5, 3.0))
+    base, rival = compare({"a": [FALLING, slow], "b": [half, fast]}, target=None)
+    assert (base.tokens_ratio, base.tokens_to_loss) == (Mean(1.0, 0.0), Mean(300.0, 0.0))
+    first, second = (100 + 100 * (1.0 / 1.5)) / 300, 100 / 300
+    assert rival.tokens_ratio is not None
+    assert rival.tokens_ratio.value == pytest.approx((first + second) / 2)
+    assert rival.tokens_ratio.error == pytest.approx((first - second) / 2)
+    assert rival.seconds_ratio is not None
+    assert rival.seconds_ratio.value == pytest.approx((2.5 / 3.0 + 1.5 / 6.0) / 2)
+    assert (rival.tokens, rival.reached) == (200, 2)
+
+
+def test_a_loss_that_a_seed_does_not_reach_has_no_mean() -> None:
+    flat = Curve((100,), (1.0,), (9.0,))
+    _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)
+    assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (None, None, 1)
+    assert rival.loss == mean([3.5, 9.0])
+    assert mean([1.0]) == Mean(1.0, None)
+    assert mean([1.0, 2.0, 3.0]) == Mean(2.0, pytest.approx(1 / 3**0.5))
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tiny_data: Path) -> list[str]:
+    return [
+        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
+        *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--eval_freq=2"),
+        *(f"--data_dir={tiny_data}", "--max_tokens=768"),
+    ]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the trainer in this process instead of one of its own; return the names of the runs so started."""
+    names: list[str] = []
+
+    def fake_run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        command = parse(argv[2:])
+        names.append(str(command.fresh().checkpoint.run_name))
+        try:
+            pretrain(command)
+        except GPT2LabError as error:
+            return subprocess.CompletedProcess(argv, error.exit_code, "", f"error: {error}\n")
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    module = SimpleNamespace(run=fake_run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(ablation, "subprocess", module)
+    return names
+
+
+def test_finished_runs_are_read_and_unfinished_ones_go_on(
+    shared: list[str], started: list[str], tmp_path: Path
+) -> None:
+    settings = {"cold": ["--max_lr=0.0001"], "hot": ["--max_lr=0.01", "--optimizer=muon"]}
+    runs = plan_runs(settings, shared, seeds=(1, 2), out=tmp_path)
+    pretrain(parse([*runs[1].command.argv, "--stop_after_steps=3"]))  # a start that was cut short
+    said: list[str] = []
+    carry_out(runs, say=said.append)
+    assert started == ["cold_seed1", "hot_seed1", "cold_seed2", "hot_seed2"]
+    resumes = launch.events(tmp_path / "hot_seed1", "resume")
+    assert [event["from_step"] for event in resumes] == [3]
+
+    carry_out(plan_runs(settings, shared, seeds=(1, 2), out=tmp_path), say=said.append)
+    assert len(started) == 4
+    assert said[-1] == "[4/4] hot_seed2: complete"
+    table = write_table(runs, tmp_path, target=None)
+    written = json.loads((tmp_path / "ablation.json").read_text())
+    assert written == json.loads(json.dumps(table.as_json))
+    assert (tmp_path / "ablation.md").read_text() == table.markdown + "\n"
+    cold, hot = table.as_json["settings"]
+    assert (cold["setting"], cold["tokens"], cold["reached"]) == ("cold", 768, 2)
+    assert hot["tokens_ratio"]["value"] < 1
+    logged = [e["val_loss"] for e in launch.events(tmp_path / "cold_seed2", "eval")]
+    assert list(cold["curves"][1]["losses"]) == logged[1:]
+    assert table.markdown.splitlines()[2].startswith("| cold | 2 | 768 | ")
+
+    with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02; name the setting"):
+        plan_runs(
+            {**settings, "hot": ["--max_lr=0.02", "--optimizer=muon"]},
+            shared,
+            seeds=(1,),
+            out=tmp_path,
+        )
+
+
+def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
+    shared: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
+    monkeypatch.setattr("gpt2lab.training.trainer.train_step", _raise)
+    with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
+        carry_out(runs, say=lambda line: None)
+    assert started == ["a_seed1"]
+
+
+def _raise(*_: Any, **__: Any) -> None:
+    error = GPT2LabError("disk is full")
+    error.exit_code = 75
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--seed=3"], "setting b: --seed is set by the ablation itself"),
+        (["--resume=latest"], "setting b: --resume is set by the ablation itself"),
+        (["--max_lrr=1"], "setting b: unknown flag --max_lrr: did you mean --max_lr"),
+        (["--n_head=3"], "setting b: n_embd 16 is not a multiple of n_head 3"),
+        (["--val_tokens=640"], "val_tokens 320 in a, 640 in b: their losses would not compare"),
+    ],
+)
+def test_settings_that_cannot_be_compared_are_refused_before_anything_runs(
+    shared: list[str], tmp_path: Path, flags, line
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        plan_runs({"a": [], "b": flags}, shared, seeds=(1,), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="seeds 1 1: each may be given once"):
+        plan_runs({"a": [], "b": []}, shared, seeds=(1, 1), out=tmp_path)

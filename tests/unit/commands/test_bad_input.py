@@ -1,0 +1,459 @@
+"""Every refusal: exit code 2, one line on stderr, no traceback, and nothing written."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import launch
+from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.manifest import staged
+from gpt2lab.commands import entry
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override, to_flat
+from gpt2lab.data.shards import open_data
+from gpt2lab.distributed import runtime
+from gpt2lab.errors import DataError, GPT2LabError
+from gpt2lab.runs.history import read_events
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.start import decide
+from tiny import CONTEXT, VOCAB, write_shards
+
+TRAIN = Path(__file__).resolve().parents[3] / "src" / "train.py"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A working directory with good data in `data`; the run would go to `runs/r`."""
+
+    folder: Path
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def shard(self, tokens: np.ndarray) -> None:
+        np.save(self.data / "tiny_train_000001.npy", tokens)
+
+    def empty_folder(self) -> None:
+        for path in self.data.iterdir():
+            path.unlink()
+
+    def checkpoint(self, step: int, **changes: object) -> None:
+        """Commit what the trainer would: a checkpoint with the settings of FLAGS and with this data."""
+        settings = {
+            "data_dir": str(self.data),
+            "checkpoint_dir": str(self.runs),
+            **SAVED,
+            **changes,
+        }
+        with staged(self.runs / "r", step) as staging:
+            staging.add("model.safetensors", b"w" * 64)
+            staging.seal(
+                {
+                    "step": step,
+                    "kind": "rolling",
+                    "tokens": step * 128,
+                    "created": 1.0,
+                    "config": to_flat(override(Config(), settings)),
+                    "data_fingerprint": open_data(self.data, vocab_size=VOCAB).fingerprint,
+                }
+            )
+
+
+FLAGS = [
+    *("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}", "--max_steps=20"),
+    *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2", "--data_dir=data"),
+    *("--checkpoint_dir=runs", "--run_name=r", "--device=cpu", "--dtype=fp32", "--compile=off"),
+]
+SAVED = {
+    **{"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": CONTEXT, "vocab_size": VOCAB},
+    **{"max_steps": 20, "total_batch_size": 128, "mini_batch_size": 2, "run_name": "r"},
+    **{"device": "cpu", "dtype": "fp32", "compile": "off", "min_lr": 6e-5, "warmup_steps": 2},
+}
+NAMELESS = [flag for flag in FLAGS if not flag.startswith("--run_name")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong, the flags, and parts of the one line that says so."""
+
+    argv: list[str]
+    says: tuple[str, ...]
+    spoil: Callable[[Place], object] = lambda place: None
+    flags: tuple[str, ...] = tuple(FLAGS)
+
+
+def _file_in_the_way(place: Place) -> None:
+    place.runs.write_text("in the way")
+
+
+def _damage_checkpoint(place: Place) -> None:
+    place.checkpoint(5)
+    (place.runs / "r" / "step_00000005" / "model.safetensors").write_bytes(b"x" * 64)
+
+
+def _other_data(place: Place) -> None:
+    place.checkpoint(5)
+    place.shard(np.zeros(400, dtype=np.uint16))
+
+
+CASES = {
+    # data
+    "data folder missing": Case(["--data_dir=nowhere"], ("nowhere: no such data", "prepare_data")),
+    "data folder empty": Case([], ("data: no train shards", "prepare_data"), Place.empty_folder),
+    "data folder is a file": Case(
+        ["--data_dir=data/tiny_val_000000.npy"], ("no such data folder",)
+    ),
+    "shard of floats": Case(
+        [], ("tiny_train_000001.npy", "float32"), lambda p: p.shard(np.zeros(400, np.float32))
+    ),
+    "shard shorter than a window": Case(
+        [],
+        ("train shard 1: 16 tokens", "context_length 16", "longer shards or a smaller"),
+        lambda p: p.shard(np.zeros(CONTEXT, np.uint16)),
+    ),
+    "validation shorter than a window": Case(
+        ["--context_length=200", "--total_batch_size=400"], ("val shard 0: 150 tokens",)
+    ),
+    "id beyond the vocabulary": Case(
+        [],
+        ("tiny_train_000001.npy", "token id 256", "must be below", "= 256"),
+        lambda p: p.shard(np.full(400, VOCAB, np.uint16)),
+    ),
+    "vocabulary too small for the data": Case(["--vocab_size=100"], ("token id 25", "= 100")),
+    # flags and settings
+    "unknown flag": Case(["--n_layr=3"], ("unknown flag --n_layr", "did you mean --n_layer?")),
+    "flag of the ancestor": Case(["--logdir=x"], ("it is now --checkpoint_dir",)),
+    "stray word": Case(["train"], ("unexpected argument 'train'",)),
+    "value missing": Case(["--seed"], ("--seed",)),
+    "value not a number": Case(["--n_layer=many"], ("--n_layer", "many")),
+    "unknown preset": Case(["--model=gpt5"], ("gpt5", "gpt2-medium")),
+    "heads do not divide": Case(["--n_head=3"], ("n_embd 32 is not a multiple of n_head 3",)),
+    "several settings wrong": Case(
+        ["--n_head=3", "--seed=-1", "--log_freq=0"], ("n_head 3", "seed -1", "log_freq 0")
+    ),
+    "rate not finite": Case(["--max_lr=nan"], ("max_lr nan is not a finite number",)),
+    "batch does not divide": Case(
+        ["--total_batch_size=130"], ("130 is not a multiple", "nearest: 128 or 160")
+    ),
+    "batch smaller than a micro-batch": Case(
+        ["--total_batch_size=16"], ("16 is not a multiple", "nearest: 32")
+    ),
+    "two lengths": Case(["--num_epochs=1"], ("--max_steps and --num_epochs both set the length",)),
+    "less than one step": Case(
+        ["--max_tokens=127"],
+        ("max_tokens 127 is less than one step of 128 tokens",),
+        flags=tuple(flag for flag in FLAGS if not flag.startswith("--max_steps")),
+    ),
+    "warm-up longer than the run": Case(
+        ["--warmup_steps=21"], ("warmup_steps 21 is longer than the run of 20 steps",)
+    ),
+    "fp16": Case(["--dtype=fp16"], ("'fp16'", "loss scaling", "bf16 or fp32")),
+    "bf16 without the hardware": Case(
+        ["--dtype=bf16"], ("dtype bf16: this cpu has no native bf16",)
+    ),
+    "fsdp for one process": Case(
+        ["--parallel=fsdp"], ("parallel fsdp: shares", "there is one", "--nproc_per_node")
+    ),
+    "zero1 for one process": Case(
+        ["--parallel=zero1", "--resume=latest"], ("parallel zero1",), lambda p: p.checkpoint(5)
+    ),
+    "unknown way to share": Case(["--parallel=zero3"], ("--parallel", "zero3", "fsdp")),
+    "exact sums under fsdp": Case(
+        ["--parallel=fsdp", "--reduce=exact"], ("reduce exact", "use --parallel ddp or zero1")
+    ),
+    "matrices split for Muon": Case(
+        ["--parallel=zero1", "--optimizer=muon"], ("optimizer muon", "--parallel zero1 splits")
+    ),
+    "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
+    "a GPU's kernel on a CPU": Case(
+        ["--attention=cudnn"],
+        ("attention cudnn: is a GPU's kernel", "no GPU", "--attention auto"),
+    ),
+    "bucket of nothing": Case(["--ddp_bucket_mb=0"], ("ddp_bucket_mb 0.0 must be above 0",)),
+    "timeout of nothing": Case(
+        ["--pg_timeout_minutes=0"], ("pg_timeout_minutes 0 must be above 0",)
+    ),
+    "run name is hidden": Case(
+        ["--run_name=.r"], ("run_name '.r' must be a plain folder name", "--checkpoint_dir")
+    ),
+    "stop before the first step": Case(["--stop_after_steps=0"], ("stop_after_steps 0",)),
+    # checkpoints
+    "file where the runs should go": Case(
+        [], ("runs/r: cannot write there", "--checkpoint_dir"), _file_in_the_way
+    ),
+    "run exists already": Case(
+        [], ("runs/r holds checkpoints already", "--resume latest"), lambda p: p.checkpoint(5)
+    ),
+    "auto without a name": Case(
+        ["--resume=auto"], ("--resume auto needs --run_name",), flags=tuple(NAMELESS)
+    ),
+    "latest of a run without checkpoints": Case(
+        ["--resume=latest"], ("runs/r: no checkpoint to resume", "without --resume")
+    ),
+    "latest of no run": Case(
+        ["--resume=latest"], ("runs: no checkpoint of any run",), flags=tuple(NAMELESS)
+    ),
+    "best of none": Case(["--resume=best"], ("no checkpoint 'best'; there are: none",)),
+    "step that is not there": Case(
+        ["--resume=7"], ("no checkpoint '7'; there are: 5",), lambda p: p.checkpoint(5)
+    ),
+    "folder of a run": Case(
+        ["--resume=runs/r"],
+        ("runs/r: a run; name one of its checkpoints", "--run_name r --resume latest"),
+        lambda p: p.checkpoint(5),
+        flags=tuple(NAMELESS),
+    ),
+    "folder that is not there": Case(["--resume=runs/x/step_00000005"], ("no such checkpoint",)),
+    "step that is damaged": Case(
+        ["--resume=5"], ("model.safetensors: damaged (sha256",), _damage_checkpoint
+    ),
+    "stop at a step already done": Case(
+        ["--resume=latest", "--stop_after_steps=5"],
+        ("stop_after_steps 5", "5 steps are done; give 10"),
+        lambda p: p.checkpoint(5),
+    ),
+    "another architecture": Case(
+        ["--resume=latest", "--n_layer=3"],
+        ("run r cannot continue with another architecture: n_layer 2 -> 3",),
+        lambda p: p.checkpoint(5),
+    ),
+    "another rate": Case(
+        ["--resume=latest", "--max_lr=0.5"],
+        ("max_lr 0.0006 -> 0.5", "--allow_change max_lr"),
+        lambda p: p.checkpoint(5),
+    ),
+    "a longer run": Case(
+        ["--resume=latest", "--max_steps=30"],
+        ("max_steps 20 -> 30", "--allow_change max_steps"),
+        lambda p: p.checkpoint(5),
+        flags=tuple(flag for flag in FLAGS if not flag.startswith("--max_steps")),
+    ),
+    "other data": Case(["--resume=latest"], ("data ", "--allow_change data"), _other_data),
+    "micro-batch under dropout": Case(
+        ["--resume=latest", "--dropout=0.1", "--mini_batch_size=4"],
+        ("mini_batch_size 2 -> 4", "--allow_change mini_batch_size"),
+        lambda p: p.checkpoint(5, dropout=0.1),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def train() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_door", TRAIN)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
+    monkeypatch.chdir(tmp_path)
+    return Place(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_native_bf16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(runtime, "native_bf16", lambda device: False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        assert signal.getsignal(number) is handler, "a refused start left its signal handler behind"
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+    }
+
+
+def assert_is_refusal(code: int, out: str, err: str, says: tuple[str, ...]) -> None:
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert "Traceback" not in out + err
+    assert out == ""
+    for part in says:
+        assert part in err
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_in_one_line_and_nothing_is_written(
+    name: str,
+    place: Place,
+    train: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    case = CASES[name]
+    case.spoil(place)
+    before = snapshot(place.folder)
+    monkeypatch.setattr(sys, "argv", [str(TRAIN), *case.flags, *case.argv])
+    code = entry.run(train.main)
+    out, err = capfd.readouterr()
+    assert_is_refusal(code, out, err, case.says)
+    assert snapshot(place.folder) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("data folder missing", "id beyond the vocabulary", "several settings wrong"),
+        *("batch does not divide", "run exists already", "latest of no run", "another rate"),
+    ],
+)
+def test_a_dry_run_refuses_the_same(
+    name: str,
+    place: Place,
+    train: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    case = CASES[name]
+    case.spoil(place)
+    before = snapshot(place.folder)
+    monkeypatch.setattr(sys, "argv", [str(TRAIN), *case.flags, *case.argv, "--dry_run"])
+    code = entry.run(train.main)
+    assert_is_refusal(code, *capfd.readouterr(), case.says)
+    assert snapshot(place.folder) == before
+
+
+@pytest.mark.parametrize("name", ["data folder missing", "file where the runs should go", "fp16"])
+def test_the_program_itself_refuses_with_exit_code_2(name: str, place: Place) -> None:
+    case = CASES[name]
+    case.spoil(place)
+    before = snapshot(place.folder)
+    answer = subprocess.run(
+        [sys.executable, str(TRAIN), *case.flags, *case.argv],
+        cwd=place.folder,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert_is_refusal(answer.returncode, answer.stdout, answer.stderr, case.says)
+    assert snapshot(place.folder) == before
+
+
+def test_the_flags_of_these_tests_are_good_ones(place: Place) -> None:
+    start = decide(parse(FLAGS), world_size=1, set_aside=False)
+    assert start.plan.max_steps == 20
+    place.checkpoint(5)
+    resumed = decide(parse([*FLAGS, "--resume=latest"]), world_size=1, set_aside=False)
+    assert resumed.checkpoint is not None
+    assert resumed.checkpoint.step == 5
+    assert set(resumed.changes) == set()
+    assert open_data(place.data, vocab_size=VOCAB).tokens("train") == 700
+
+
+def test_of_many_processes_only_the_first_prints_a_refusal(
+    place: Place,
+    train: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(TRAIN), *FLAGS, "--n_head=3", "--dry_run"])
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert entry.run(train.main) == 2
+        assert capfd.readouterr().err.count("\n") == lines
+
+
+@pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", ".."])
+def test_run_name_must_be_a_plain_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
+    monkeypatch.chdir(tmp_path)
+    argv = [flag for flag in FLAGS if not flag.startswith("--run_name")]
+    with pytest.raises(GPT2LabError, match="plain folder name"):
+        decide(parse([*argv, f"--run_name={name}"]), world_size=1, set_aside=False)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--json"],
+        ["--allow_change=max_lr"],
+        ["--resume=auto", "--allow_change=bogus"],
+        ["--resume=\u00b2"],  # a digit to str.isdigit, but not to int
+    ],
+)
+def test_a_verb_without_effect_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    write_shards(tmp_path / "data", train=(400, 300), val=(150,))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(GPT2LabError):
+        decide(parse([*FLAGS, *argv]), world_size=1, set_aside=False)
+
+
+def test_another_batch_needs_the_length_in_steps(tmp_path: Path, tiny_data: Path) -> None:
+    """An epoch of another batch has another number of steps, and the ones done count for more or less."""
+    flags = [
+        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--max_steps"))
+    ]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}", "--num_epochs=1"]
+    pretrain(parse([*flags, "--stop_after_steps=10"]))
+    more = [*flags, "--resume=latest", "--total_batch_size=384"]
+    with pytest.raises(GPT2LabError, match="--max_steps N"):
+        pretrain(parse([*more, "--allow_change=total_batch_size"]))
+    more = [flag for flag in more if not flag.startswith("--num_epochs")]
+    pretrain(parse([*more, "--max_steps=12", "--allow_change=total_batch_size,max_steps"]))
+    steps = launch.steps(tmp_path / "r")
+    assert [steps[step]["tokens"] for step in (10, 11, 12)] == [1280, 1664, 2048]
+
+
+@pytest.mark.parametrize("line", ["5", "{}", "[]", "[" * 100_000])
+def test_a_metrics_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+    good = '{"event": "step", "time": 1.0, "attempt": 1, "step": 1}'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(GPT2LabError, match="line 2"):
+        read_events(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["binary", "folder"])
+def test_an_odd_label_is_passed_over(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "labels").mkdir()
+    if kind == "binary":
+        (tmp_path / "labels" / "best").write_bytes(b"\xff\xfe")
+    else:
+        (tmp_path / "labels" / "best").mkdir()
+    assert catalog.list_checkpoints(tmp_path) == ([], [])
+
+
+def test_a_run_over_such_a_shard_stops_with_its_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")
+    [path] = (tmp_path / "out").glob("*_train_*.npy")
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    flags = [
+        f for f in FLAGS if not f.startswith(("--data_dir", "--checkpoint_dir", "--vocab_size"))
+    ]
+    flags += [f"--data_dir={tmp_path / 'out'}", f"--checkpoint_dir={tmp_path / 'runs'}"]
+    with pytest.raises(DataError, match=path.name):
+        pretrain(parse(flags))

@@ -1,0 +1,361 @@
+"""The doors as people use them: from any folder, in an instant, without torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.listing import print_checkpoints
+from gpt2lab.checkpoint.manifest import staged
+from gpt2lab.commands.entry import run as run_door
+from gpt2lab.config.command_line import Verbs
+from gpt2lab.config.schema import Config, TuningConfig
+from gpt2lab.config.settings import LEAVES, to_flat
+from gpt2lab.data.shards import open_data
+from gpt2lab.errors import OutOfMemoryError, PeerError
+from tiny import CONTEXT, TRAIN_SHARDS, write_shards
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TRAIN = REPOSITORY / "src" / "train.py"
+PREPARE = REPOSITORY / "scripts" / "prepare_data.py"
+
+
+def run(
+    door: Path, *argv: str, cwd: Path, python: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a door as its own program, with nothing of this test's process in its environment."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, *python, str(door), *argv],
+        cwd=cwd,
+        env=plain | {"COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None:
+    """Commit a checkpoint of a few bytes, as the trainer does."""
+    with staged(run_dir, step) as staging:
+        staging.add("model.safetensors", b"w" * 100)
+        staging.add("optim.safetensors", b"m" * 200)
+        staging.add("state.json", b"{}")
+        staging.seal(
+            {
+                "step": step,
+                "kind": kind,
+                "tokens": step * 1000,
+                "val_loss": 10 / step,
+                "created": 1_700_000_000.0 + step,
+                "config": to_flat(Config()),
+                "data_fingerprint": "0" * 64,
+            }
+        )
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return every name below a folder with its size and time of change."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two runs of 100 checkpoints; treat as read-only."""
+    folder = tmp_path_factory.mktemp("listing") / "runs"
+    for name in ("alpha", "beta"):
+        for step in range(1, 101):
+            write_checkpoint(folder / name, step)
+        catalog.set_label(folder / name, "best", 100)
+    (folder / "notes").mkdir()  # not a run
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """Return a working directory far from the repository, with tiny data in `d`."""
+    write_shards(tmp_path / "d", train=TRAIN_SHARDS, val=(650,))
+    return tmp_path
+
+
+TINY = [
+    *("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}"),
+    *("--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2", "--run_name=t"),
+]
+
+QUICK = {
+    "help": ["--help"],
+    "list": ["--list_checkpoints", "--checkpoint_dir=runs"],
+    "list json": ["--list_checkpoints", "--json", "--checkpoint_dir=runs"],
+    "dry run": ["--dry_run", *TINY, "--data_dir=d", "--checkpoint_dir=runs"],
+    "dry run json": ["--dry_run", "--json", *TINY, "--data_dir=d", "--checkpoint_dir=runs"],
+    "refused flag": ["--num_layers=3"],
+    "refused plan": ["--dry_run", *TINY, "--data_dir=nowhere"],
+}
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        RuntimeError("fault point step at step 15"),
+        OutOfMemoryError("no room for a micro-batch of 8"),
+    ],
+)
+@pytest.mark.parametrize(
+    "consequence",
+    [PeerError("another process died"), RuntimeError("[gloo] Connection closed by peer")],
+)
+def test_torchrun_names_the_first_cause_though_all_fail_in_one_second(
+    cause: Exception, consequence: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun compares whole seconds and takes the lowest rank of equals; here the cause is rank 1."""
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.5)
+    failures = {}
+    for rank, error in enumerate((consequence, cause)):
+        file = tmp_path / f"{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert run_door(Mock(side_effect=error)) == 1
+        failures[rank] = ProcessFailure(rank, pid=rank, exitcode=1, error_file=str(file))
+    assert str(cause) in str(ChildFailedError("train.py", failures)).split("Root Cause")[1]
+
+
+def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path: Path) -> None:
+    answer = run(TRAIN, "--dry_run", cwd=tmp_path, python=("-S",))
+    assert answer.returncode == 2
+    assert re.fullmatch(
+        r"error: \S+ has no package tyro; use .*requirements\.txt.*\n", answer.stderr
+    )
+
+
+@pytest.mark.parametrize("door", QUICK)
+def test_a_quick_door_never_imports_torch_and_writes_nothing(workplace: Path, door: str) -> None:
+    write_checkpoint(workplace / "runs" / "other", 5)
+    before = tree(workplace)
+    answer = run(TRAIN, *QUICK[door], cwd=workplace, python=("-X", "importtime"))
+    assert tree(workplace) == before
+    assert answer.returncode == (2 if "refused" in door else 0), answer.stderr[-2000:]
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", answer.stderr, re.MULTILINE))
+    assert {
+        "gpt2lab.config.command_line",
+        "tyro",
+    } <= imported  # the list is really what was imported
+    assert ("numpy" in imported) == ("dry run" in door or "plan" in door)
+    assert not {name for name in imported if name.split(".")[0] == "torch"}
+
+
+def test_help_names_every_flag(tmp_path: Path) -> None:
+    answer = run(TRAIN, "--help", cwd=tmp_path)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    shown = set(re.findall(r"--([a-z_]+)", answer.stdout))
+    of_tuning = set(TuningConfig.__dataclass_fields__)
+    assert (set(LEAVES) - of_tuning) | set(Verbs.__dataclass_fields__) <= shown
+    assert not of_tuning & shown
+    answer = run(TRAIN.with_name("finetune.py"), "--help", cwd=tmp_path)
+    assert of_tuning <= set(re.findall(r"--([a-z_]+)", answer.stdout))
+
+
+def test_listing_from_a_foreign_folder_shows_what_is_there(workplace: Path) -> None:
+    write_checkpoint(workplace / "runs" / "first", 5)
+    write_checkpoint(workplace / "runs" / "first", 10, kind="final")
+    answer = run(TRAIN, "--list_checkpoints", "--checkpoint_dir=runs", cwd=workplace)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    title, header, *rows = answer.stdout.strip().splitlines()
+    assert title == "runs/first: 2 checkpoints, 604 B"
+    assert header.split()[:2] == ["step", "kind"]
+    assert [row.split()[:4] for row in rows] == [
+        ["5", "rolling", "2.0000", "5,000"],
+        ["10", "final", "1.0000", "10,000"],
+    ]
+
+
+def test_a_dry_run_from_a_foreign_folder_tells_the_plan(workplace: Path) -> None:
+    argv = ["--dry_run", *TINY, "--data_dir=d", "--checkpoint_dir=runs"]
+    answer = run(TRAIN, *argv, cwd=workplace)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "runs/t" in answer.stdout
+    assert f"{sum(TRAIN_SHARDS):,} training tokens" in answer.stdout
+    steps = sum((size - 1) // CONTEXT for size in TRAIN_SHARDS) // 8
+    assert f"{steps} ({steps * 128:,} tokens" in answer.stdout
+    assert "shards.json" in answer.stdout  # the warning about foreign data
+
+
+def test_a_dry_run_as_json_is_one_object_that_adds_up(workplace: Path) -> None:
+    argv = ["--dry_run", "--json", *TINY, "--data_dir=d", "--checkpoint_dir=runs"]
+    answer = run(TRAIN, *argv, cwd=workplace)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.count("\n") == 1
+    plan = json.loads(answer.stdout)
+    assert plan["run_dir"] == str(workplace / "runs" / "t")
+    assert plan["tokens_per_step"] == 128
+    assert plan["mini_batch_size"] * plan["accumulation"] * plan["world_size"] * CONTEXT == 128
+    assert plan["tokens"] == plan["max_steps"] * 128
+    assert plan["checkpoint_bytes"] == 12 * plan["parameters"]
+    assert plan["resumes_from"] is None
+    assert plan["data_fingerprint"] == open_data(workplace / "d", vocab_size=256).fingerprint
+    assert set(plan["config"]) == set(LEAVES)
+
+
+def test_preparing_from_a_foreign_folder_writes_where_it_was_told(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("It was the best of times, it was the worst. " * 200)
+    answer = run(PREPARE, "corpus.txt", "--out=shards", "--max_tokens=900", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines()[-1].split() == ["folder", "shards"]
+    data = open_data(tmp_path / "shards", vocab_size=50304)
+    assert data.tokens("train") + data.tokens("val") == 900
+    again = run(PREPARE, "corpus.txt", "--out=shards", "--max_tokens=900", cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (0, "shards: already prepared\n")
+    other = run(PREPARE, "corpus.txt", "--out=shards", cwd=tmp_path)
+    assert other.returncode == 2
+    assert other.stderr.startswith("error: ")
+    assert other.stderr.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "shards"}
+
+
+def test_200_checkpoints_are_listed_in_half_a_second_and_nothing_is_created(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(runs)
+    began = time.perf_counter()
+    assert print_checkpoints(runs, run_name=None, as_json=False) == 0
+    seconds = time.perf_counter() - began
+    assert tree(runs) == before
+    assert seconds < 0.5
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("100 checkpoints, 30.2 kB" in line for line in lines) == 2
+    assert sum(line.split()[1:2] == ["rolling"] for line in lines) == 198
+    assert sum(line.split()[1:3] == ["rolling,", "best"] for line in lines) == 2
+
+
+def test_the_listing_as_json_is_exactly_one_object(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_checkpoints(runs, run_name=None, as_json=True) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    listed = json.loads(out)
+    assert listed["checkpoint_dir"] == str(runs)
+    assert [run["run_name"] for run in listed["runs"]] == ["alpha", "beta"]
+    for entry in listed["runs"]:
+        assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == list(range(1, 101))
+        assert entry["damaged"] == []
+        newest = entry["checkpoints"][-1]
+        assert newest["path"] == str(runs / entry["run_name"] / "step_00000100")
+        assert (newest["kind"], newest["labels"]) == ("rolling", ["best"])
+        assert (newest["tokens"], newest["bytes"]) == (100_000, 302)
+        assert newest["val_loss"] == pytest.approx(0.1)
+
+
+def test_one_run_is_listed_alone_when_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_checkpoints(runs, run_name="beta", as_json=True)
+    (only,) = json.loads(capsys.readouterr().out)["runs"]
+    assert only["run_name"] == "beta"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("place", ["missing", "empty", "a file"])
+def test_a_folder_without_runs_is_listed_as_such_and_not_created(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, as_json: bool
+) -> None:
+    folder = tmp_path / "runs"
+    if place == "empty":
+        folder.mkdir()
+    if place == "a file":
+        folder.write_text("in the way")
+    before = tree(tmp_path)
+    assert print_checkpoints(folder, run_name=None, as_json=as_json) == 0
+    assert tree(tmp_path) == before
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out) == {"checkpoint_dir": str(folder), "runs": []}
+    else:
+        assert out == f"no checkpoints in {folder}\n"
+
+
+def test_a_damaged_manifest_is_shown_and_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (5, 10):
+        write_checkpoint(tmp_path / "r", step)
+    path = tmp_path / "r" / "step_00000010" / "manifest.json"
+    path.write_text(path.read_text().replace('"tokens": 10000', '"tokens": 90000'))
+    print_checkpoints(tmp_path, run_name=None, as_json=False)
+    out = capsys.readouterr().out
+    assert "r: 1 checkpoints" in out
+    assert f"damaged, not counted: {path}: damaged" in out
+    print_checkpoints(tmp_path, run_name=None, as_json=True)
+    (entry,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == [5]
+    assert len(entry["damaged"]) == 1
+
+
+def test_half_written_checkpoints_are_never_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "r", 5)
+    with pytest.raises(FileExistsError), staged(tmp_path / "r", 10) as staging:
+        [staging.add("model.safetensors", b"w") for _ in range(2)]  # the second write fails
+    (tmp_path / "r" / ".tmp-00000015-abcdef01").mkdir()  # of a killed process
+    (tmp_path / "r" / "step_final").mkdir()  # somebody's own
+    print_checkpoints(tmp_path, run_name=None, as_json=True)
+    (entry,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [checkpoint["step"] for checkpoint in entry["checkpoints"]] == [5]
+    assert entry["damaged"] == []
+    assert not list((tmp_path / "r").glob(".tmp-00000010*"))
+
+
+def test_a_terminal_that_lacks_a_character_is_no_error(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "läufe").symlink_to(runs)
+    answer = subprocess.run(
+        [sys.executable, str(TRAIN), "--list_checkpoints", "--checkpoint_dir", "läufe"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (answer.returncode, answer.stderr) == (0, b"")
+    assert answer.stdout.startswith(b"l\\xe4ufe/")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (errno.ENOSPC, 75, "error: /data/x: No space left on device; free space and start again\n"),
+        (errno.EACCES, 2, "error: /data/x: Permission denied; give this user the right to it, "),
+        (errno.ENAMETOOLONG, 2, "error: /data/x: File name too long; choose a shorter name\n"),
+        (errno.EBADF, 1, "Traceback"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(
+    capsys: pytest.CaptureFixture[str], number: int, code: int, line: str
+) -> None:
+    error = OSError(number, os.strerror(number), "/data/x")
+    assert run_door(Mock(side_effect=error)) == code
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) -> None:
+    command = f"'{sys.executable}' '{TRAIN}' --list_checkpoints --checkpoint_dir '{runs}'"
+    answer = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} | head -n 1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.stdout.endswith("100 checkpoints, 30.2 kB\n")
+    assert "Traceback" not in answer.stderr

@@ -1,0 +1,269 @@
+"""scripts/data.py: verify, stats, show, import, merge; each as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import launch
+from corpora import TEXTS, expected_stream, run_prepare, snapshot, write_jsonl
+from gpt2lab.commands.ledger import tokens_of_step
+from gpt2lab.config.command_line import parse
+from gpt2lab.data.adopt import adopt
+from gpt2lab.data.audit import measure, verify
+from gpt2lab.data.shards import open_data
+from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.training.pretrain import pretrain
+from tiny import CONTEXT, VOCAB, write_shards
+
+DOOR = Path(__file__).resolve().parents[3] / "scripts" / "data.py"
+
+
+def data(*words: object) -> tuple[int, str, str]:
+    """Call the door; return its exit code, stdout and last line of stderr."""
+    answer = subprocess.run(
+        [sys.executable, str(DOOR), *map(str, words)], capture_output=True, text=True, timeout=60
+    )
+    return answer.returncode, answer.stdout, (answer.stderr.splitlines() or [""])[-1]
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 8)
+    run_prepare(source, tmp_path / "many", shard_tokens=1500, val_tokens=700)
+    return tmp_path / "many"
+
+
+def test_verify_finds_nothing_wrong_with_what_was_prepared(many: Path) -> None:
+    assert data("verify", many)[:2] == (0, "every file is what shards.json says\n")
+
+
+def test_verify_names_each_damaged_file(many: Path) -> None:
+    paths = sorted(many.glob("*_train_*.npy"))
+    flipped = bytearray(paths[0].read_bytes())
+    flipped[-1] ^= 1
+    paths[0].write_bytes(flipped)
+    paths[1].write_bytes(paths[1].read_bytes()[:-2])
+    np.save(paths[2], np.load(paths[2]).astype(np.int32))
+    paths[3].unlink()
+    np.save(many / "corpus_train_000099.npy", np.zeros(50, np.uint16))
+    code, said, _ = data("verify", many)
+    assert code == 1
+    lines = said.splitlines()
+    for path, message in zip(
+        [*paths[:4], many / "corpus_train_000099.npy"],
+        ["sha256 is", "truncated", "int32", "No such file", "not listed"],
+        strict=True,
+    ):
+        assert any(line.startswith(f"{path}: ") and message in line for line in lines), path
+    assert lines[-1] == "5 damaged"
+
+
+@pytest.mark.parametrize("bit", range(0, 1024, 37))
+def test_verify_finds_any_flipped_bit(prepared: Path, bit: int) -> None:
+    path = prepared / "tiny_val_000000.npy"
+    content = bytearray(path.read_bytes())
+    content[bit * len(content) // 1024] ^= 1 << bit % 8
+    path.write_bytes(content)
+    assert len(verify(prepared)) == 1
+
+
+def test_verify_without_a_manifest_says_how_to_get_one(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "d", train=(300,), val=(150,))
+    code, _, error = data("verify", folder)
+    assert code == 2
+    assert "no shards.json to compare with" in error
+    assert "data.py import" in error
+
+
+# -- stats -----------------------------------------------------------------------------------------------------------
+
+
+def test_stats_are_those_of_the_text(many: Path) -> None:
+    stats = measure(many)
+    lengths = [len(gpt2_encoding().encode_ordinary(text)) + 1 for text in TEXTS * 8]
+    assert stats["val"].tokens == 700
+    assert stats["train"].tokens + 700 == sum(lengths)
+    assert len(stats["train"].lengths) + len(stats["val"].lengths) == len(lengths)
+    assert stats["val"].lengths.tolist()[:10] == lengths[:10]
+    assert stats["train"].lengths.tolist()[-10:] == lengths[-10:]
+    assert stats["train"].lengths[1:].max() <= max(lengths)
+    found = [stats[split].text_bytes for split in ("train", "val")]
+    assert sum(number for number in found if number is not None) == sum(
+        len(text.encode()) for text in TEXTS * 8
+    )
+    code, said, _ = data("stats", many)
+    assert code == 0
+    assert f"{stats['train'].tokens:,}" in said
+
+
+# -- import ----------------------------------------------------------------------------------------------------------
+
+
+def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for number, split in ((0, "val"), (1, "train"), (2, "train")):
+        ids = np.array(expected_stream(TEXTS), np.uint16)
+        np.save(folder / f"edufineweb_{split}_{number:06d}.npy", np.roll(ids, number))
+    assert open_data(folder, vocab_size=50304).warnings != ()
+    code, said, _ = data("import", folder)
+    assert (code, said.count("3 files")) == (0, 1)
+    assert open_data(folder, vocab_size=50304).warnings == ()
+    assert verify(folder) == []
+    assert json.loads((folder / "shards.json").read_text())["documents"] == 3 * len(TEXTS)
+    with pytest.raises(DataError, match="is there already; check it with"):
+        adopt(folder)
+
+
+def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
+    folder.mkdir()
+    for split, size in (("train", 3000), ("val", 700)):
+        np.random.RandomState(size).randint(0, largest, size).astype("<u2").tofile(
+            folder / f"{split}.bin"
+        )
+    return folder
+
+
+def test_nanogpts_files_train_as_they_are(tmp_path: Path, tiny_flags: list[str]) -> None:
+    folder = write_nanogpt(tmp_path / "openwebtext")
+    before = snapshot(folder)
+    adopt(folder)
+    after = snapshot(folder)
+    assert {name: after[name] for name in before} == before
+    flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
+    pretrain(parse([*flags, f"--data_dir={folder}", "--max_steps=3"]))
+    tokens = tokens_of_step(tmp_path / "runs" / "tiny", 2)
+    raw = np.fromfile(folder / "train.bin", "<u2")
+    first = tokens.first_sample * CONTEXT
+    assert tokens.windows[0].tolist() == raw[first : first + CONTEXT + 1].tolist()
+
+
+def test_characters_are_not_taken_for_gpt2_ids(tmp_path: Path) -> None:
+    folder = write_nanogpt(tmp_path / "shakespeare_char", largest=65)
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
+    code, said, _ = data("import", folder)
+    assert (code, said.count("tokenizer unknown")) == (0, 1)
+    opened = open_data(folder, vocab_size=65)
+    assert not opened.is_gpt2
+    assert "not GPT-2's" in opened.warnings[0]
+    assert "n/a" in data("stats", folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("nothing", "no train shards"),
+        ("no validation", "no val shards"),
+        ("large id", r"train\.bin: token id 60000"),
+        ("odd size", r"val\.bin: 1399 bytes"),
+        ("empty", r"val\.bin: empty"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_and_left_alone(
+    tmp_path: Path, case: str, message: str
+) -> None:
+    folder = write_nanogpt(tmp_path / "d")
+    if case == "nothing":
+        (folder / "train.bin").unlink()
+    if case in ("nothing", "no validation"):
+        (folder / "val.bin").unlink()
+    if case == "large id":
+        np.array([1, 60_000], "<u2").tofile(folder / "train.bin")
+    if case == "odd size":
+        (folder / "val.bin").write_bytes((folder / "val.bin").read_bytes()[:-1])
+    if case == "empty":
+        (folder / "val.bin").write_bytes(b"")
+    before = snapshot(folder)
+    with pytest.raises(DataError, match=message):
+        adopt(folder)
+    assert snapshot(folder) == before
+
+
+# -- show ------------------------------------------------------------------------------------------------------------
+
+
+def test_show_gives_the_tokens_of_a_step_also_after_a_resume_with_another_batch(
+    tmp_path: Path, tiny_flags: list[str]
+) -> None:
+    pretrain(parse([*tiny_flags, "--max_steps=12", "--stop_after_steps=8"]))
+    change = ["--total_batch_size=256", "--allow_change=total_batch_size"]
+    pretrain(parse([*tiny_flags, "--max_steps=12", "--resume=latest", *change]))
+    run_dir = tmp_path / "runs" / "tiny"
+    sizes = [len(tokens_of_step(run_dir, step).windows) for step in (1, 8, 9, 12)]
+    assert sizes == [8, 8, 16, 16]
+    assert tokens_of_step(run_dir, 9).first_sample == 8 * 8
+    assert tokens_of_step(run_dir, 12).hash == launch.steps(run_dir)[12]["batch_hash"]
+    code, said, _ = data("show", "--run", run_dir, "--step", 9)
+    assert code == 0
+    assert said.splitlines()[0].endswith("as logged")
+    shown = [line for line in said.splitlines()[1:] if not line.startswith("---")]
+    windows = tokens_of_step(run_dir, 9).windows
+    assert [list(map(int, line.split())) for line in shown] == windows.tolist()
+
+
+def test_show_text_is_the_text_that_was_prepared(prepared: Path, tmp_path: Path) -> None:
+    flags = ["--n_layer=1", "--n_head=1", "--n_embd=16", "--context_length=64", "--device=cpu"]
+    flags += ["--total_batch_size=64", "--mini_batch_size=1", "--max_steps=1", "--val_tokens=64"]
+    flags += [f"--data_dir={prepared}", f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
+    pretrain(parse([*flags, "--dtype=fp32"]))
+    code, said, _ = data("show", "--run", tmp_path / "runs" / "r", "--step", 1, "--text")
+    assert code == 0
+    text = gpt2_encoding().decode(np.load(prepared / "tiny_train_000000.npy")[:65].tolist())
+    assert text in said
+
+
+def test_show_refuses_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]) -> None:
+    folder = write_shards(tmp_path / "data", train=(1000, 900), val=(300,))
+    flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
+    pretrain(parse([*flags, f"--data_dir={folder}", "--max_steps=3"]))
+    run_dir = tmp_path / "runs" / "tiny"
+    with pytest.raises(ConfigError, match="no step 4; it has steps 1 to 3"):
+        tokens_of_step(run_dir, 4)
+    path = folder / "tiny_train_000000.npy"
+    np.save(path, np.load(path)[::-1].copy())
+    with pytest.raises(DataError, match=r"trained on other tokens than .* has now"):
+        tokens_of_step(run_dir, 2)
+    code, _, error = data("show", "--run", "no_such_run", "--step", 1)
+    assert (code, "no run of this name" in error) == (2, True)
+
+
+# -- merge and the door itself ---------------------------------------------------------------------------------------
+
+
+def test_merge_as_a_user_calls_it(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    for i in (1, 2):
+        run_prepare(source, tmp_path / f"part{i}", part=(i, 2))
+    code, said, _ = data("merge", tmp_path / "out", tmp_path / "part1", tmp_path / "part2")
+    assert code == 0
+    assert f"4 files, {len(expected_stream(TEXTS)):,} tokens" in said
+    assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Expected one of {verify, stats, show, import, merge}"),
+        (["varify", "x"], "Expected one of"),
+        (["verify"], "Missing"),
+        (["verify", "nowhere"], "nowhere"),
+        (["merge", "out"], "no parts given"),
+        (["show", "--run", "x"], "--step"),
+    ],
+)
+def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
+    code, said, error = data(*words)
+    assert (code, said) == (2, "")
+    assert error.startswith("error: ")
+    assert message in error

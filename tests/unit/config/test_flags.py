@@ -1,0 +1,337 @@
+"""The command line: what every flag is, which value wins, and what is refused in one line.
+
+`python tests/test_flags.py` rewrites tests/golden/flags.txt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import sys
+import textwrap
+import types
+import typing
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # for `python tests/...`
+
+import pytest
+
+from gpt2lab import paths
+from gpt2lab.config.command_line import RENAMED, Verbs, parse
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Config, fixed
+from gpt2lab.config.settings import ARCHITECTURE, LEAVES, override, policy_of, to_flat
+from gpt2lab.errors import ConfigError
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "flags.txt"
+
+
+# -- the surface -----------------------------------------------------------------------------------------------------
+
+
+def type_text(annotation: Any) -> str:
+    """Write a type the same in every version of Python."""
+    if annotation is None or annotation is type(None):
+        return "none"
+    if get_origin(annotation) is typing.Literal:
+        return "|".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) in (typing.Union, types.UnionType):
+        return "|".join(type_text(part) for part in get_args(annotation))
+    return str(annotation.__name__).lower()
+
+
+def describe_flags() -> str:
+    """Write down every flag: type, default, policy, help; sorted as people meet them."""
+    blocks = []
+    for section in (Verbs, *(part.default_factory for part in dataclasses.fields(Config))):
+        hints = typing.get_type_hints(section)
+        for leaf in dataclasses.fields(section):  # type: ignore[arg-type]
+            default = str(leaf.default) if isinstance(leaf.default, Path) else leaf.default
+            policy = leaf.metadata.get("policy", "verb")
+            help = textwrap.fill(leaf.metadata["help"], 90, **_INDENT)
+            blocks.append(
+                f"--{leaf.name}  {type_text(hints[leaf.name])}  = {default!r}  [{policy}]\n{help}\n"
+            )
+    return "\n".join(blocks)
+
+
+_INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
+
+
+def test_the_flags_are_those_that_the_golden_file_holds() -> None:
+    golden, now = GOLDEN.read_text(), describe_flags()
+    changes = "\n".join(
+        difflib.unified_diff(
+            golden.splitlines(), now.splitlines(), "golden", "now", lineterm="", n=1
+        )
+    )
+    assert golden == now, (
+        "Flags, types, defaults, policies and help are a contract with scripts and saved runs.\n"
+        "If this change is meant, run `python tests/test_flags.py` and commit tests/golden/flags.txt"
+        f" with it:\n{changes}"
+    )
+
+
+def test_every_setting_has_a_name_of_its_own() -> None:
+    names = [
+        leaf.name
+        for section in (Verbs, *(part.default_factory for part in dataclasses.fields(Config)))
+        for leaf in dataclasses.fields(section)  # type: ignore[arg-type]
+    ]
+    assert sorted(set(names)) == sorted(names)
+    assert not set(RENAMED) & set(names)
+    assert set(LEAVES) == set(names) - {field.name for field in dataclasses.fields(Verbs)}
+
+
+def test_every_flag_of_the_contract_is_there() -> None:
+    contract = """model n_layer n_head n_embd context_length vocab_size dropout data_dir shuffle seed
+        total_batch_size mini_batch_size max_lr min_lr warmup_steps lr_schedule weight_decay
+        grad_clip max_steps max_tokens num_epochs stop_after_steps eval_freq val_tokens sample_freq
+        hellaswag_freq checkpoint_freq log_freq keep_checkpoints keep_emergency_checkpoints
+        checkpoint_dir run_name use_tensorboard device dtype compile parallel resume
+        list_checkpoints dry_run json allow_change"""
+    assert set(contract.split()) <= set(LEAVES) | set(Verbs.__dataclass_fields__)
+
+
+def test_the_defaults_of_the_contract_hold() -> None:
+    flat = to_flat(Config())
+    assert flat["dropout"] == 0.0
+    assert flat["seed"] == 1337
+    assert flat["total_batch_size"] == 524_288
+    assert flat["mini_batch_size"] == 16
+    assert flat["max_lr"] == 6e-4
+    assert flat["weight_decay"] == 0.1
+    assert flat["grad_clip"] == 1.0
+    assert flat["keep_checkpoints"] == 10
+    assert flat["vocab_size"] == 50_304
+    assert (flat["model"], flat["context_length"], flat["shuffle"]) == ("gpt2", 1024, "shards")
+
+
+def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
+    fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
+    shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
+    options = {"positions", "norm", "qk_norm", "activation"}
+    lora = {"lora_r", "lora_alpha", "lora_targets"}
+    assert fixed_names == shape | options | lora | {"init_from"}
+    assert set(ARCHITECTURE) == shape | options
+
+
+def test_what_only_observes_or_places_a_run_is_free() -> None:
+    names = """data_dir eval_freq val_tokens sample_freq hellaswag_freq checkpoint_freq log_freq
+        keep_checkpoints keep_emergency_checkpoints checkpoint_dir run_name use_tensorboard device
+        compile parallel activation_checkpointing mini_batch_size"""
+    assert {policy_of(name, Config()) for name in names.split()} == {"free"}
+
+
+def test_the_mathematics_is_guarded() -> None:
+    names = """dropout shuffle seed total_batch_size max_lr min_lr warmup_steps lr_schedule wsd_decay
+        weight_decay grad_clip max_steps max_tokens num_epochs dtype"""
+    assert {policy_of(name, Config()) for name in names.split()} == {"guarded"}
+
+
+def test_the_micro_batch_is_guarded_as_soon_as_there_is_dropout() -> None:
+    assert policy_of("mini_batch_size", override(Config(), {"dropout": 0.1})) == "guarded"
+
+
+def test_a_setting_keeps_its_help_and_policy_at_the_field() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        width: int = fixed(3, "how wide")
+
+    (leaf,) = dataclasses.fields(Part)
+    assert (Part().width, dict(leaf.metadata)) == (3, {"help": "how wide", "policy": "fixed"})
+
+
+# -- which value wins ------------------------------------------------------------------------------------------------
+
+
+def fresh(*argv: str) -> dict[str, Any]:
+    return to_flat(parse(list(argv)).fresh())
+
+
+def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> None:
+    assert fresh()["n_layer"] == 12
+    assert fresh("--model=gpt2-micro")["n_layer"] == 4
+    assert fresh("--model=gpt2-micro", "--n_layer=5")["n_layer"] == 5
+    assert fresh("--n_layer=5", "--model=gpt2-micro")["n_layer"] == 5
+    assert fresh("--model=gpt2-micro", "--n_layer=5")["n_head"] == 4
+    assert fresh("--model=gpt2-micro", "--n_layer=12")["n_layer"] == 12  # typed the default itself
+    assert fresh("--model=gpt2-micro")["weight_decay"] == 0.1
+
+
+def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset() -> None:
+    micro = parse(["--model=gpt2-micro"]).fresh()  # what is saved has absolute paths
+    saved = override(micro, {"n_layer": 7, "max_lr": 0.5, "seed": 3})
+    over = to_flat(parse(["--max_lr=0.25"]).over(saved))
+    assert (over["n_layer"], over["max_lr"], over["seed"]) == (7, 0.25, 3)
+    assert {name for name, value in to_flat(saved).items() if over[name] != value} == {"max_lr"}
+
+
+def test_typing_a_saved_value_again_changes_nothing() -> None:
+    micro = parse(["--model=gpt2-micro"]).fresh()
+    saved = override(micro, {"n_layer": 7, "num_epochs": 2.0})
+    command = parse(["--model=gpt2-micro", "--n_layer=7", "--num_epochs=2"])
+    assert to_flat(command.over(saved)) == to_flat(saved)
+
+
+def test_another_typed_preset_counts_as_typing_each_of_its_settings() -> None:
+    saved = override(preset("gpt2-micro"), {"n_layer": 7, "seed": 3})
+    over = to_flat(parse(["--model=gpt2-mini", "--n_embd=96"]).over(saved))
+    assert (over["model"], over["n_layer"], over["n_embd"], over["seed"]) == ("gpt2-mini", 6, 96, 3)
+
+
+def test_a_typed_length_replaces_a_saved_one_in_another_unit() -> None:
+    saved = override(Config(), {"num_epochs": 1.0})
+    over = to_flat(parse(["--max_steps=10"]).over(saved))
+    assert (over["max_steps"], over["max_tokens"], over["num_epochs"]) == (10, None, None)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--n_layer=3", "--use_tensorboard"),
+        ("--n_layer", "3", "--use_tensorboard"),
+        ("--n-layer=3", "--use-tensorboard"),
+    ],
+)
+def test_flags_may_be_written_with_equals_or_space_underscore_or_hyphen(argv: tuple) -> None:
+    flat = fresh(*argv)
+    assert (flat["n_layer"], flat["use_tensorboard"]) == (3, True)
+    assert parse(list(argv)).typed == {"n_layer", "use_tensorboard"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"), [("2M", 2_000_000), ("2.5k", 2500), ("4_096", 4096), ("7", 7)]
+)
+def test_a_whole_number_may_have_a_unit_of_thousands(typed: str, value: int) -> None:
+    assert fresh(f"--max_tokens={typed}")["max_tokens"] == value
+    assert fresh(f"--total_batch_size={typed}")["total_batch_size"] == value
+
+
+def test_a_switch_can_be_typed_off_again() -> None:
+    saved = override(Config(), {"use_tensorboard": True})
+    command = parse(["--no_use_tensorboard"])
+    assert command.typed == {"use_tensorboard"}
+    assert command.over(saved).log.use_tensorboard is False
+    assert parse([]).over(saved).log.use_tensorboard is True
+
+
+def test_a_default_path_is_at_the_repository_and_a_typed_one_at_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    repository = Path(__file__).resolve().parents[3]
+    assert repository == paths.REPOSITORY
+    flat = fresh()
+    assert flat["checkpoint_dir"] == str(repository / "checkpoints")
+    assert flat["data_dir"] == str(repository / "data" / "fineweb_edu")
+    assert fresh("--model=gpt2-nano")["data_dir"] == str(repository / "data" / "python_stdlib")
+    flat = fresh("--checkpoint_dir=runs", "--data_dir", "d", "--hellaswag_path=/x/y.jsonl")
+    assert flat["checkpoint_dir"] == str(tmp_path / "runs")
+    assert flat["data_dir"] == str(tmp_path / "d")
+    assert flat["hellaswag_path"] == "/x/y.jsonl"
+
+
+def test_a_saved_path_stays_and_a_typed_one_over_it_is_at_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = override(Config(), {"data_dir": "/corpora/a"})
+    assert parse(["--seed=1"]).over(saved).data.data_dir == Path("/corpora/a")
+    assert parse(["--data_dir=a"]).over(saved).data.data_dir == tmp_path / "a"
+
+
+def test_verbs_are_no_settings() -> None:
+    command = parse(["--resume=auto", "--stop_after_steps=5", "--dry_run", "--json"])
+    assert command.typed == frozenset()
+    verbs = Verbs(resume="auto", stop_after_steps=5, dry_run=True, json=True)
+    assert command.verbs == verbs
+    assert parse([]).verbs == Verbs()
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse(list(argv))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--n_layers=3", "--n_layer"),
+        ("--max_step", "--max_steps"),
+        ("--mini_batchsize=4", "--mini_batch_size"),
+        ("--list_checkpoint", "--list_checkpoints"),
+        ("--checkpoints_dir=x", "--checkpoint_dir"),
+    ],
+)
+def test_an_unknown_flag_gets_the_nearest_known_one(typed: str, meant: str) -> None:
+    assert refusal(typed) == f"unknown flag {typed.partition('=')[0]}: did you mean {meant}?"
+
+
+def test_an_unknown_flag_that_resembles_nothing_gets_no_guess() -> None:
+    assert refusal("--qqqq=1") == "unknown flag --qqqq: see --help"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("num_layers", "n_layer"),
+        ("embd_size", "n_embd"),
+        ("num_heads", "n_head"),
+        ("logdir", "checkpoint_dir"),
+        ("tensorboard_dir", "checkpoint_dir"),
+        ("steps_per_epoch", "num_epochs"),
+    ],
+)
+@pytest.mark.parametrize("form", ["--{}=3", "--{} 3"])
+def test_a_flag_of_the_ancestor_names_the_one_it_is_now(old: str, new: str, form: str) -> None:
+    message = refusal(*form.format(old).split())
+    assert message.startswith(f"unknown flag --{old}: it is now --{new}")
+    assert new in LEAVES
+
+
+@pytest.mark.parametrize(
+    "pair",
+    list(itertools.combinations(("--max_steps=3", "--max_tokens=5000", "--num_epochs=1"), 2)),
+)
+def test_two_lengths_of_a_run_are_refused(pair: tuple[str, str]) -> None:
+    first, second = (flag.partition("=")[0] for flag in pair)
+    assert refusal(*pair).startswith(f"{first} and {second} both set the length of the run")
+    assert refusal(*reversed(pair)) == refusal(*pair)
+
+
+def test_fp16_is_refused_with_the_reason() -> None:
+    message = refusal("--dtype=fp16")
+    assert "'fp16'" in message
+    assert "loss scaling" in message
+    assert "bf16 or fp32" in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (("--n_layer=two",), "'two' is not a whole number like 5000, 100M or 10B"),
+        (("--n_layer=1.5",), "'1.5' is not a whole number"),
+        (("--n_layer",), "--n_layer"),
+        (("--max_lr=fast",), "--max_lr"),
+        (("--model=gpt3",), "gpt2-xl"),
+        (("--shuffle=all",), "'shards', 'windows', 'none'"),
+        (("stray",), "'stray'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_one_line(argv: tuple[str, ...], part: str) -> None:
+    assert part in refusal(*argv)
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(describe_flags())
+    print(f"wrote {GOLDEN}")

@@ -1,0 +1,115 @@
+"""Settings as values: what cannot work, their flat form, versions."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import LEAVES, find_problems, is_path, override, to_flat
+from gpt2lab.errors import ConfigError
+from gpt2lab.training.start import decide
+
+PROBLEMS: list[tuple[dict[str, Any], str]] = [
+    ({"n_head": 5}, "n_embd 768 is not a multiple of n_head 5"),
+    ({"n_head": 0}, "n_head 0 must be at least 1"),
+    ({"n_layer": 0}, "n_layer 0 must be at least 1"),
+    ({"context_length": 0}, "context_length 0 must be at least 1"),
+    ({"vocab_size": 1}, "vocab_size 1 must be at least 2"),
+    ({"mini_batch_size": 0}, "mini_batch_size 0 must be at least 1"),
+    ({"dropout": 1.0}, "dropout 1.0 must be in [0, 1)"),
+    ({"dropout": -0.1}, "dropout -0.1 must be in [0, 1)"),
+    ({"seed": -1}, "seed -1 must be at least 0"),
+    ({"seed": 2**32}, "seed 4294967296 must be below 2**32"),
+    ({"max_lr": 0.0}, "max_lr 0.0 must be above 0"),
+    ({"max_lr": math.inf}, "max_lr inf is not a finite number"),
+    ({"grad_clip": math.inf}, "grad_clip inf is not a finite number"),
+    ({"min_lr": 1.0}, "min_lr 1.0 is above max_lr 0.0006"),
+    ({"min_lr": -1.0}, "min_lr -1.0 must be at least 0"),
+    ({"weight_decay": -0.1}, "weight_decay -0.1 must be at least 0"),
+    ({"wsd_decay": 0.0}, "wsd_decay 0.0 must be in (0, 1]"),
+    ({"warmup_steps": -1}, "warmup_steps -1 must be at least 0"),
+    ({"max_steps": 0}, "max_steps 0 must be at least 1"),
+    ({"num_epochs": 0.0}, "num_epochs 0.0 must be above 0"),
+    ({"max_steps": 1, "num_epochs": 1.0}, "max_steps and num_epochs both set the length"),
+    ({"eval_freq": -1}, "eval_freq -1 must be at least 0"),
+    ({"log_freq": 0}, "log_freq 0 must be at least 1"),
+    ({"keep_checkpoints": 0}, "keep_checkpoints 0 must be at least 1"),
+    ({"run_name": "a/b"}, "run_name 'a/b' must be a plain folder name"),
+    ({"run_name": ".hidden"}, "run_name '.hidden' must be a plain folder name"),
+    ({"run_name": ""}, "run_name '' must be a plain folder name"),
+]
+
+
+@pytest.mark.parametrize(("values", "problem"), PROBLEMS)
+def test_a_setting_that_cannot_work_is_one_problem_with_its_value(
+    values: dict[str, Any], problem: str
+) -> None:
+    (found,) = find_problems(override(Config(), values))
+    assert found.startswith(problem)
+
+
+def test_the_defaults_and_every_preset_have_no_problem() -> None:
+    for name in PRESETS:
+        assert find_problems(preset(name)) == []
+    assert find_problems(Config()) == []
+
+
+def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
+    argv = [
+        "--n_head=5",
+        "--seed=-1",
+        "--dropout=2",
+        "--log_freq=0",
+        f"--checkpoint_dir={tmp_path}",
+    ]
+    with pytest.raises(ConfigError) as error:
+        decide(parse(argv), world_size=1, set_aside=False)
+    for name in ("n_head 5", "seed -1", "dropout 2.0", "log_freq 0"):
+        assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+CHANGES: dict[str, st.SearchStrategy[Any]] = {
+    "n_layer": st.integers(1, 99),
+    "max_lr": st.floats(1e-6, 1.0),
+    "min_lr": st.none() | st.floats(0, 1e-6),
+    "num_epochs": st.none() | st.floats(0.1, 9),
+    "data_dir": st.sampled_from(["/a/b", "c"]),
+    "hellaswag_path": st.none() | st.just("/h.jsonl"),
+    "run_name": st.none() | st.text(min_size=1),
+    "use_tensorboard": st.booleans(),
+    "shuffle": st.sampled_from(["shards", "windows", "none"]),
+    "model": st.sampled_from(sorted(PRESETS)),
+}
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(st.fixed_dictionaries({}, optional=CHANGES))
+def test_flat_values_put_over_the_defaults_are_the_config_again(changes: dict[str, Any]) -> None:
+    config = override(Config(), changes)
+    flat = to_flat(config)
+    assert {name: flat[name] for name in changes} == changes
+    assert override(Config(), flat) == config
+    untouched = to_flat(Config())
+    assert all(flat[name] == untouched[name] for name in LEAVES if name not in changes)
+
+
+def test_paths_are_paths_in_the_config_and_text_in_the_flat_form() -> None:
+    path_names = {name for name in LEAVES if is_path(name)}
+    assert path_names == {"data_dir", "hellaswag_path", "checkpoint_dir"}
+    config = override(Config(), {"hellaswag_path": "x"})
+    assert config.eval.hellaswag_path == Path("x")
+    assert to_flat(config)["hellaswag_path"] == "x"
+
+
+def test_a_setting_of_another_version_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="unknown settings n_leyer, quux: written by another"):
+        override(Config(), {"n_layer": 3, "quux": 1, "n_leyer": 2})

@@ -1,0 +1,60 @@
+"""A long document is tokenised in pieces: the ids must be those of the whole, whatever the text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2lab.data import chunks
+from gpt2lab.data.chunks import cut
+from gpt2lab.data.encode import encode_pieces
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+
+# What GPT-2's pattern treats specially: contractions, digits, all kinds of white space, marks, scripts, controls.
+AWKWARD = st.text(
+    alphabet=st.one_of(
+        st.sampled_from("ab'sdtmlrve 019 \t\r\n\u00a0\u2003\u3000\x1c\x85é中🙂\u0301-_"),
+        st.characters(codec="utf-8"),
+    ),
+    max_size=300,
+)
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(text=AWKWARD, length=st.integers(1, 40), chunk=st.integers(1, 50))
+def test_pieces_give_the_ids_of_the_whole(text: str, length: int, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "PIECE_CHARS", length)
+        texts = [text[i : i + chunk] for i in range(0, len(text), chunk)]
+        found = list(cut(texts, where="here"))
+    assert "".join(piece.text for piece in found) == text
+    assert (
+        [piece.begins for piece in found] == [True] + [False] * (len(found) - 1)
+        if text
+        else not found
+    )
+    whole = [END_OF_TEXT, *gpt2_encoding().encode_ordinary(text)] if text else []
+    assert encode_pieces(found).tolist() == whole
+
+
+def test_text_with_many_places_to_cut_is_cut() -> None:
+    found = list(cut(["word " * 1_000_000], where="here"))
+    assert len(found) == 5
+    assert max(len(piece.text) for piece in found) < chunks.PIECE_CHARS + 10
+
+
+def test_what_has_no_white_space_for_millions_of_characters_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunks, "PIECE_CHARS", 100)
+    monkeypatch.setattr(chunks, "LONGEST_WORD", 1000)
+    with pytest.raises(DataError, match=r"b\.txt: .* without white space; is this text"):
+        list(cut(["A" * 5000], where="b.txt"))
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
+    (piece,) = cut(["a\ud800b"], where="here")
+    expected = gpt2_encoding().encode_ordinary("a\ufffdb")
+    assert encode_pieces([piece]).tolist() == [END_OF_TEXT, *expected]

@@ -1,0 +1,324 @@
+"""The order of samples: every window once per epoch, the same on any number of processes, forever."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2lab.data.loader import GlobalBatch, Loader
+from gpt2lab.data.order import Order, Shuffle
+from gpt2lab.data.shards import Shard, open_shard
+from gpt2lab.data.windows import WindowReader
+from gpt2lab.errors import DataError
+from gpt2lab.planner.plan import BatchPlan
+from tiny import CONTEXT, VOCAB, make_tokens
+
+SHUFFLES: tuple[Shuffle, ...] = ("shards", "windows", "none")
+SIZES = (1003, 777, 1290, 18, 345)
+SAMPLES = 24  # of one optimizer step in the loader's tests
+
+Place = tuple[int, int]  # (shard, offset)
+
+repeatable = settings(derandomize=True, max_examples=60, deadline=None)
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Draw (tokens of each shard, context length), every shard with at least one window."""
+    context = draw(st.integers(1, 9))
+    sizes = draw(st.lists(st.integers(context + 1, 8 * context + 3), min_size=1, max_size=9))
+    return sizes, context
+
+
+def visited(order: Order, epoch: int) -> list[Place]:
+    """Return what an epoch visits, asked for in one call."""
+    first = epoch * order.windows_per_epoch
+    shards, offsets = order.locate(np.arange(first, first + order.windows_per_epoch))
+    return list(zip(shards.tolist(), offsets.tolist(), strict=True))
+
+
+def walk(tokens: int, context: int) -> list[int]:
+    """Return the offsets of a shard's windows, found by sliding until the T + 1 tokens do not fit."""
+    offsets, at = [], 0
+    while at + context + 1 <= tokens:
+        offsets.append(at)
+        at += context
+    return offsets
+
+
+def reference_epoch(
+    sizes: list[int], context: int, shuffle: Shuffle, seed: int, epoch: int
+) -> list[Place]:
+    """Write an epoch down window by window, with plain Python integers."""
+    disk = [(shard, at) for shard, size in enumerate(sizes) for at in walk(size, context)]
+    if shuffle == "windows":
+        return [disk[reference_place(i, len(disk), seed, epoch)] for i in range(len(disk))]
+    shards = list(range(len(sizes)))
+    if shuffle == "shards" and epoch > 0:
+        shards = np.random.RandomState([seed, epoch]).permutation(len(sizes)).tolist()
+    return [place for shard in shards for place in disk if place[0] == shard]
+
+
+def reference_place(index: int, size: int, seed: int, epoch: int) -> int:
+    """Walk a four-round Feistel network until it lands inside; Python integers cannot overflow."""
+    half = 1
+    while 4**half < size:
+        half += 1
+    keys = np.random.RandomState((seed, epoch)).randint(0, 2**32, size=4, dtype=np.uint64).tolist()
+    while True:
+        left, right = divmod(index, 2**half)
+        for key in keys:
+            word = (right + key) * 0x9E3779B97F4A7C15 % 2**64
+            word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+            word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+            left, right = right, left ^ (word ^ word >> 31) % 2**half
+        index = left * 2**half + right
+        if index < size:
+            return index
+
+
+@repeatable
+@given(corpora(), st.sampled_from(SHUFFLES), st.integers(0, 2**32 - 1), st.integers(0, 4))
+def test_each_window_is_seen_once_per_epoch(
+    corpus: tuple[list[int], int], shuffle: Shuffle, seed: int, epoch: int
+) -> None:
+    sizes, context = corpus
+    order = Order(sizes, context_length=context, shuffle=shuffle, seed=seed)
+    disk = [(shard, at) for shard, size in enumerate(sizes) for at in walk(size, context)]
+    assert order.windows_per_epoch == len(disk)
+    assert sorted(visited(order, epoch)) == disk
+
+
+@repeatable
+@given(corpora(), st.sampled_from(SHUFFLES), st.integers(0, 2**32 - 1), st.integers(0, 4))
+def test_an_epoch_equals_the_reference_written_with_plain_integers(
+    corpus: tuple[list[int], int], shuffle: Shuffle, seed: int, epoch: int
+) -> None:
+    sizes, context = corpus
+    order = Order(sizes, context_length=context, shuffle=shuffle, seed=seed)
+    assert visited(order, epoch) == reference_epoch(sizes, context, shuffle, seed, epoch)
+
+
+@repeatable
+@given(corpora(), st.sampled_from(SHUFFLES), st.integers(0, 999), st.data())
+def test_a_sample_is_the_same_whichever_others_are_asked_for_with_it(
+    corpus: tuple[list[int], int], shuffle: Shuffle, seed: int, data: st.DataObject
+) -> None:
+    sizes, context = corpus
+    order = Order(sizes, context_length=context, shuffle=shuffle, seed=seed)
+    sequence = [place for epoch in range(3) for place in visited(order, epoch)]
+    numbers = data.draw(st.lists(st.integers(0, len(sequence) - 1), max_size=20))
+    shards, offsets = order.locate(np.array(numbers, dtype=np.int64))
+    found = list(zip(shards.tolist(), offsets.tolist(), strict=True))
+    assert found == [sequence[number] for number in numbers]
+    per_epoch = len(sequence) // 3
+    assert [order.epoch_of(number) for number in numbers] == [n // per_epoch for n in numbers]
+
+
+@repeatable
+@given(corpora(), st.sampled_from(SHUFFLES), st.integers(0, 999))
+def test_no_token_is_a_target_twice_and_the_rest_is_counted_as_unused(
+    corpus: tuple[list[int], int], shuffle: Shuffle, seed: int
+) -> None:
+    sizes, context = corpus
+    order = Order(sizes, context_length=context, shuffle=shuffle, seed=seed)
+    targets = [
+        (shard, offset + 1 + i) for shard, offset in visited(order, 1) for i in range(context)
+    ]
+    assert len(set(targets)) == len(targets)
+    possible = {(shard, at) for shard, size in enumerate(sizes) for at in range(1, size)}
+    assert set(targets) <= possible
+    assert order.unused_targets == len(possible - set(targets))
+
+
+@repeatable
+@given(corpora(), st.integers(0, 2**32 - 1))
+def test_epoch_0_of_shuffle_shards_is_the_order_on_disk(
+    corpus: tuple[list[int], int], seed: int
+) -> None:
+    sizes, context = corpus
+    order = Order(sizes, context_length=context, shuffle="shards", seed=seed)
+    assert order.shard_order(0) == tuple(range(len(sizes)))
+    assert visited(order, 0) == sorted(visited(order, 0))
+
+
+@pytest.mark.parametrize("shards", [5, 8, 12])
+def test_every_later_epoch_visits_the_shards_in_another_order(shards: int) -> None:
+    order = Order([50] * shards, context_length=7, shuffle="shards", seed=1337)
+    epochs = [order.shard_order(epoch) for epoch in range(4)]
+    assert len(set(epochs)) == 4
+    assert all(sorted(epoch) == list(range(shards)) for epoch in epochs)
+
+
+@pytest.mark.parametrize("shuffle", ["shards", "windows"])
+def test_the_same_seed_gives_the_same_order_and_another_seed_another(shuffle: Shuffle) -> None:
+    def epochs(seed: int) -> list[Place]:
+        order = Order([60] * 8, context_length=5, shuffle=shuffle, seed=seed)
+        return visited(order, 1) + visited(order, 2)
+
+    assert epochs(7) == epochs(7)
+    assert epochs(7) != epochs(8)
+
+
+def test_shuffle_windows_mixes_shards_and_differs_between_epochs() -> None:
+    order = Order([501] * 6, context_length=5, shuffle="windows", seed=3)
+    epochs = [visited(order, epoch) for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    for epoch in epochs:
+        neighbours = [a[0] == b[0] for a, b in itertools.pairwise(epoch)]
+        assert np.mean(neighbours) == pytest.approx(1 / 6, abs=0.06)  # 600 windows of 6 shards
+
+
+def test_shuffle_none_repeats_the_order_on_disk() -> None:
+    order = Order(list(SIZES), context_length=16, shuffle="none", seed=1)
+    assert visited(order, 0) == visited(order, 5) == sorted(visited(order, 0))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16])
+def test_a_shard_without_a_window_is_refused_by_its_number(tokens: int) -> None:
+    with pytest.raises(DataError, match=rf"shard 1: {tokens} tokens .*context_length 16"):
+        Order([100, tokens, 100], context_length=16, shuffle="shards", seed=0)
+
+
+def test_a_shard_of_exactly_one_window_is_enough() -> None:
+    order = Order([17], context_length=16, shuffle="shards", seed=0)
+    assert (order.windows_per_epoch, order.unused_targets) == (1, 0)
+
+
+def test_frozen_shard_permutation() -> None:
+    # A change here means that resumed runs would train on other tokens than they would have.
+    order = Order([100] * 7, context_length=10, shuffle="shards", seed=1337)
+    assert [order.shard_order(epoch) for epoch in range(4)] == [
+        (0, 1, 2, 3, 4, 5, 6),
+        (0, 3, 1, 4, 5, 2, 6),
+        (6, 0, 5, 3, 2, 1, 4),
+        (3, 4, 5, 6, 2, 0, 1),
+    ]
+
+
+def test_frozen_windows_permutation() -> None:
+    # A change here means that resumed runs would train on other tokens than they would have.
+    order = Order([34, 23, 45], context_length=4, shuffle="windows", seed=1337)
+    assert visited(order, 0) == [
+        *[(0, 28), (1, 0), (2, 40), (0, 0), (2, 0), (1, 16), (2, 20), (2, 16)],
+        *[(2, 36), (0, 16), (1, 4), (2, 4), (0, 4), (0, 12), (2, 32), (1, 12)],
+        *[(0, 20), (2, 28), (2, 24), (1, 8), (2, 8), (0, 8), (0, 24), (2, 12)],
+    ]
+    assert visited(order, 1) == [
+        *[(1, 12), (2, 4), (2, 20), (2, 0), (0, 0), (0, 4), (2, 28), (0, 28)],
+        *[(2, 12), (2, 16), (2, 36), (0, 16), (1, 8), (2, 24), (2, 8), (2, 32)],
+        *[(0, 12), (0, 24), (0, 20), (1, 0), (1, 16), (2, 40), (0, 8), (1, 4)],
+    ]
+
+
+# -- the same samples on any number of processes ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shard, ...]:
+    folder = tmp_path_factory.mktemp("order")
+    paths = [folder / f"tiny_train_{index:06d}.npy" for index in range(len(SIZES))]
+    for index, (path, size) in enumerate(zip(paths, SIZES, strict=True)):
+        np.save(path, make_tokens(size, seed=index))
+    return tuple(open_shard(path) for path in paths)
+
+
+def windows_by_hand(shards: tuple[Shard, ...], shuffle: Shuffle, first: int, last: int) -> list:
+    """Return windows [first, last) of the endless sequence, cut out of whole arrays."""
+    arrays = [np.load(Path(shard.path)) for shard in shards]
+    sizes = [len(array) for array in arrays]
+    sequence: list[Place] = []
+    epoch = 0
+    while len(sequence) < last:
+        sequence += reference_epoch(sizes, CONTEXT, shuffle, 1337, epoch)
+        epoch += 1
+    return [
+        arrays[shard][offset : offset + CONTEXT + 1].tolist()
+        for shard, offset in sequence[first:last]
+    ]
+
+
+def fetch_all(
+    shards: tuple[Shard, ...], shuffle: Shuffle, *, world: int, mini_batch: int, first: int
+) -> list[GlobalBatch]:
+    """Return every process's share of the global batch that starts at sample `first`."""
+    plan = BatchPlan(SAMPLES, mini_batch, SAMPLES // (world * mini_batch), world, CONTEXT)
+    order = Order(list(SIZES), context_length=CONTEXT, shuffle=shuffle, seed=1337)
+    shares = []
+    for rank in range(world):
+        reader = WindowReader(shards, context_length=CONTEXT, id_limit=VOCAB)
+        loader = Loader(order, reader, plan, rank=rank, device=torch.device("cpu"))
+        shares.append(loader.fetch(first))
+        reader.close()
+    return shares
+
+
+CUTS = [(1, 1), (1, 24), (2, 3), (2, 12), (3, 2), (4, 6), (8, 3), (12, 2), (24, 1)]
+
+
+@pytest.mark.parametrize(("world", "mini_batch"), CUTS)
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_processes_share_the_same_samples_in_the_same_global_order(
+    shards: tuple[Shard, ...], shuffle: Shuffle, world: int, mini_batch: int
+) -> None:
+    for step in (1, 9, 10, 40):  # step 9 crosses into the second epoch
+        first, last = (step - 1) * SAMPLES, step * SAMPLES
+        expected = windows_by_hand(shards, shuffle, first, last)
+        shares = fetch_all(shards, shuffle, world=world, mini_batch=mini_batch, first=first)
+        seen = [
+            [*row.tolist(), target_row.tolist()[-1]]
+            for share in shares
+            for micro in share.micro_batches
+            for row, target_row in zip(micro.tokens, micro.targets, strict=True)
+        ]
+        assert seen == expected
+        digest = hashlib.sha256(np.array(expected).astype("<u2").tobytes()).hexdigest()
+        assert [share.hash for share in shares] == [digest, *[None] * (world - 1)]
+
+
+@pytest.mark.parametrize(("world", "mini_batch"), CUTS)
+def test_each_share_says_what_is_true_of_the_whole_batch(
+    shards: tuple[Shard, ...], world: int, mini_batch: int
+) -> None:
+    shares = fetch_all(shards, "shards", world=world, mini_batch=mini_batch, first=216)
+    accumulation = SAMPLES // (world * mini_batch)
+    micros = [micro for share in shares for micro in share.micro_batches]
+    assert [micro.index for micro in micros] == list(range(SAMPLES // mini_batch))
+    assert [micro.is_last for micro in micros] == [
+        i == accumulation - 1 for _ in range(world) for i in range(accumulation)
+    ]
+    for micro in micros:
+        assert micro.tokens.shape == micro.targets.shape == (mini_batch, CONTEXT)
+        assert torch.equal(micro.tokens[:, 1:], micro.targets[:, :-1])  # targets are one ahead
+    for share in shares:
+        assert (share.num_targets, share.samples) == (SAMPLES * CONTEXT, SAMPLES)
+        assert (share.first_sample, share.epoch) == (216, 1)
+
+
+def test_the_stream_of_batches_is_the_fetched_ones_in_a_row(shards: tuple[Shard, ...]) -> None:
+    plan = BatchPlan(SAMPLES, 6, 4, 1, CONTEXT)
+    order = Order(list(SIZES), context_length=CONTEXT, shuffle="windows", seed=1337)
+    reader = WindowReader(shards, context_length=CONTEXT, id_limit=VOCAB)
+    stream = Loader(order, reader, plan, rank=0, device=torch.device("cpu")).batches(48)
+    hashes = [next(stream).hash for _ in range(12)]
+    stream.close()
+    fetched = [
+        fetch_all(shards, "windows", world=1, mini_batch=6, first=48 + i * SAMPLES)[0].hash
+        for i in range(12)
+    ]
+    assert hashes == fetched
+    assert len(set(hashes)) == 12
+
+
+def test_the_test_corpus_has_the_windows_that_these_tests_count_on() -> None:
+    order = Order(list(SIZES), context_length=CONTEXT, shuffle="shards", seed=1337)
+    assert order.windows_per_epoch == sum(math.floor((size - 1) / CONTEXT) for size in SIZES)
+    assert 8 * SAMPLES < order.windows_per_epoch < 9 * SAMPLES  # step 9 crosses an epoch's end

@@ -1,0 +1,411 @@
+"""From documents to shards: what is refused, what is written, and what is never left behind."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from corpora import TEXTS, expected_stream, run_prepare, snapshot, stream_of, write_jsonl
+from gpt2lab.data.prepare import Sizes, describe
+from gpt2lab.data.shards import open_data
+from gpt2lab.data.sources import open_source
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from tiny import write_shards
+
+SOURCE_DIR = Path(__file__).resolve().parents[3] / "src"
+
+
+# -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _as_jsonl(folder: Path) -> Path:
+    return write_jsonl(folder / "corpus.jsonl", TEXTS)
+
+
+def _as_parquet(folder: Path) -> Path:
+    pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), folder / "corpus.parquet")
+    return folder / "corpus.parquet"
+
+
+def _as_folder_of_text(folder: Path) -> Path:
+    for number, text in enumerate(TEXTS):
+        path = folder / "corpus" / f"part_{number // 20}" / f"{number:03d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "corpus" / "README.md").write_text("not a text of the corpus")
+    return folder / "corpus"
+
+
+def _as_mixed_folder(folder: Path) -> Path:
+    write_jsonl(folder / "corpus" / "a.jsonl", TEXTS[:20])
+    pq.write_table(pa.table({"text": TEXTS[20:40]}), folder / "corpus" / "b.parquet")
+    for number, text in enumerate(TEXTS[40:]):
+        (folder / "corpus" / f"c_{number:02d}.txt").write_text(text)
+    return folder / "corpus"
+
+
+@pytest.mark.parametrize("write", [_as_jsonl, _as_parquet, _as_folder_of_text, _as_mixed_folder])
+def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_text(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    result = run_prepare(write(tmp_path), tmp_path / "out", val_tokens=200)
+    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+    assert result is not None
+    assert result.total("documents") == len(TEXTS)
+    assert result.total("tokens", "val") == 200
+    assert result.total("tokens") == len(expected_stream(TEXTS))
+    assert result.total("text_bytes") == sum(len(text.encode()) for text in TEXTS)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        *("shards.json", "corpus_train_000000.npy", "corpus_val_000000.npy")
+    }
+    assert f"{result.total('tokens'):,}" in describe(result)
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    text = "".join(TEXTS)
+    (tmp_path / "corpus.txt").write_text(text)
+    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
+    assert result is not None
+    assert result.total("documents") == 1
+    assert stream_of(tmp_path / "out") == expected_stream([text])
+
+
+def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path: Path) -> None:
+    texts = ["before <|endoftext|> after " * 20, "next document " * 20]
+    run_prepare(write_jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "out")
+    stream = stream_of(tmp_path / "out")
+    assert stream.count(END_OF_TEXT) == 2
+    assert gpt2_encoding().decode(stream[1 : stream.index(END_OF_TEXT, 1)]) == texts[0]
+
+
+def test_another_text_column_is_read_when_asked_for(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS, column="content")
+    run_prepare(source, tmp_path / "out", text_column="content")
+    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+
+
+@pytest.mark.parametrize("words", [40, 100, 1000])
+@pytest.mark.parametrize("val_tokens", [None, 5000])
+def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(
+    tmp_path: Path, words: int, val_tokens: int | None
+) -> None:
+    text = "word " * words
+    (tmp_path / "corpus.txt").write_text(text)
+    run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=val_tokens)
+    data = open_data(tmp_path / "out", vocab_size=50304)
+    assert data.tokens("train") >= data.tokens("val") >= 2  # one window of T = 1 at least
+    assert stream_of(tmp_path / "out") == expected_stream([text])
+
+
+def test_a_corpus_too_small_for_two_splits_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("")
+    with pytest.raises(DataError, match=r"corpus\.txt: not a single document with text in it"):
+        run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
+    assert set(os.listdir(tmp_path)) == {"corpus.txt"}
+
+
+def test_the_default_validation_split_is_about_five_percent(tmp_path: Path) -> None:
+    text = "It is a truth universally acknowledged, that a single man must want a wife. " * 400
+    (tmp_path / "corpus.txt").write_text(text)
+    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
+    assert result is not None
+    assert result.total("tokens", "val") / result.total("tokens") == pytest.approx(0.05, abs=0.02)
+
+
+@pytest.mark.parametrize("max_tokens", [100, 333, 700])
+def test_max_tokens_is_exact_and_keeps_the_beginning(tmp_path: Path, max_tokens: int) -> None:
+    run_prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS), tmp_path / "out", max_tokens=max_tokens)
+    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)[:max_tokens]
+
+
+def test_shards_are_filled_to_shard_tokens(tmp_path: Path) -> None:
+    texts = ["a b c d e f g h i"] * 23  # 10 tokens each, with the one before
+    source = write_jsonl(tmp_path / "corpus.jsonl", texts)
+    run_prepare(source, tmp_path / "out", shard_tokens=50, val_tokens=10)
+    assert stream_of(tmp_path / "out") == expected_stream(texts)
+    data = open_data(tmp_path / "out", vocab_size=50304)
+    assert [shard.tokens for shard in data.splits["train"]] == [50, 50, 50, 70]
+    assert [shard.tokens for shard in data.splits["val"]] == [10]
+
+
+def test_everything_that_shards_json_says_is_true(prepared: Path) -> None:
+    manifest = json.loads((prepared / "shards.json").read_text())
+    assert manifest["tokenizer"]["name"] == "gpt2"
+    assert manifest["documents"] == len(TEXTS)
+    assert sorted(file["name"] for file in manifest["files"]) == sorted(
+        path.name for path in prepared.glob("*.npy")
+    )
+    for file in manifest["files"]:
+        content = (prepared / file["name"]).read_bytes()
+        tokens = np.load(prepared / file["name"])
+        assert tokens.dtype == np.dtype("<u2")
+        assert file["bytes"] == len(content)
+        assert file["sha256"] == hashlib.sha256(content).hexdigest()
+        assert file["tokens"] == len(tokens)
+        assert file["max_id"] == max(tokens.tolist())
+        assert f"_{file['split']}_" in file["name"]
+    body = {key: value for key, value in manifest.items() if key != "fingerprint"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    assert manifest["fingerprint"] == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_two_preparations_of_the_same_text_have_one_fingerprint(tmp_path: Path) -> None:
+    fingerprints = []
+    for machine in ("here", "there"):
+        source = write_jsonl(tmp_path / machine / "corpus.jsonl", TEXTS)
+        run_prepare(source, tmp_path / machine / "out")
+        fingerprints.append(open_data(tmp_path / machine / "out", vocab_size=50304).fingerprint)
+    assert fingerprints[0] == fingerprints[1]
+    source = write_jsonl(tmp_path / "other" / "corpus.jsonl", [*TEXTS, "one more"])
+    run_prepare(source, tmp_path / "other" / "out")
+    assert open_data(tmp_path / "other" / "out", vocab_size=50304).fingerprint != fingerprints[0]
+
+
+def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    assert run_prepare(source, tmp_path / "out") is not None
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert run_prepare(source, tmp_path / "out") is None
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("change", ["another source", "another request", "foreign shards", "file"])
+def test_a_folder_that_holds_something_else_is_refused_and_kept(
+    tmp_path: Path, change: str
+) -> None:
+    source, out = write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out"
+    max_tokens = None
+    if change == "file":
+        out.write_text("mine")
+    elif change == "foreign shards":
+        write_shards(out, train=(300,), val=(150,))
+    else:
+        run_prepare(source, out)
+    if change == "another source":
+        source = write_jsonl(tmp_path / "second.jsonl", TEXTS)
+    if change == "another request":
+        max_tokens = 500
+    before = snapshot(tmp_path)
+    with pytest.raises(DataError, match="out: holds something else already; choose another --out"):
+        run_prepare(source, out, max_tokens=max_tokens)
+    assert snapshot(tmp_path) == before
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out")
+    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+
+
+GOOD_LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
+
+# Line 301 is behind the first batch that is encoded, so shards are being written when it is met.
+BAD_LINES = [
+    (b'{"text": oops}', "not JSON"),
+    (b'{"text": "cut', "not JSON"),
+    (b'{"txt": "another column"}', "no column 'text' .it has txt.; give another --text_column"),
+    (b'{"text": 5}', "column 'text' holds int, not text"),
+    (b'["text"]', "no column 'text' .it has list."),
+    (b'{"text": "caf\xe9"}', "not JSON .'utf-8' codec"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_line_is_named_and_nothing_half_written_is_left(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
+    (tmp_path / "corpus.jsonl").write_bytes(GOOD_LINES * 5 + line + b"\n" + GOOD_LINES)
+    with pytest.raises(DataError, match=rf"corpus\.jsonl line 301: {message}"):
+        run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out", val_tokens=100)
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
+
+
+def test_text_that_is_not_utf8_is_named_and_nothing_half_written_is_left(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("fine " * 1000)
+    (tmp_path / "texts" / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"texts/b\.txt: not UTF-8 text at byte 3"):
+        run_prepare(tmp_path / "texts", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["texts"]
+
+
+def _parquet_without_column(path: Path) -> None:
+    pq.write_table(pa.table({"content": TEXTS, "id": range(len(TEXTS))}), path)
+
+
+def _parquet_of_numbers(path: Path) -> None:
+    pq.write_table(pa.table({"text": range(9)}), path)
+
+
+def _parquet_cut_short(path: Path) -> None:
+    pq.write_table(pa.table({"text": TEXTS}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (_parquet_without_column, "no column 'text'; it has content, id"),
+        (_parquet_of_numbers, "column 'text' holds int, not text"),
+        (_parquet_cut_short, "not readable as Parquet"),
+    ],
+)
+def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(
+    tmp_path: Path, write: Callable[[Path], None], message: str
+) -> None:
+    write(tmp_path / "corpus.parquet")
+    with pytest.raises(DataError, match=rf"corpus\.parquet.*: {message}"):
+        run_prepare(tmp_path / "corpus.parquet", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["corpus.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "no such file or folder, and not python-stdlib, fineweb-edu or hf:NAME"),
+        ("empty", r"no \.txt, \.jsonl, \.parquet, .* files in this folder"),
+        ("paper.pdf", r"unknown kind of file; known: \.txt, \.jsonl, \.parquet"),
+    ],
+)
+def test_a_source_that_is_none_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF")
+    with pytest.raises(DataError, match=f"{name}: {message}"):
+        open_source(str(tmp_path / name), text_column="text")
+
+
+def test_sizes_that_cannot_work_are_refused_all_in_one_message() -> None:
+    Sizes(shard_tokens=2, val_tokens=2, max_tokens=4).check()
+    with pytest.raises(DataError) as refusal:
+        Sizes(shard_tokens=1, val_tokens=1, max_tokens=3).check()
+    for name in ("shard_tokens 1", "val_tokens 1", "max_tokens 3"):
+        assert name in str(refusal.value)
+
+
+def test_the_embedded_corpus_has_the_same_documents_in_the_same_order_each_time() -> None:
+    sources = [open_source("python-stdlib", text_column="text") for _ in range(2)]
+    first, again = (
+        ["".join(document.chunks) for document in itertools.islice(source.documents(None), 40)]
+        for source in sources
+    )
+    assert first == again
+    assert len(set(first)) > 30
+    assert {source.name for source in sources} == {"python_stdlib"}
+    assert sources[0].num_bytes is not None
+    assert sources[0].num_bytes == sources[1].num_bytes > 5_000_000
+
+
+@pytest.mark.parametrize("shard_tokens", [7, 50, 333])
+def test_shards_are_filled_across_documents(tmp_path: Path, shard_tokens: int) -> None:
+    """All but the last hold shard_tokens; the last takes a remainder along that could hold no window."""
+    source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    run_prepare(source, tmp_path / "out", shard_tokens=shard_tokens, val_tokens=100)
+    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+    data = open_data(tmp_path / "out", vocab_size=50304)
+    for split in ("train", "val"):
+        sizes = [shard.tokens for shard in data.splits[split]]
+        assert set(sizes[:-1]) <= {shard_tokens}
+        assert 0 < sizes[-1] < 2 * shard_tokens
+        assert len(sizes) == 1 or sizes[-1] >= shard_tokens
+
+
+@pytest.mark.parametrize("text", ["hello world", "a", "word " * 24])
+def test_a_tiny_corpus_gives_two_usable_splits_or_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.txt").write_text(text)
+    if text == "word " * 24:
+        run_prepare(tmp_path / "c.txt", tmp_path / "out")
+        data = open_data(tmp_path / "out", vocab_size=50304)
+        assert min(data.tokens("train"), data.tokens("val")) >= 2
+    else:
+        with pytest.raises(DataError, match="too little text"):
+            run_prepare(tmp_path / "c.txt", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_other_text_under_the_same_name_is_not_taken_for_prepared(tmp_path: Path) -> None:
+    for folder, texts in (("a", TEXTS), ("b", ["something else"] * 90)):
+        write_jsonl(tmp_path / folder / "corpus.jsonl", texts)
+    run_prepare(tmp_path / "a" / "corpus.jsonl", tmp_path / "out")
+    assert run_prepare(tmp_path / "a" / "corpus.jsonl", tmp_path / "out") is None
+    with pytest.raises(DataError, match="something else"):
+        run_prepare(tmp_path / "b" / "corpus.jsonl", tmp_path / "out")
+
+
+def test_another_column_is_another_request(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"text": t, "other": t[::-1]}) + "\n" for t in TEXTS))
+    run_prepare(path, tmp_path / "out")
+    with pytest.raises(DataError, match="something else"):
+        run_prepare(path, tmp_path / "out", text_column="other")
+
+
+@pytest.mark.parametrize("trouble", ["dangling link", "deep json", "out below a file"])
+def test_an_odd_source_is_refused(tmp_path: Path, trouble: str) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "a.txt").write_text("word " * 500)
+    out = tmp_path / "out"
+    if trouble == "dangling link":
+        (tmp_path / "s" / "b.txt").symlink_to("nowhere")
+    if trouble == "deep json":
+        (tmp_path / "s" / "b.jsonl").write_text("[" * 100_000 + "\n")
+    if trouble == "out below a file":
+        (tmp_path / "f").write_text("")
+        out = tmp_path / "f" / "out"
+    with pytest.raises(DataError):
+        run_prepare(tmp_path / "s", out)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_folder_that_cannot_be_listed_is_named_and_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "s" / "closed"
+    closed.mkdir(parents=True)
+    (closed / "b.txt").write_text("word " * 500)
+    (tmp_path / "s" / "a.txt").write_text("word " * 500)
+    real = os.scandir
+
+    def scandir(path: str | Path) -> object:
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"s/closed: Permission denied"):
+        open_source(str(tmp_path / "s"), text_column="text")
+
+
+def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path: Path) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "s"
+    disk.mkdir()
+    folder.mkdir()
+    (disk / "B.TXT").write_text(TEXTS[1])
+    (disk / "C.JSONL.GZ").write_bytes(gzip.compress(json.dumps({"text": TEXTS[2]}).encode()))
+    (disk / "back").symlink_to(folder)
+    (folder / "more").symlink_to(disk)
+    (folder / "again").symlink_to(disk)
+    (folder / "z.txt").write_text(TEXTS[0])
+    source = open_source(str(folder), text_column="text")
+    found = ["".join(document.chunks) for document in source.documents(None)]
+    assert found == [TEXTS[1], TEXTS[2], TEXTS[0]]
+
+
+def test_data_go_where_a_link_points(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word " * 500)
+    (tmp_path / "big disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "big disk")
+    run_prepare(tmp_path / "a.txt", tmp_path / "out")
+    assert (tmp_path / "big disk" / "shards.json").is_file()
+    assert (tmp_path / "out").is_symlink()

@@ -1,0 +1,430 @@
+"""Data preparation by several processes, in parts, and interrupted: the bytes are those of one undisturbed process."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+
+from corpora import TEXTS, expected_stream, run_prepare, snapshot, stream_of, write_jsonl
+from gpt2lab.data import encode, shard_writer
+from gpt2lab.data.merge import merge
+from gpt2lab.data.shards import open_data
+from gpt2lab.data.unfinished import Unfinished
+from gpt2lab.errors import DataError
+
+PREPARE = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
+DATA = PREPARE.with_name("data.py")
+
+MANY = [f"{i} " + TEXTS[i % len(TEXTS)] * (1 + i % 5) for i in range(400)]
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make batches and remainders small, so that a small corpus has many of them."""
+    monkeypatch.setattr(encode, "_BATCH_CHARS", 700)
+    monkeypatch.setattr(shard_writer, "SMALLEST_LAST_SHARD", 300)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Return a folder with all kinds of files, some of them packed, with empty documents among the others."""
+    folder = tmp_path / "corpus"
+    write_jsonl(folder / "a.jsonl", [*MANY[:100], "", *MANY[100:150]])
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress((_lines(MANY[150:250])).encode()))
+    with pa.output_stream(str(folder / "c.jsonl.zst"), compression="zstd") as file:
+        file.write(_lines(MANY[250:350]).encode())
+    for i, text in enumerate(MANY[350:]):
+        (folder / f"d_{i:03d}.txt").write_text(text)
+    (folder / "e.txt").write_text("")
+    return folder
+
+
+def _lines(texts: list[str]) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_packed_files_are_read_as_if_they_were_not_and_empty_documents_are_left_out(
+    corpus: Path, tmp_path: Path
+) -> None:
+    result = run_prepare(corpus, tmp_path / "out", val_tokens=500)
+    assert result is not None
+    assert stream_of(tmp_path / "out") == expected_stream(MANY)
+    assert (result.total("documents"), result.empty, result.bad) == (len(MANY), 2, 0)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.usefixtures("small_steps")
+def test_the_number_of_processes_changes_no_byte(
+    corpus: Path, tmp_path: Path, num_workers: int
+) -> None:
+    for name, workers in (("one", 1), ("many", num_workers)):
+        run_prepare(corpus, tmp_path / name, shard_tokens=1500, val_tokens=700, num_workers=workers)
+    assert snapshot(tmp_path / "many") == snapshot(tmp_path / "one")
+    assert len(snapshot(tmp_path / "one")) > 8
+
+
+def start(source: Path, out: Path, *flags: str, fault: str | None = None) -> subprocess.Popen[str]:
+    """Start the preparation as a user does."""
+    command = [sys.executable, str(PREPARE), str(source), f"--out={out}", *flags]
+    environment = {**os.environ, **({"FAULT": fault} if fault else {})}
+    return subprocess.Popen(
+        command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+
+
+def exit_code(process: subprocess.Popen[str]) -> int:
+    """Return it once the process has ended, and close its pipes."""
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(
+            "data.before_rename:kill9@0",
+            "data.before_journal:kill9@1",
+            "data.after_journal:kill9@3",
+        ),
+        *("data.before_rename:kill9@5", "data.before_folder_is_named:kill9@0"),
+    ],
+)
+def test_killed_anywhere_and_repeated_gives_the_same_bytes(tmp_path: Path, fault: str) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", MANY * 60)
+    flags = ("--shard_tokens=100k", "--val_tokens=30k", "--num_workers=1")
+    assert exit_code(start(source, tmp_path / "straight", *flags)) == 0
+    assert len(snapshot(tmp_path / "straight")) > 5
+    assert exit_code(start(source, tmp_path / "out", *flags, fault=fault)) == -9
+    assert not (tmp_path / "out").exists()
+    assert exit_code(start(source, tmp_path / "out", *flags)) == 0
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_start_after_the_last_rename_finds_the_work_done(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
+    fault = "data.after_folder_is_named:kill9@0"
+    assert exit_code(start(source, tmp_path / "out", fault=fault)) == -9
+    assert run_prepare(source, tmp_path / "out", shard_tokens=100_000_000) is None
+    open_data(tmp_path / "out", vocab_size=50304)
+
+
+@pytest.mark.slow
+def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    """The parent takes its workers along, and what a worker's death ends says so and can be repeated."""
+    source = write_jsonl(tmp_path / "corpus.jsonl", MANY * 400)
+    flags = ("--shard_tokens=500k", "--num_workers=2")
+    assert exit_code(start(source, tmp_path / "straight", *flags)) == 0
+    dice = random.Random(7)
+    interrupted = 0
+    while not (tmp_path / "out").exists():
+        process = start(source, tmp_path / "out", *flags)
+        family = psutil.Process(process.pid)
+        time.sleep(dice.uniform(0.5, 4.0))  # not for readiness: the instant is the experiment
+        if process.poll() is not None:
+            assert exit_code(process) == 0
+            continue
+        children = family.children(recursive=True)
+        workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        victim = dice.choice([family, *workers])
+        victim.kill()
+        _, said = process.communicate(timeout=60)
+        interrupted += 1
+        if victim is not family:
+            assert process.returncode == 2
+            assert "a tokenising process died" in said.splitlines()[-1]
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive, "a worker outlived its parent"
+        assert interrupted < 60
+    assert interrupted >= 3
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
+
+
+def _die_within_the_answer(pipe: Connection) -> None:
+    pipe.recv()
+    os.write(pipe.fileno(), struct.pack("!i", 1000) + b"a few bytes of the thousand")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_killed_within_its_answer_ends_the_work_with_one_line(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "_work", _die_within_the_answer)
+    with pytest.raises(DataError, match="a tokenising process died"):
+        run_prepare(corpus, tmp_path / "out", num_workers=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_an_interrupted_preparation_goes_on_where_it_stopped(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"shard_tokens": 1500, "val_tokens": 700}
+    run_prepare(corpus, tmp_path / "straight", **sizes)
+    encoded: list[int] = []
+    original = encode.encode_pieces
+
+    def failing(pieces: list[encode.Piece]) -> np.ndarray:
+        ids = original(pieces)
+        encoded.append(len(ids))
+        if sum(encoded) > limit:
+            raise KeyboardInterrupt
+        return ids
+
+    monkeypatch.setattr(encode, "encode_pieces", failing)
+    total = 0
+    for limit in (3500, 4500, 4000, 10**9):
+        encoded.clear()
+        if limit < 10**9:
+            with pytest.raises(KeyboardInterrupt):
+                run_prepare(corpus, tmp_path / "out", **sizes)
+            assert not (tmp_path / "out").exists()
+            with pytest.raises(DataError, match="not prepared to the end; repeat the command"):
+                open_data(tmp_path / "out.partial", vocab_size=50304)
+        else:
+            run_prepare(corpus, tmp_path / "out", **sizes)
+        total += sum(encoded)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
+    whole = len(expected_stream(MANY))
+    assert (
+        whole < total < whole + 3 * (1500 + 300 + 1000)
+    )  # at most one unfinished shard each is done again
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_unfinished_work_of_another_command_line_is_refused_and_kept(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "complete", full)
+        with pytest.raises(
+            DataError, match=r"No space left on device.*finished shards are kept in .*out\.partial"
+        ):
+            run_prepare(corpus, tmp_path / "out", shard_tokens=1500)
+    before = snapshot(tmp_path)
+    with pytest.raises(DataError, match="unfinished work of another command line or source"):
+        run_prepare(corpus, tmp_path / "out", shard_tokens=1600)
+    assert snapshot(tmp_path) == before
+    run_prepare(corpus, tmp_path / "out", shard_tokens=1500)
+    assert stream_of(tmp_path / "out") == expected_stream(MANY)
+
+
+def test_a_full_disk_before_the_first_shard_leaves_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "data.before_rename:enospc@1")
+    with pytest.raises(DataError, match=r"out: cannot be written \(No space.*nothing was kept"):
+        run_prepare(corpus, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["corpus"]
+
+
+def test_two_preparations_of_one_folder_do_not_mix(corpus: Path, tmp_path: Path) -> None:
+    held = Unfinished(tmp_path / "out", {"shard_tokens": 5})
+    with pytest.raises(DataError, match=r"out\.partial: another process is preparing this folder"):
+        run_prepare(corpus, tmp_path / "out")
+    held.leave()
+    run_prepare(corpus, tmp_path / "out")
+
+
+# -- bad records -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("shard_tokens", [1500, 10**6])
+def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(
+    tmp_path: Path, shard_tokens: int
+) -> None:
+    folder = tmp_path / "corpus"
+    write_jsonl(folder / "a.jsonl", MANY[:100])
+    with open(folder / "a.jsonl", "ab") as file:
+        file.write(b'{"text": oops}\n{"text": 5}\n{"other": "x"}\n{"text": "caf\xe9"}\n')
+        file.write(_lines(MANY[100:200]).encode())
+    (folder / "b.txt").write_bytes(b"good until here \xff")
+    (folder / "c.parquet").write_bytes(b"PAR1 not really")
+    whole = gzip.compress(_lines(MANY[200:210]).encode())
+    (folder / "d.jsonl.gz").write_bytes(whole[:-9])
+    with pytest.raises(DataError, match=r"a\.jsonl line 101: not JSON"):
+        run_prepare(folder, tmp_path / "out", shard_tokens=shard_tokens)
+    kept = shard_tokens == 1500  # whole shards were there: the work goes on with them
+    assert (tmp_path / "out.partial").exists() == kept
+    result = run_prepare(folder, tmp_path / "out", shard_tokens=shard_tokens, skip_bad=True)
+    assert result is not None
+    assert result.bad == 4 + 1 + 1 + 1
+    stream = stream_of(tmp_path / "out")
+    expected = expected_stream(MANY[:200])
+    assert (
+        stream[: len(expected)] == expected
+    )  # of the truncated archive, the lines before its end may follow
+    manifest = json.loads((tmp_path / "out" / "shards.json").read_text())
+    assert manifest["left_out"] == {"bad": 7, "empty": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n' * 3000)[:-12],
+            r"a\.jsonl\.gz: not readable after line \d+",
+        ),
+        (
+            "a.jsonl.zst",
+            b"(\xb5/\xfd nothing of the kind",
+            r"a\.jsonl\.zst: not readable after line 0",
+        ),
+        ("a.txt.gz", b"plain", r"a\.txt\.gz: .*(gzip|zlib|header)"),
+    ],
+)
+def test_a_damaged_archive_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        run_prepare(tmp_path / name, tmp_path / "out")
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path: Path) -> None:
+    text = "".join(MANY) * 60
+    (tmp_path / "long.txt").write_text(text)
+    assert len(text) > 2 * 2**20
+    result = run_prepare(
+        tmp_path / "long.txt", tmp_path / "out", shard_tokens=100_000, num_workers=2
+    )
+    assert result is not None
+    assert result.total("documents") == 1
+    assert stream_of(tmp_path / "out") == expected_stream([text])
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def parts_of(source: Path, folder: Path, count: int, **sizes: int) -> list[Path]:
+    folders = [folder / f"part{i}" for i in range(1, count + 1)]
+    for i, part in enumerate(folders, start=1):
+        run_prepare(source, part, part=(i, count), **sizes)
+    return folders
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_parts_are_disjoint_and_together_the_whole(corpus: Path, tmp_path: Path) -> None:
+    parts = parts_of(corpus, tmp_path, 3, shard_tokens=1500, val_tokens=601)
+    numbered = [*MANY[:100], "", *MANY[100:], ""]  # an empty document has a number too
+    expected = [
+        expected_stream([text for i, text in enumerate(numbered) if text and i % 3 == k])
+        for k in range(3)
+    ]
+    assert [stream_of(part) for part in parts] == expected
+    merged = merge(tmp_path / "whole", [parts[2], parts[0], parts[1]])
+    data = open_data(tmp_path / "whole", vocab_size=50304)
+    assert data.tokens("val") == 601
+    assert data.tokens("train") + 601 == len(expected_stream(MANY))
+    assert merged["documents"] == len(MANY)
+    assert merged["left_out"] == {"bad": 0, "empty": 2}
+    in_order = [path for part in parts for path in sorted(part.glob("*_train_*"))]
+    assert [p.read_bytes() for p in sorted((tmp_path / "whole").glob("*_train_*"))] == [
+        path.read_bytes() for path in in_order
+    ]
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_max_tokens_is_shared_by_the_parts(corpus: Path, tmp_path: Path) -> None:
+    parts = parts_of(corpus, tmp_path, 4, max_tokens=2002, val_tokens=101)
+    merge(tmp_path / "whole", parts)
+    data = open_data(tmp_path / "whole", vocab_size=50304)
+    assert (data.tokens("val"), data.tokens("train")) == (101, 2002 - 101)
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("missing", r"part 2/3 is missing; give all 3"),
+        ("twice", r"part 1/3 again"),
+        ("whole", r"a whole, not a part"),
+        ("other", r"of another source or with other options"),
+        ("damaged", r"part2/.*_train_000000\.npy: damaged"),
+        ("there", r"is there already"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_and_nothing_is_left(
+    corpus: Path, tmp_path: Path, case: str, message: str
+) -> None:
+    parts = parts_of(corpus, tmp_path, 3, shard_tokens=1500)
+    given = list(parts)
+    if case == "missing":
+        del given[1]
+    if case == "twice":
+        given[2] = parts[0]
+    if case == "whole":
+        run_prepare(corpus, tmp_path / "single")
+        given[0] = tmp_path / "single"
+    if case == "other":
+        given[1] = parts_of(corpus, tmp_path / "others", 3, shard_tokens=1600)[1]
+    if case == "damaged":
+        path = next(parts[1].glob("*_train_000000.npy"))
+        np.save(path, np.load(path)[::-1].copy())
+    if case == "there":
+        (tmp_path / "out").mkdir()
+    before = snapshot(tmp_path)
+    with pytest.raises(DataError, match=message):
+        merge(tmp_path / "out", given)
+    assert snapshot(tmp_path) == before
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import resource, sys
+sys.path[:0] = [{scripts!r}]
+sys.argv = ["prepare_data.py", {source!r}, "--out", {out!r}, "--num_workers", "2"]
+import prepare_data
+code = prepare_data.main(sys.argv[1:])
+own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print(own * 1024, children * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+@pytest.mark.parametrize("shape", ["one text", "many lines"])
+def test_memory_is_bounded_whatever_the_size_of_the_input(tmp_path: Path, shape: str) -> None:
+    """300 MB of text with shards of 100M tokens: parent and workers together below 1 GB."""
+    block = "".join(MANY) * 20
+    source = tmp_path / ("big.txt" if shape == "one text" else "big.jsonl")
+    with open(source, "w") as file:
+        size = 0
+        while size < 300_000_000:
+            size += file.write(block if shape == "one text" else json.dumps({"text": block}) + "\n")
+    script = tmp_path / "measure.py"
+    body = PEAK.format(scripts=str(PREPARE.parent), source=str(source), out=str(tmp_path / "out"))
+    script.write_text(
+        "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    )
+    answer = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=280
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    own, largest_child = map(int, answer.stdout.splitlines()[-1].split())
+    assert own + 2 * largest_child < 1e9

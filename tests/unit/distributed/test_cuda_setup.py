@@ -1,0 +1,137 @@
+"""What a CUDA run decides before its first kernel, with torch's answers about the GPU played: no GPU is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import SystemConfig, TuningConfig
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import resolve_compile
+from gpt2lab.errors import ConfigError
+from gpt2lab.model import attention_backend
+from gpt2lab.model.gpt import build_model
+from gpt2lab.training import parts
+from gpt2lab.training.facts import facts_of
+from gpt2lab.training.start import decide
+
+SET = ("TORCHINDUCTOR_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have torch say that there is one GPU, and put its switches back afterwards."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", *SET):
+        monkeypatch.setenv(name, "")  # so that what a test leaves there is taken away
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    before = torch.get_float32_matmul_precision()
+    with warnings.catch_warnings():
+        yield
+    torch.set_float32_matmul_precision(before)
+
+
+def use(**system: object) -> torch.device:
+    runtime = Runtime()
+    runtime.use(SystemConfig(device="cuda", **system))  # type: ignore[arg-type]
+    return runtime.device
+
+
+def test_fp32_stays_fp32_where_a_container_says_tf32(gpu: None) -> None:
+    torch.set_float32_matmul_precision(
+        "high"
+    )  # as torch is where TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
+    assert use() == torch.device("cuda", 0)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not set(SET) & set(os.environ)
+    warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication", stacklevel=1)
+
+
+def test_deterministic_mode_is_set_before_anything_reads_it(gpu: None) -> None:
+    use(deterministic=True)
+    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])
+def test_cublas_buffers_of_the_users_own_are_taken_or_refused(
+    buffers: str, taken: bool, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", buffers)
+    if taken:
+        use(deterministic=True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == buffers
+    else:
+        with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 is not determ"):
+            use(deterministic=True)
+
+
+def test_more_processes_than_gpus_are_refused(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match="process 1 of this machine has no GPU: there are 1"):
+        use()
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "reason"),
+    [(None, (9, 0), "no Triton"), (object(), (6, 1), "older than Triton supports")],
+)
+def test_a_gpu_that_cannot_compile_trains_all_the_same(
+    triton: object,
+    capability: tuple[int, int],
+    reason: str,
+    gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda", 0)
+    compiles, note = resolve_compile("auto", device=cuda, max_steps=1)
+    assert not compiles
+    assert note is not None
+    assert note.startswith("not compiling: ")
+    assert reason in note
+    with pytest.raises(ConfigError, match=f"compile on: .*{reason}.*--compile off"):
+        resolve_compile("on", device=cuda, max_steps=1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert resolve_compile("auto", device=cuda, max_steps=1) == (True, None)
+
+
+def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(
+    gpu: None, tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def choose(wanted: str, model: object, **how: Any) -> str:
+        asked.append((wanted, how["micro_batch"], how["masked"], how["autocast"]()._enabled))
+        return "efficient"
+
+    monkeypatch.setattr(attention_backend, "choose", choose)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
+    start = decide(parse(tiny_flags), world_size=1, set_aside=False)
+    model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
+    runtime = Runtime()
+    assert parts.look_at_attention(start, model, runtime) is start  # on a CPU
+    assert "attention" not in facts_of(start, runtime)["environment"]
+    runtime.use(SystemConfig(device="cuda"))
+    found = parts.look_at_attention(start, model, runtime)
+    assert facts_of(found, runtime)["environment"]["attention"] == "efficient"
+    system = dataclasses.replace(start.config.system, attention="flash", dtype="bf16")
+    config = dataclasses.replace(
+        start.config, system=system, tuning=TuningConfig(instructions="demo")
+    )
+    parts.look_at_attention(dataclasses.replace(start, config=config), model, runtime)
+    assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]

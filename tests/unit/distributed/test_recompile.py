@@ -1,0 +1,46 @@
+"""Evaluating, scoring and sampling between steps never makes the training step compile again."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_hellaswag import write_items
+
+import launch
+from tiny import write_shards
+
+WORKER = Path(__file__).parents[2] / "workers" / "count_compiles.py"
+
+
+@pytest.mark.parametrize(
+    ("world", "backend"),
+    [
+        (1, "eager"),  # traces and guards as always, but writes no C++
+        pytest.param(1, "inductor", marks=pytest.mark.slow),
+        pytest.param(2, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_the_step_is_compiled_once(world: int, backend: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", train=(2000,), val=(650,))
+    flags = [
+        *("--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--max_steps=6"),
+        *("--total_batch_size=64", "--mini_batch_size=2", "--val_tokens=320", "--device=cpu"),
+        *("--dtype=fp32", "--compile=on", "--eval_freq=2", "--sample_freq=2", "--sample_tokens=4"),
+        *(f"--hellaswag_path={write_items(tmp_path / 'items.jsonl', 5)}", "--hellaswag_freq=2"),
+        *(f"--data_dir={tmp_path / 'data'}", f"--checkpoint_dir={tmp_path}", "--run_name=run"),
+    ]
+    done = subprocess.run(
+        launch.command_for(WORKER, flags, world=world),
+        env=launch.environment(COMPILE_BACKEND=backend),
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    for kind in ("eval", "hellaswag", "sample"):
+        assert {event["step"] for event in launch.events(tmp_path / "run", kind)} >= {2, 4, 6}
+    counts = [line for line in done.stdout.splitlines() if line.startswith("graphs")]
+    graphs = 1 if world == 1 else 2  # DDP cuts the step into a graph for each of its buckets
+    assert counts == [f"graphs after step 1: {graphs}, at the end: {graphs}"] * world

@@ -1,0 +1,340 @@
+"""scripts/evaluate.py and scripts/compare.py as people use them: the run's own numbers, and honest differences."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from test_hellaswag import write_items
+
+import launch
+from gpt2lab.commands.entry import run
+from gpt2lab.config.command_line import parse
+from gpt2lab.data.shards import fingerprint_of
+from gpt2lab.errors import DataError
+from gpt2lab.evaluation.compare import compare
+from gpt2lab.evaluation.results import Results, read_results, write_results
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
+from gpt2lab.training.pretrain import pretrain
+from launch import REPOSITORY
+from tiny import CONTEXT, make_tokens, write_shards
+
+EVALUATE, COMPARE = REPOSITORY / "scripts" / "evaluate.py", REPOSITORY / "scripts" / "compare.py"
+
+
+def flags_of(folder: Path, name: str, *more: str) -> list[str]:
+    return [
+        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
+        *("--total_batch_size=64", "--mini_batch_size=2", "--max_steps=4", "--eval_freq=2"),
+        *(f"--data_dir={folder / 'data'}", f"--checkpoint_dir={folder / 'runs'}"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--max_lr=0.01"),
+        *(f"--hellaswag_path={folder / 'items.jsonl'}", "--hellaswag_freq=2", "--sample_tokens=2"),
+        *(f"--run_name={name}", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two runs, `a` and `b`, that differ in their seed."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    write_shards(folder / "data", train=(2000,), val=(650,))
+    write_items(folder / "items.jsonl", 20)
+    for name, seed in (("a", 1), ("b", 2)):
+        pretrain(parse(flags_of(folder, name, f"--seed={seed}")))
+    return folder
+
+
+def door(program: Path, *argv: str, folder: Path) -> Any:
+    """Call a door in `folder`, in this process; return its JSON or text, or the exit code and its one line."""
+    spec = importlib.util.spec_from_file_location(program.stem, program)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    out, err, here = io.StringIO(), io.StringIO(), Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(program.parent))
+        patch.setattr(sys, "argv", [str(program), *argv, "--checkpoint_dir=runs"])
+        patch.chdir(folder)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            spec.loader.exec_module(module)
+            code = run(module.main)
+    assert Path.cwd() == here
+    if code:
+        assert out.getvalue() == ""
+        (line,) = err.getvalue().splitlines()
+        return code, line
+    return json.loads(out.getvalue()) if "--json" in argv else out.getvalue()
+
+
+def last(folder: Path, run: str, kind: str, step: int = 4) -> dict[str, Any]:
+    return next(e for e in launch.events(folder / "runs" / run, kind) if e["step"] == step)
+
+
+# -- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_repeats_the_runs_own_numbers(folder: Path) -> None:
+    event, scores = last(folder, "a", "eval"), last(folder, "a", "hellaswag")
+    both = door(EVALUATE, "a", "--val=data", "--hellaswag", "--json", folder=folder)
+    assert both["step"] == 4
+    for name in ("val_loss", "val_loss_se", "val_tokens", "bits_per_byte"):
+        assert both[name] == event[name]
+    assert set(both["hellaswag"]) == {
+        *("n", "acc", "acc_se", "acc_norm", "acc_norm_se", "acc_token_norm", "acc_token_norm_se")
+    }
+    for name, value in both["hellaswag"].items():
+        assert value == scores[name]
+    one_text = ("--hellaswag", "--hellaswag_metrics=harness")
+    assert door(EVALUATE, "a", *one_text, "--json", folder=folder)["hellaswag"] == both[
+        "hellaswag"
+    ] | {"acc_token_norm": None, "acc_token_norm_se": None}
+    earlier = door(EVALUATE, "runs/a/step_00000002", "--json", folder=folder)
+    assert (earlier["step"], earlier["hellaswag"]) == (2, None)
+    assert earlier["val_loss"] == last(folder, "a", "eval", 2)["val_loss"]
+
+
+def test_two_processes_find_the_same(folder: Path) -> None:
+    argv = ("a", "--val=data", "--hellaswag", "--json")
+    alone = door(EVALUATE, *argv, folder=folder)
+    done = subprocess.run(
+        launch.command_for(EVALUATE, [*argv, "--checkpoint_dir=runs"], world=2),
+        cwd=folder,
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    together = json.loads(done.stdout)
+    assert together["hellaswag"] == alone["hellaswag"]
+    assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
+
+
+def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder: Path) -> None:
+    """In fp64, window by window, from the checkpoint's tensors."""
+    from gpt2lab.checkpoint.store import load_model
+    from gpt2lab.config.schema import ModelConfig
+    from gpt2lab.model.gpt import empty_model
+
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "context_length": CONTEXT}
+    model = empty_model(ModelConfig(**shape))
+    load_model(folder / "runs" / "a" / "step_00000004", model)
+    ids = np.load(folder / "data" / "tiny_val_000000.npy").astype(np.int64)
+    count, total, nats, text = 320 // CONTEXT, (len(ids) - 1) // CONTEXT, 0.0, b""
+    for number in range(count):
+        start = number * total // count * CONTEXT
+        window = torch.from_numpy(ids[start : start + CONTEXT + 1])
+        with torch.no_grad():
+            scores = model.logits(window[None, :-1])[0, :, :50257].double()
+        chosen = scores[torch.arange(CONTEXT), window[1:]]
+        nats += float((scores.logsumexp(1) - chosen).sum())
+        text += gpt2_encoding().decode_bytes(window[1:].tolist())
+    event = last(folder, "a", "eval")
+    assert event["val_loss"] == pytest.approx(nats / 320, rel=1e-6)
+    assert event["bits_per_byte"] == pytest.approx(nats / np.log(2) / len(text), rel=1e-6)
+
+
+def test_every_token_has_its_bytes() -> None:
+    table, encoding = token_bytes(), gpt2_encoding()
+    text = "Ünïcode, 漢字 and plain words.\n\n    return 1"
+    assert sum(table[encoding.encode_ordinary(text)]) == len(text.encode())
+    assert (len(table), table[END_OF_TEXT], table[:END_OF_TEXT].min()) == (50257, 0, 1)
+
+
+def test_a_damaged_validation_shard_is_named(folder: Path) -> None:
+    other = write_shards(folder / "damaged", train=(500,), val=(500,))
+    files = [
+        {"name": f.name, "split": f.name.split("_")[1], "tokens": 500, "max_id": 255}
+        | {"sha256": hashlib.sha256(f.read_bytes()).hexdigest(), "bytes": f.stat().st_size}
+        for f in sorted(other.glob("*.npy"))
+    ]
+    manifest = {"format": "gpt2lab-shards/1", "tokenizer": {"name": "gpt2"}, "files": files}
+    content = json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)})
+    (other / "shards.json").write_text(content)
+    argv = ("a", "--val=damaged", "--json")
+    assert door(EVALUATE, *argv, folder=folder)["val_tokens"] == 320
+    tokens = np.load(other / "tiny_val_000000.npy")
+    tokens[7] ^= 1
+    np.save(other / "tiny_val_000000.npy", tokens)
+    code, line = door(EVALUATE, *argv, folder=folder)
+    assert code == 2
+    assert "tiny_val_000000.npy: damaged" in line
+
+
+def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(
+    tiny_flags: list[str], tmp_path: Path
+) -> None:
+    pretrain(parse([*tiny_flags, "--max_steps=1"]))
+    events = launch.events(tmp_path / "runs" / "tiny", "eval")
+    assert [event["bits_per_byte"] for event in events] == [None, None]
+    code, line = door(EVALUATE, "tiny", "--hellaswag", folder=tmp_path)
+    assert code == 2
+    assert "vocab_size 256 is below GPT-2's 50257: no HellaSwag" in line
+
+
+def test_refusals_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> str:
+        raise OSError("no network\nand more lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+
+    def refused(*argv: str) -> str:
+        code, line = door(EVALUATE, *argv, folder=folder)
+        assert code == 2
+        return str(line)
+
+    assert "nowhere/x/y: no such folder, nor a run" in refused("nowhere/x/y")
+    assert "no such run or folder" in refused("gpt2-of-nobody", "--hellaswag")
+    assert "neither a run, a checkpoint nor a Hugging Face" in refused("data")
+    assert "no such data folder" in refused("a", "--val=gone")
+    assert "gone.jsonl: cannot be read" in refused(
+        "a", "--hellaswag", "--hellaswag_path=gone.jsonl"
+    )
+    assert "val_tokens 0 must be at least 1" in refused("a", "--val_tokens=0")
+
+
+def test_another_tokenizer_is_refused(folder: Path) -> None:
+    other = write_shards(folder / "other", train=(500,), val=(500,))
+    files = [
+        {
+            "name": path.name,
+            "split": path.name.split("_")[1],
+            "tokens": 500,
+            "max_id": 255,
+            "sha256": "0",
+        }
+        for path in sorted(other.glob("*.npy"))
+    ]
+    manifest = {
+        "format": "gpt2lab-shards/1",
+        "tokenizer": {"name": "llama", "sha256": "1"},
+        "files": files,
+    }
+    (other / "shards.json").write_text(
+        json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)})
+    )
+    code, line = door(EVALUATE, "a", "--val=other", folder=folder)
+    assert code == 2
+    assert "other: not known to be tokenised with GPT-2" in line
+
+
+def test_a_damaged_checkpoint_is_never_evaluated(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs" / "a", tmp_path / "runs" / "a")
+    path = tmp_path / "runs" / "a" / "step_00000004" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    code, line = door(EVALUATE, "runs/a/step_00000004", folder=tmp_path)
+    assert code == 2
+    assert "damaged (sha256" in line
+    assert door(EVALUATE, "a", "--json", folder=tmp_path)["step"] == 2, "the newest valid one"
+
+
+# -- compare ---------------------------------------------------------------------------------------------------------
+
+
+def test_compare_is_the_paired_difference(folder: Path) -> None:
+    answer = door(COMPARE, "a", "b", "--json", folder=folder)
+    a, b = (
+        read_results(folder / "runs" / run / "validation" / "step_00000004.npz") for run in "ab"
+    )
+    d = b.per_unit["val_loss"] - a.per_unit["val_loss"]
+    found = answer["metrics"]["val_loss"]
+    assert found["a"] == pytest.approx(last(folder, "a", "eval")["val_loss"], rel=1e-12)
+    assert found["b"] == pytest.approx(last(folder, "b", "eval")["val_loss"], rel=1e-12)
+    assert found["n"] == len(d) == 20
+    assert found["difference"] == pytest.approx(d.mean(), rel=1e-12)
+    assert found["se"] == pytest.approx(np.sqrt(((d - d.mean()) ** 2).sum() / 19 / 20), rel=1e-9)
+    assert found["within_noise"] == (abs(found["difference"]) < 2 * found["se"])
+    a_acc, b_acc = (last(folder, run, "hellaswag")["acc_norm"] for run in "ab")
+    assert answer["metrics"]["acc_norm"]["difference"] == pytest.approx(b_acc - a_acc)
+
+
+def test_one_step_against_another_and_saved_results(folder: Path) -> None:
+    early, late = "runs/a/step_00000002", "runs/a/step_00000004"
+    answer = door(COMPARE, early, late, "--json", folder=folder)
+    losses = [last(folder, "a", "eval", step)["val_loss"] for step in (2, 4)]
+    assert answer["metrics"]["val_loss"]["difference"] == pytest.approx(losses[1] - losses[0])
+    door(EVALUATE, early, "--val=data", "--save=saved", "--json", folder=folder)
+    again = door(COMPARE, "saved", early, "--json", "--only=validation", folder=folder)
+    assert list(again["metrics"]) == ["val_loss"]
+    assert again["metrics"]["val_loss"]["difference"] == 0
+    assert again["metrics"]["val_loss"]["within_noise"] is True
+    assert [again["metrics"]["val_loss"][f"step_{which}"] for which in "ab"] == [2, 2]
+
+
+def synthetic(path: Path, values: np.ndarray, items: str = "x") -> str:
+    units = {"n": len(values), "items": items}
+    write_results(path, Results("hellaswag", units, {"acc": values}, {}))
+    return str(path)
+
+
+def test_the_words_follow_the_criterion(tmp_path: Path) -> None:
+    rng = np.random.RandomState(0)
+    base = (rng.rand(1000) < 0.3).astype(float)
+    slight, clear = base.copy(), base.copy()
+    slight[np.flatnonzero(base == 0)[:25]] = 1  # nearly as many up as down
+    slight[np.flatnonzero(base == 1)[:20]] = 0
+    clear[np.flatnonzero(base == 0)[:40]] = 1
+    a = synthetic(tmp_path / "a.npz", base)
+    for values, within in ((slight, True), (clear, False), (base, True)):
+        b = synthetic(tmp_path / "b.npz", values)
+        (difference,) = compare(a, b, checkpoint_dir=tmp_path)
+        assert difference.within_noise is within
+        text = door(COMPARE, a, b, folder=tmp_path)
+        row = next(line for line in text.splitlines() if line.startswith("acc"))
+        assert row.endswith("within noise" if within else "beyond noise")
+        assert "|B - A| < 2 se" in text
+
+
+def test_other_units_are_never_compared(tmp_path: Path, folder: Path) -> None:
+    a = synthetic(tmp_path / "a.npz", np.ones(10))
+    with pytest.raises(DataError, match=r"not measured on the same items \(10 and 20 items"):
+        compare(a, synthetic(tmp_path / "b.npz", np.ones(20)), checkpoint_dir=tmp_path)
+    with pytest.raises(DataError, match=r"\(10 items each, but others"):
+        compare(a, synthetic(tmp_path / "b.npz", np.ones(10), items="y"), checkpoint_dir=tmp_path)
+    door(EVALUATE, "a", "--val=data", "--val_tokens=160", "--save=fewer", "--json", folder=folder)
+    code, line = door(COMPARE, "a", "fewer", folder=folder)
+    assert code == 2
+    assert "validation was not measured on the same windows (20 and 10 windows)" in line
+    other = write_shards(folder / "data2", train=(500,), val=(650,))
+    np.save(other / "tiny_val_000000.npy", make_tokens(650, seed=77))
+    door(EVALUATE, "a", "--val=data2", "--save=others", "--json", folder=folder)
+    code, line = door(COMPARE, "a", "others", folder=folder)
+    assert "(20 windows each, but others)" in line
+
+
+def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path: Path, folder: Path) -> None:
+    code, line = door(COMPARE, "a", "runs/nobody/x", folder=folder)
+    assert (code, "no such folder" in line) == (2, True)
+    (tmp_path / "empty").mkdir()
+    code, line = door(COMPARE, "a", str(tmp_path / "empty"), folder=folder)
+    assert (
+        "no validation or hellaswag results to compare; measure them with python scripts/evaluate.py"
+        in line
+    )
+    (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 nonsense")
+    code, line = door(COMPARE, "a", str(tmp_path / "x.npz"), folder=folder)
+    assert "x.npz: not evaluation results" in line
+
+
+def test_results_of_an_abandoned_line_are_not_taken_for_the_runs(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Resumed from step 2, the run's step 4 is not its newest evaluation any more."""
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    flags = ["--run_name=a", f"--checkpoint_dir={tmp_path / 'runs'}", "--resume=2"]
+    pretrain(parse([*flags, "--stop_after_steps=3", "--device=cpu"]))
+    (difference, *_) = compare("a", "b", checkpoint_dir=tmp_path / "runs", only="validation")
+    assert difference.a == pytest.approx(last(folder, "a", "eval", 2)["val_loss"])

@@ -1,0 +1,338 @@
+"""scripts/sample.py: the cache changes no number, greedy text is transformers', a seed is a text."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_evaluate import door
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.sample import compare_with_rerun, describe
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.evaluation.completion import Completer
+from gpt2lab.evaluation.generation import _pick, draw, generate, sample_text
+from gpt2lab.evaluation.style import Style
+from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.training.pretrain import pretrain
+from launch import REPOSITORY
+from tiny import VOCAB
+
+SAMPLE = REPOSITORY / "scripts" / "sample.py"
+CONTEXT = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a Hugging Face GPT-2 `hf` of large random weights."""
+    folder = tmp_path_factory.mktemp("sample")
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=4, n_embd=32, n_positions=CONTEXT))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder / "hf")
+    return folder
+
+
+def completer(folder: Path, **style: Any) -> Completer:
+    return Completer(
+        "hf",
+        checkpoint_dir=folder,
+        device="cpu",
+        dtype="fp32",
+        style=Style(**{"max_new_tokens": 20, "seed": 1, **style}),
+    )
+
+
+def model_of(folder: Path) -> GPT:
+    return completer(folder)._model
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cuts", [[1] * 12, [12], [5, 1, 1, 5], [1, 11], [4, 4, 4]])
+def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(cuts: list[int]) -> None:
+    config = ModelConfig(n_layer=3, n_head=4, n_embd=32, context_length=12, vocab_size=VOCAB)
+    model = build_model(config, seed=1, device=torch.device("cpu")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+        whole, caches = model.hidden(tokens), model.new_caches()
+        parts = [model.extend(piece, caches) for piece in tokens.split(cuts, dim=1)]
+        assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-5 * whole.abs().max()
+
+
+def test_greedy_text_is_what_transformers_generates(folder: Path) -> None:
+    theirs = GPT2LMHeadModel.from_pretrained(folder / "hf").eval()
+    greedy = completer(folder, temperature=0.0, max_new_tokens=30)
+    texts = set()
+    for prompt in ("Hello, I'm a language model,", "To be", "naïve 你好", "x"):
+        ids = torch.tensor([greedy.encode(prompt)])
+        expected = theirs.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=50256)[0]
+        new = expected[ids.size(1) :].tolist()
+        (found,) = greedy.complete(ids[0].tolist())
+        assert found.text == gpt2_encoding().decode([id for id in new if id != 50256])
+        texts.add(found.text)
+    assert len(texts) == 4, "the claim needs a model that listens to its prompt"
+
+
+def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder: Path) -> None:
+    """From a full context on, the ids are those of a text that begins with its newer half."""
+    model = model_of(folder)
+
+    def greedy(prompt: list[int], count: int) -> list[int]:
+        generators = [torch.Generator()]
+        more = draw(model, prompt, max_new_tokens=count, generators=generators, temperature=0)
+        return [drawn[0] for drawn in more]
+
+    prompt = list(range(40, 70))
+    text = prompt + greedy(prompt, 40)
+    full = text[: CONTEXT + 1]  # the last of them is drawn from a full context
+    assert text[CONTEXT + 1 :] == greedy(full[-(CONTEXT // 2) :], len(text) - CONTEXT - 1)
+
+
+# -- draws -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_depends_on_its_seed_and_place_alone(folder: Path) -> None:
+    prompt = completer(folder).encode("The ")
+    three = completer(folder).complete(prompt, num_samples=3)
+    assert [found.text for found in three[:2]] == [
+        found.text for found in completer(folder).complete(prompt, num_samples=2)
+    ]
+    assert len({found.text for found in three}) == 3
+    other = completer(folder, seed=2)
+    assert other.complete(prompt)[0].text != three[0].text
+    assert other.complete(prompt, number=1)[0].text != other.complete(prompt)[0].text
+    for place, found in enumerate(three):
+        assert "".join(other_stream(folder, prompt, place)) == found.text
+
+
+def other_stream(folder: Path, prompt: list[int], place: int) -> list[str]:
+    return list(completer(folder).stream(prompt, number=0, place=place))
+
+
+def shares(**settings: Any) -> list[float]:
+    """Return how often each of four ids of probability 0.5, 0.3, 0.15, 0.05 is drawn."""
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    drawn = [_pick(logits, generator, **settings) for _ in range(4000)]
+    return [drawn.count(id) / 4000 for id in (1, 3, 0, 2)]
+
+
+def test_draws_have_the_probabilities_that_were_asked_for() -> None:
+    assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
+    assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
+    assert shares(top_p=0.5) == [1, 0, 0, 0]
+    assert shares(top_p=0.79) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
+    assert shares(top_p=0.85) == pytest.approx([10 / 19, 6 / 19, 3 / 19, 0], abs=0.03)
+    assert shares(temperature=0.5) == pytest.approx([0.685, 0.247, 0.062, 0.007], abs=0.03)
+    assert shares(temperature=0) == [1, 0, 0, 0]
+
+
+def test_a_text_that_ended_does_not_end_the_others(folder: Path, monkeypatch: Any) -> None:
+    model, calls = model_of(folder), []
+
+    def certain(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        scores = torch.full((2, 50304), -1e4)
+        scores[0, 50256 if len(calls) == 2 else 17] = 1e4
+        scores[1, 50256 if len(calls) == 4 else 18] = 1e4
+        return scores
+
+    monkeypatch.setattr(model, "head", certain)
+    generators = [torch.Generator(), torch.Generator()]
+    found = list(draw(model, [1], max_new_tokens=9, generators=generators))
+    assert found == [[17, 18], [50256, 18], [50256, 18], [50256, 50256]]
+
+
+def test_the_benchmark_times_both_ways() -> None:
+    found = compare_with_rerun(
+        model_name="gpt2-nano", tokens=64, rounds=2, device="cpu", dtype="fp32"
+    )
+    assert len(found["ratios"]) == 2
+    assert describe(found).startswith("gpt2-nano, 64 tokens: ")
+
+
+# -- the door ----------------------------------------------------------------------------------------------------
+
+
+def test_the_door_prints_prompt_and_text_and_the_speed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("hf", "--prompt=The ", "--max_new_tokens=5", "--device=cpu")
+    expected = completer(folder, max_new_tokens=5, seed=1337)
+    found = expected.complete(expected.encode("The "), num_samples=2)
+    texts = [f"The {one.text}" for one in found]
+    assert door(SAMPLE, *argv, folder=folder) == f"{texts[0]}\n"
+    assert door(SAMPLE, *argv, "--num_samples=2", folder=folder) == "".join(
+        f"{text}\n---\n" for text in texts
+    )
+    assert expected.describe_speed().startswith("10 tokens in ")
+    expected.style = Style(**{**vars(expected.style), "max_new_tokens": 60})
+    expected.complete([1])
+    assert expected.describe_speed().endswith(
+        "beyond 48 tokens the oldest half of a text was forgotten"
+    )
+
+
+def test_interactive_continues_line_by_line_and_survives_a_long_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"The\n{'word ' * 99}\nA\n\nnever read\n"))
+    argv = ("hf", "--interactive", "--max_new_tokens=4", "--temperature=0", "--device=cpu")
+    greedy = completer(folder, max_new_tokens=4, temperature=0.0)
+    expected = [
+        f"{prompt}{greedy.complete(greedy.encode(prompt))[0].text}\n" for prompt in ("The", "A")
+    ]
+    assert door(SAMPLE, *argv, folder=folder) == "".join(expected)
+
+
+def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path) -> None:
+    in_one = "naïve\u2028你好\f"  # no end of a line to an editor
+    (tmp_path / "in.txt").write_text(f"The\n\n{in_one}\n", encoding="utf-8-sig")
+    out = tmp_path / "out.jsonl"
+    argv = ("hf", f"--batch={tmp_path / 'in.txt'}", f"--out={out}", "--num_samples=2")
+    assert door(SAMPLE, *argv, "--max_new_tokens=4", "--device=cpu", folder=folder) == ""
+    with open(out, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    assert [(e["line"], e["sample"], e["prompt"]) for e in lines] == [
+        (line, sample, prompt)
+        for line, prompt in enumerate(["The", "", in_one], start=1)
+        for sample in (0, 1)
+    ]
+    one = completer(folder, max_new_tokens=4, seed=1337)
+    for number, prompt in enumerate(["The", "", in_one]):
+        found = one.complete(one.encode(prompt), number=number, num_samples=2)
+        assert [text.text for text in found] == [
+            e["text"] for e in lines if e["line"] == number + 1
+        ]
+    code, line = door(SAMPLE, *argv, folder=folder)
+    assert (code, "exists already" in line) == (2, True)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (
+            ["hf", "--prompt", "word " * 49],
+            "the prompt has 50 tokens, the model's context holds 48",
+        ),
+        (["hf"], "give one of --prompt"),
+        (["hf", "--prompt=x", "--interactive"], "give one of --prompt"),
+        (["hf", "--batch=in.txt"], "go together"),
+        (["hf", "--prompt=x", "--out=o"], "go together"),
+        (["no/such/run", "--prompt=x"], "no/such/run: no such folder"),
+        (["hf", "--prompt=x", "--temperature=-1"], "temperature -1.0"),
+        (["hf", "--prompt=x", "--top_p=0"], "top_p 0.0"),
+        (["hf", "--prompt=x", "--num_samples=0"], "num_samples 0"),
+        (["hf", "--batch=long.txt", "--out=o"], "long.txt line 2 has 100 tokens"),
+        (["hf", "--batch=missing.txt", "--out=o"], "missing.txt: No such file"),
+        (["hf", "--batch=empty.txt", "--out=o"], "empty.txt: empty"),
+        (
+            ["hf", "--batch=ok.txt", "--out=no/folder/o"],
+            "No such file or directory; choose another",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    argv: list[str], problem: str, folder: Path
+) -> None:
+    (folder / "long.txt").write_text("fine\n" + "word " * 99 + "\n")
+    (folder / "ok.txt").write_text("fine\n")
+    (folder / "empty.txt").write_text("")
+    before = sorted(folder.iterdir())
+    code, line = door(SAMPLE, *argv, "--device=cpu", "--max_new_tokens=2", folder=folder)
+    assert code in (2, 75)
+    assert problem in line
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_vocabulary_that_is_not_gpt2s_is_refused(
+    folder: Path, tmp_path: Path, tiny_flags: list[str]
+) -> None:
+    pretrain(parse([*tiny_flags, "--max_steps=1"]))
+    code, line = door(SAMPLE, "tiny", "--prompt=x", folder=tmp_path)
+    assert (code, "below GPT-2's 50257" in line) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def padded_model() -> GPT:
+    """Return a model with the 47 padding rows of the default vocabulary."""
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=6, vocab_size=50304)
+    return build_model(config, seed=1, device=torch.device("cpu")).eval()
+
+
+def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_model) -> None:
+    texts = []
+    for global_seed, seed, training in ((1, 7, True), (2, 7, False), (2, 8, True)):
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        padded_model.train(training)
+        texts.append(sample_text(padded_model, "def ", max_new_tokens=5, seed=seed))
+        assert padded_model.training == training
+        assert torch.equal(torch.get_rng_state(), before)
+    padded_model.eval()
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("def ") for text in texts)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, monkeypatch) -> None:
+    plain = padded_model.head
+
+    def high_on_padding(hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain(hidden).clone()
+        logits[..., 50257:] = 1e4
+        return logits
+
+    monkeypatch.setattr(padded_model, "head", high_on_padding)
+    ids = generate(padded_model, [1, 2], max_new_tokens=40, generator=seeded(), top_k=50304)
+    assert ids[:2] == [1, 2]
+    assert len(ids) == 42
+    assert max(ids) < 50257
+
+
+def test_sampling_draws_from_its_own_generator_alone(padded_model) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    texts = [generate(padded_model, [5], max_new_tokens=8, generator=seeded(n)) for n in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, monkeypatch) -> None:
+    lengths = []
+    extend = padded_model.extend
+
+    def watched(tokens: torch.Tensor, caches: list) -> torch.Tensor:
+        lengths.append(tokens.size(1))
+        return extend(tokens, caches)
+
+    def certain(hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*hidden.shape[:-1], 50304)
+        logits[..., 50256 if len(lengths) > 9 else 17] = 1e4
+        return logits
+
+    monkeypatch.setattr(padded_model, "extend", watched)
+    monkeypatch.setattr(padded_model, "head", certain)
+    ids = generate(padded_model, [1, 2], max_new_tokens=40, generator=seeded())
+    assert ids == [1, 2] + [17] * 9
+    assert lengths == [2, 1, 1, 1, 1, 3, 1, 1, 1, 3], (
+        "one new id a step; full, it keeps the newer half"
+    )

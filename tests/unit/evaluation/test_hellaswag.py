@@ -1,0 +1,232 @@
+"""HellaSwag: the scorer against brute force, and the same numbers for any batch and any share of the work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2lab.config.schema import HellaSwagMetrics, ModelConfig, SystemConfig
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import NonFiniteError
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, HellaSwag, cut_batches, make_rows, summarize
+from gpt2lab.evaluation.hellaswag_items import STYLES
+from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.results import Results
+from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+
+VERBS = ("opens", "paints", "drops", "lifts", "cleans", "forgets")
+
+
+def write_items(path: Path, count: int = 12) -> Path:
+    """Write self-made items in HellaSwag's format."""
+    rng = np.random.RandomState(0)
+    rows = []
+    for index in range(count):
+        nouns = [f"box {number}" for number in rng.randint(0, 99, 5)]
+        endings = [
+            f"{VERBS[(index + k) % 6]} the {nouns[k]} [step] slowly" * (k + 1) for k in range(4)
+        ]
+        rows.append(
+            {
+                "ind": index,
+                "activity_label": "Moving house",
+                "ctx_a": f"A man carries a {nouns[4]}.",
+                "ctx_b": "he then",
+                "ctx": f"A man carries a {nouns[4]}. he then",
+                "endings": endings,
+                "label": int(rng.randint(4)),
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    """Return a small random model whose scores are far apart."""
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context_length=64)
+    model = build_model(config, seed=3, device=torch.device("cpu"))
+    with torch.no_grad():
+        model.wte.weight.mul_(20)
+    return model
+
+
+def on_cpu(rank: int = 0, world: int = 1) -> Runtime:
+    runtime = Runtime()
+    runtime.use(SystemConfig(device="cpu"))
+    runtime.rank, runtime.world_size = rank, world
+    return runtime
+
+
+def measure(
+    model: GPT,
+    path: Path,
+    runtime: Runtime | None = None,
+    batch_tokens: int | None = None,
+    metrics: HellaSwagMetrics = "all",
+) -> Results:
+    runtime = runtime or on_cpu()
+    result = HellaSwag(
+        load_questions(path),
+        context_length=model.config.context_length,
+        strategy=Strategy(runtime, compile=False, dtype="fp32"),
+        runtime=runtime,
+        metrics=metrics,
+        batch_tokens=batch_tokens,
+    ).measure(model)
+    assert result is not None
+    return result
+
+
+def logprob(model: GPT, context: list[int], ending: list[int]) -> float:
+    """Score one ending token by token: the slow and obvious way."""
+    total = 0.0
+    for i, token in enumerate(ending):
+        ids = torch.tensor([context + ending[:i]])
+        with torch.no_grad():
+            scores = model.logits(ids)[0, -1, :50257].double()
+        total += float(scores[token] - scores.logsumexp(0))
+    return total
+
+
+def test_one_text_alone_gives_its_metrics_and_leaves_out_the_other(
+    model: GPT, tmp_path: Path
+) -> None:
+    path = write_items(tmp_path / "items.jsonl")
+    both = summarize(measure(model, path))
+    harness = summarize(measure(model, path, metrics="harness"))
+    tutorial = summarize(measure(model, path, metrics="tutorial"))
+    lineage = {name: value for name, value in both.items() if name.startswith("acc_token_norm")}
+    assert None not in both.values()
+    assert harness == both | dict.fromkeys(lineage)
+    assert tutorial == dict.fromkeys(both) | {"n": 12} | lineage
+
+
+def test_accuracies_equal_brute_force(model: GPT, tmp_path: Path) -> None:
+    path = write_items(tmp_path / "items.jsonl")
+    encode = gpt2_encoding().encode_ordinary
+    hits: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_token_norm": []}
+    for row in map(json.loads, path.read_text().splitlines()):
+        context = encode(f"Moving house: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        endings = [ending.replace("[step]", "").replace("  ", " ") for ending in row["endings"]]
+        sums = [logprob(model, context, encode(" " + ending)) for ending in endings]
+        per_character = [s / len(ending) for s, ending in zip(sums, endings, strict=True)]
+        plain = [encode(" " + ending) for ending in row["endings"]]
+        per_token = [logprob(model, encode(row["ctx"]), ids) / len(ids) for ids in plain]
+        for name, scores in zip(hits, (sums, per_character, per_token), strict=True):
+            hits[name].append(int(np.argmax(scores)) == row["label"])
+    result = summarize(measure(model, path))
+    assert result["n"] == 12
+    for name, expected in hits.items():
+        assert result[name] == pytest.approx(np.mean(expected))
+        assert result[f"{name}_se"] == pytest.approx(np.std(expected, ddof=1) / np.sqrt(12))
+    assert any(0 < np.mean(expected) < 1 for expected in hits.values()), "the items must tell"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_any_number_of_processes_gives_the_same_bits(
+    world: int, model: GPT, tmp_path: Path
+) -> None:
+    """The processes' shares, taken one after another: batches are dealt, never cut anew."""
+    path = write_items(tmp_path / "items.jsonl")
+    whole = measure(model, path, batch_tokens=100)
+    shares: list[np.ndarray] = []
+
+    def collect(value: np.ndarray) -> list[np.ndarray]:
+        shares.append(value)
+        return shares
+
+    for rank in range(world):
+        runtime = on_cpu(rank, world)
+        runtime.gather = collect  # type: ignore[method-assign,assignment]
+        together = measure(model, path, runtime, batch_tokens=100)  # complete after the last one
+    assert all(np.count_nonzero(share) for share in shares), "every process has work"
+    assert sum(map(np.count_nonzero, shares)) == 2 * 4 * 12, "and no two have the same"
+    for name in whole.details:
+        np.testing.assert_array_equal(together.details[name], whole.details[name])
+    for name in whole.per_unit:
+        np.testing.assert_array_equal(together.per_unit[name], whole.per_unit[name])
+
+
+def test_any_batch_size_picks_the_same_and_scores_within_rounding(
+    model: GPT, tmp_path: Path
+) -> None:
+    path = write_items(tmp_path / "items.jsonl", count=30)
+    one_by_one = measure(model, path, batch_tokens=1)
+    for batch_tokens in (150, BATCH_TOKENS["cpu"], 10**9):
+        other = measure(model, path, batch_tokens=batch_tokens)
+        for style in STYLES:
+            np.testing.assert_allclose(
+                other.details[f"{style}_nats"], one_by_one.details[f"{style}_nats"], rtol=1e-6
+            )
+        for name, right in one_by_one.per_unit.items():
+            np.testing.assert_array_equal(other.per_unit[name], right)
+
+
+def test_batches_hold_each_row_once_and_do_not_waste(tmp_path: Path) -> None:
+    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40)).pieces("harness")
+    rows = make_rows(pieces, context_length=64, first_slot=0)
+    batches = cut_batches(rows, batch_tokens=300)
+    assert sorted(slot for batch in batches for row in batch for slot in row.slots) == list(
+        range(160)
+    )
+    assert all(len(batch) * len(batch[0]) <= 300 for batch in batches)
+    assert all(len(batch[-1]) >= 0.85 * len(batch[0]) for batch in batches)
+
+
+def test_the_subset_is_the_same_every_time(tmp_path: Path) -> None:
+    questions = load_questions(write_items(tmp_path / "items.jsonl", count=40))
+    subset = questions.subset(10)
+    assert len(subset) == 10
+    assert subset.fingerprint == questions.subset(10).fingerprint != questions.fingerprint
+    assert questions.subset(0) is questions.subset(40) is questions
+    for style in STYLES:
+        everything = [b"".join(p.tobytes() for p in item) for item in questions.pieces(style)]
+        chosen = [b"".join(p.tobytes() for p in item) for item in subset.pieces(style)]
+        places = [everything.index(item) for item in chosen]
+        assert places == sorted(places)
+        assert places != list(range(10))
+        assert [questions.labels[i] for i in places] == list(subset.labels)
+
+
+def test_a_long_context_is_cut_on_the_left(model: GPT, tmp_path: Path) -> None:
+    """Only the last words count: one word more at the front changes nothing."""
+    row = json.loads(write_items(tmp_path / "items.jsonl", 1).read_text())
+    sums = []
+    for count in (300, 301):
+        row["ctx_a"] = row["ctx"] = "word " * count + "end."
+        (tmp_path / "long.jsonl").write_text(json.dumps(row))
+        pieces = load_questions(tmp_path / "long.jsonl").pieces("harness")
+        assert len(make_rows(pieces, context_length=64, first_slot=0)) == 4
+        sums.append(measure(model, tmp_path / "long.jsonl").details["harness_nats"])
+    np.testing.assert_array_equal(sums[0], sums[1])
+    assert np.isfinite(sums[0]).all()
+
+
+def test_broken_weights_are_refused_instead_of_always_picking_the_first(tmp_path: Path) -> None:
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context_length=64)
+    broken = build_model(config, seed=3, device=torch.device("cpu"))
+    with torch.no_grad():
+        broken.ln_f.bias[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="HellaSwag"):
+        measure(broken, write_items(tmp_path / "items.jsonl"))
+
+
+def test_an_evaluation_asked_to_stop_has_no_result(model: GPT, tmp_path: Path) -> None:
+    runtime = on_cpu()
+    strategy = Strategy(runtime, compile=False, dtype="fp32")
+    scorer = HellaSwag(
+        load_questions(write_items(tmp_path / "items.jsonl")),
+        context_length=64,
+        strategy=strategy,
+        runtime=runtime,
+    )
+    model.train()
+    assert scorer.measure(model, interrupted=lambda: True) is None
+    assert model.training

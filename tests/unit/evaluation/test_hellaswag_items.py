@@ -1,0 +1,273 @@
+"""HellaSwag's file: fetched whole or not at all, every bad line named, token ids kept and never stale."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_hellaswag import write_items
+
+from gpt2lab.config.command_line import parse
+from gpt2lab.errors import DataError
+from gpt2lab.evaluation import hellaswag_tokens
+from gpt2lab.evaluation.hellaswag_items import Item, read_items, tokenize
+from gpt2lab.evaluation.hellaswag_source import fetch_hellaswag
+from gpt2lab.evaluation.hellaswag_tokens import Questions, load_questions
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.training import start as starts
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.start import decide, with_hellaswag
+
+GOOD: dict[str, Any] = {
+    "ind": 1,
+    "activity_label": "Tea",
+    "ctx": "A man boils water. he",
+    "endings": ["pours it.", "sings.", "leaves.", "sits."],
+    "label": 0,
+}
+
+
+def without(name: str) -> bytes:
+    return json.dumps({key: value for key, value in GOOD.items() if key != name}).encode()
+
+
+def with_(**changes: Any) -> bytes:
+    return json.dumps(GOOD | changes).encode()
+
+
+BAD_LINES = {
+    "cut": (json.dumps(GOOD).encode()[:60], "not JSON .*truncated"),
+    "list": (b"[]", "not a JSON object"),
+    "no context": (without("ctx"), "`ctx`"),
+    "no activity": (without("activity_label"), "`activity_label`"),
+    "half a context": (with_(ctx_a="a", ctx_b=7), "`ctx_b`"),
+    "no endings": (without("endings"), "four `endings`"),
+    "three endings": (with_(endings=["a", "b", "c"]), "four `endings`"),
+    "one text as endings": (with_(endings="abcd"), "four `endings`"),
+    "empty ending": (with_(endings=["a", "b", " ", "d"]), "ending 2 is empty"),
+    "number as ending": (with_(endings=["a", 2, "c", "d"]), "ending 1 is empty or no text"),
+    "label 4": (with_(label=4), "label '4'"),
+    "label true": (with_(label=True), "label 'True'"),
+    "test split": (with_(label=""), "label ''"),
+    "no label": (without("label"), "label ''"),
+    "latin-1": ('{"ctx": "café"}'.encode("latin-1"), "not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_a_bad_line_is_named(kind: str, tmp_path: Path) -> None:
+    line, problem = BAD_LINES[kind]
+    path = tmp_path / "items.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n\n" + line + b"\n")
+    with pytest.raises(DataError, match=f"items.jsonl line 3: .*{problem}"):
+        read_items(path)
+
+
+def test_no_items_and_no_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
+    with pytest.raises(DataError, match=r"empty.jsonl: no HellaSwag items"):
+        read_items(tmp_path / "empty.jsonl")
+    with pytest.raises(DataError, match=r"gone.jsonl: .*No such file"):
+        read_items(tmp_path / "gone.jsonl")
+
+
+def test_labels_may_be_text_and_line_separators_may_stand_in_texts(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    row = json.dumps(GOOD | {"label": "2", "ctx": "one\u2028two"}, ensure_ascii=False)
+    path.write_text(row + "\n", encoding="utf-8")
+    (item,) = read_items(path)
+    assert (item.label, item.context) == (2, "one\u2028two")
+
+
+def test_the_two_texts_of_an_item() -> None:
+    """Written out by hand: brackets, titles, capitals, and the space that a removed bracket leaves."""
+    endings = ("[step] Stir [it] well.", "a", "b  c", "d [title] e")
+    item = Item("X. then [x]", ("X.", "then [x]"), "Tea", endings, 0)
+    decode = gpt2_encoding().decode
+    harness, tutorial = tokenize(item, "harness"), tokenize(item, "tutorial")
+    assert decode(harness.context) == "Tea: X. Then"
+    # The harness moves the space at the context's end to the ending, and counts the ending without either.
+    assert [decode(ids) for ids in harness.endings] == ["   Stir well.", "  a", "  b c", "  d. e"]
+    assert harness.ending_chars == [11, 1, 3, 4]
+    assert decode(tutorial.context) == "X. then [x]"
+    assert [decode(ids) for ids in tutorial.endings] == [f" {text}" for text in endings]
+
+
+# -- token ids kept on disk --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("tokenised again")
+
+    monkeypatch.setattr(hellaswag_tokens, "tokenize", refuse)
+    return monkeypatch
+
+
+def equal(a: Questions, b: Questions) -> bool:
+    return a.fingerprint == b.fingerprint and np.array_equal(a.ending_chars, b.ending_chars)
+
+
+def test_items_are_tokenised_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    path = write_items(tmp_path / "items.jsonl")
+    first = load_questions(path)
+    assert (tmp_path / ".items.jsonl.tokens").exists()
+    request.getfixturevalue("no_tokenizing")
+    assert equal(load_questions(path), first)
+    write_items(path, count=5)
+    with pytest.raises(AssertionError, match="tokenised again"):
+        load_questions(path)
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
+    path, cache = write_items(tmp_path / "items.jsonl"), tmp_path / ".items.jsonl.tokens"
+    first = load_questions(path)
+    whole = cache.read_bytes()
+    flipped = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]
+    for content in (b"", b"\n", whole[:-1], flipped, b"\xff" * 100):
+        cache.write_bytes(content)
+        assert equal(load_questions(path), first)
+        assert cache.read_bytes() == whole
+
+
+def test_where_nothing_can_be_written_it_works_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_items(tmp_path / "items.jsonl")
+    (tmp_path / ".items.jsonl.tokens").mkdir()  # in the way of the file
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = load_questions(path)
+    assert [file.suffix for file in (tmp_path / "cache" / "gpt2lab").iterdir()] == [".tokens"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert equal(load_questions(path), first)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *(".items.jsonl.tokens", "cache", "file", "items.jsonl")
+    ]
+
+
+# -- the download ------------------------------------------------------------------------------------------------
+
+
+def test_a_download_is_kept_only_whole(tmp_path: Path) -> None:
+    source = write_items(tmp_path / "source.jsonl")
+    content = source.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    target = tmp_path / "data" / "hellaswag" / "val.jsonl"
+    for bad in (content[:-10], content.replace(b"box", b"fox"), b""):
+        source.write_bytes(bad)
+        with pytest.raises(DataError, match=r"truncated or altered, not kept; download it"):
+            fetch_hellaswag(target, url=source.as_uri(), sha256=sha256)
+        assert not target.parent.exists()
+    source.write_bytes(content)
+    assert fetch_hellaswag(target, url=source.as_uri(), sha256=sha256) == target
+    assert target.read_bytes() == content
+    assert [path.name for path in target.parent.iterdir()] == ["val.jsonl"]
+    source.unlink()  # not asked for again
+    assert fetch_hellaswag(target, url=source.as_uri(), sha256=sha256) == target
+
+
+def test_a_source_that_is_not_there_or_silent_does_not_hold_up_a_start(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be downloaded"):
+        fetch_hellaswag(tmp_path / "x.jsonl", url=(tmp_path / "gone").as_uri())
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and says nothing
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/x"
+        began = time.monotonic()
+        with pytest.raises(DataError, match=r"no answer in time|timed out"):
+            fetch_hellaswag(tmp_path / "x.jsonl", url=url, connect_seconds=0.3)
+        assert time.monotonic() - began < 3
+
+
+def test_a_source_that_breaks_off_is_refused(tmp_path: Path) -> None:
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nhalf")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, args=(server,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/x"
+        with pytest.raises(DataError, match=r"truncated or altered|cannot be downloaded"):
+            fetch_hellaswag(tmp_path / "x.jsonl", url=url)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- at the start of a run ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags(tiny_flags: list[str]) -> list[str]:
+    return [flag for flag in tiny_flags if not flag.startswith("--vocab_size")]
+
+
+def started(flags: list[str]) -> starts.Start:
+    return with_hellaswag(decide(parse(flags), world_size=1, set_aside=False))
+
+
+def test_nobody_asks_nothing_is_fetched(
+    flags: list[str], tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise AssertionError("went to the network")
+
+    monkeypatch.setattr(starts, "fetch_hellaswag", refuse)
+    assert started(flags).hellaswag == "off"
+    small = started([*tiny_flags, "--hellaswag_freq=5"])  # 256 ids: no such text
+    assert small.hellaswag == "off"
+    assert "no HellaSwag" in " ".join(small.warnings)
+    planned = decide(parse([*flags, "--hellaswag_freq=5"]), world_size=1, set_aside=False)
+    assert planned.hellaswag == "fetch", "a plan alone fetches nothing"
+
+
+def test_offline_is_one_line_and_training_goes_on(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline() -> Path:
+        raise DataError("https://...: cannot be downloaded (no network)")
+
+    monkeypatch.setattr(starts, "fetch_hellaswag", offline)
+    start = started([*flags, "--hellaswag_limit=10"])
+    assert start.hellaswag == "off"
+    (line,) = [warning for warning in start.warnings if "HellaSwag" in warning]
+    assert line == "HellaSwag is not evaluated: https://...: cannot be downloaded (no network)"
+
+
+def test_what_was_fetched_is_kept_in_the_settings(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a resume evaluates too, though nothing is typed there."""
+    path = write_items(tmp_path / "items.jsonl")
+    monkeypatch.setattr(starts, "fetch_hellaswag", lambda: path)
+    start = started([*flags, "--hellaswag_freq=5"])
+    assert (start.hellaswag, start.config.eval.hellaswag_path) == ("on", path)
+
+
+def test_a_resume_whose_file_is_gone_can_go_on_without(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_items(tmp_path / "items.jsonl")
+    flags = [*flags, "--max_steps=2", "--stop_after_steps=1", "--sample_tokens=1"]
+    pretrain(parse([*flags, f"--hellaswag_path={path}", "--hellaswag_freq=2"]))
+    path.unlink()
+    monkeypatch.setattr(starts, "fetch_hellaswag", pytest.fail)
+    resume = ["--resume=latest", "--run_name=tiny", f"--checkpoint_dir={tmp_path / 'runs'}"]
+    with pytest.raises(DataError, match=r"items.jsonl: .* \(None: no HellaSwag\)"):
+        started(resume)
+    assert started([*resume, "--hellaswag_path=None"]).hellaswag == "off"
+
+
+def test_a_bad_file_is_refused_before_anything_is_written(flags: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(DataError, match=r"items.jsonl line 1"):
+        started([*flags, f"--hellaswag_path={path}"])
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,91 @@
+"""HellaSwag equals the reference harness: log-likelihoods and every decision of lm-eval on self-written items.
+
+`python tests/test_hellaswag_reference.py ITEMS.jsonl OUT.json` does the same for any items and the answer of
+tests/golden/run_lm_eval.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # for `python tests/...`
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2lab.config.schema import ModelConfig, SystemConfig
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
+from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.results import Results
+from gpt2lab.model.gpt import GPT, build_model
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def model_of(description: dict[str, Any]) -> GPT:
+    """Build the model that run_lm_eval.py built, with padding rows that must not count."""
+    shape = {name: description[name] for name in ("n_layer", "n_head", "n_embd", "context_length")}
+    model = build_model(ModelConfig(**shape), seed=description["seed"], device=torch.device("cpu"))
+    with torch.no_grad():
+        model.wte.weight *= description["gain"]
+        model.wte.weight[50257:] = 100.0
+    return model
+
+
+def scored(items: Path, description: dict[str, Any], **options: Any) -> Results:
+    runtime = Runtime()
+    runtime.use(SystemConfig(device="cpu"))
+    result = HellaSwag(
+        load_questions(items),
+        context_length=description["context_length"],
+        strategy=Strategy(runtime, compile=False, dtype="fp32"),
+        runtime=runtime,
+        **options,
+    ).measure(model_of(description))
+    assert result is not None
+    return result
+
+
+def agreement(items: Path, answer: dict[str, Any]) -> tuple[float, dict[str, int], Results]:
+    """Return the largest relative difference of a log-likelihood, the decisions that differ, and our results."""
+    ours = scored(items, answer["model"])
+    theirs = np.array([item["nats"] for item in answer["items"]])
+    difference = np.abs(ours.details["harness_nats"] - theirs) / np.abs(theirs)
+    wrong = {
+        name: int((ours.per_unit[name] != [item[name] for item in answer["items"]]).sum())
+        for name in ("acc", "acc_norm")
+    }
+    return float(difference.max()), wrong, ours
+
+
+@pytest.mark.parametrize("name", ["hellaswag_lm_eval.json", "hellaswag_lm_eval_short.json"])
+def test_every_score_and_decision_equals_the_harness(name: str, tmp_path: Path) -> None:
+    """In the short one the model's context holds 24 tokens, so that most items are cut on the left."""
+    answer = json.loads((GOLDEN / name).read_text())
+    items = tmp_path / "items.jsonl"
+    items.write_bytes((GOLDEN / "hellaswag_items.jsonl").read_bytes())
+    difference, wrong, ours = agreement(items, answer)
+    assert difference < 2e-5
+    assert wrong == {"acc": 0, "acc_norm": 0}
+    summary = summarize(ours)
+    for metric in ("acc", "acc_se", "acc_norm", "acc_norm_se"):
+        assert summary[metric] == pytest.approx(answer[metric], rel=1e-12)
+    assert 0 < answer["acc"] < 1
+    assert [i["acc"] for i in answer["items"]] != [i["acc_norm"] for i in answer["items"]]
+
+
+if __name__ == "__main__":
+    answer = json.loads(Path(sys.argv[2]).read_text())
+    difference, wrong, ours = agreement(Path(sys.argv[1]), answer)
+    print(
+        f"{ours.n} items, {4 * ours.n} log-likelihoods: largest relative difference {difference:.2e}"
+    )
+    print(f"decisions that differ: acc {wrong['acc']}, acc_norm {wrong['acc_norm']}")
+    for metric in ("acc", "acc_se", "acc_norm", "acc_norm_se"):
+        print(f"{metric}: lm-eval {answer[metric]!r}, ours {summarize(ours)[metric]!r}")

@@ -1,0 +1,216 @@
+"""Talking to a model: the template, what is remembered, where an answer ends, and the door with a pipe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_evaluate import door
+from transformers import AutoTokenizer
+
+from conversations import CONTEXT, finetune, flags_of, write_model
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.completion import Completer
+from gpt2lab.evaluation.style import Style
+from gpt2lab.finetuning.beginning import was_tuned
+from gpt2lab.finetuning.chat import Chat
+from gpt2lab.finetuning.conversations import Turn
+from gpt2lab.finetuning.rows import Rows, last_exchanges, lay_out
+from gpt2lab.finetuning.template import encode
+from launch import REPOSITORY, environment
+
+SCRIPTS = REPOSITORY / "scripts"
+PAIRS = {"Hi": "Hello there", "Bye": "So long", "Name?": "A model", "More?": "No more"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an untuned model `hf` and the run `tuned`, which knows four answers by heart."""
+    folder = tmp_path_factory.mktemp("chat")
+    write_model(folder / "hf")
+    lines = [{"instruction": q, "output": a} for q, a in PAIRS.items()]
+    lines.append({"instruction": "Held out", "output": "Hello there"})
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    more = (
+        "--max_steps=90",
+        "--max_lr=0.03",
+        "--eval_freq=0",
+        "--checkpoint_freq=0",
+        "--val_fraction=0.2",
+    )
+    finetune(flags_of(folder, folder / "runs", "tuned", *more, "--packing=off"))
+    return folder
+
+
+def talk(folder: Path, target: str, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "chat.py"), target, "--checkpoint_dir=runs", *flags]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+class Echo:
+    """Answers with the number of tokens that it was given."""
+
+    context_length = CONTEXT
+    style = Style(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int | None]] = []
+
+    def stream(
+        self, ids: list[int], *, number: int, place: int, at_most: int | None
+    ) -> Iterator[str]:
+        self.asked.append((ids, at_most))
+        yield from (" ", str(len(ids)), "\n")
+
+
+def test_what_was_said_is_the_context_until_it_no_longer_fits() -> None:
+    echo = Echo()
+    chat = Chat(echo)  # type: ignore[arg-type]
+    said: list[Turn] = []
+    for number, question in enumerate(["One", "Two", "Three", "Four", "Five", "Six"]):
+        answer = "".join(chat.ask(question))
+        said.append(Turn("user", question))
+        ids, at_most = echo.asked[-1]
+        assert ids == encode(said[-len(chat.turns) + 1 :])[0]
+        assert at_most == 12
+        assert len(ids) + at_most <= CONTEXT
+        said.append(Turn("assistant", answer.strip()))
+        assert chat.turns == said[-len(chat.turns) :]
+        assert chat.number == number + 1
+    assert 2 <= len(chat.turns) < 12, "nothing was forgotten, or all"
+    chat.reset()
+    "".join(chat.ask("One"))
+    assert echo.asked[-1] == echo.asked[0]
+
+
+def test_a_long_question_leaves_less_room_and_a_longer_one_is_refused() -> None:
+    echo = Echo()
+    chat = Chat(echo)  # type: ignore[arg-type]
+    "".join(chat.ask("word " * 45))
+    ids, at_most = echo.asked[-1]
+    assert at_most == CONTEXT - len(ids) + 1 < 12
+    turns = list(chat.turns)
+    with pytest.raises(ConfigError, match=r"the question has \d+ tokens, .* holds 64; shorten it"):
+        chat.ask("word " * 70)
+    assert chat.turns == turns
+
+
+def test_the_door_answers_a_pipe_and_obeys(folder: Path) -> None:
+    text = "Hi\n\n/what\nBye\n/reset\nName?\n/quit\nHi\n"
+    done = talk(folder, "tuned", text, "--temperature=0", "--max_new_tokens=8")
+    assert done.returncode == 0, done.stderr
+    first, _, third = done.stdout.splitlines()
+    assert (first, third) == (PAIRS["Hi"], PAIRS["Name?"])  # as learned: without anything before
+    assert done.stderr.count("/reset forgets what was said, /quit ends") == 2
+    assert "was not fine-tuned" not in done.stderr
+    ended = talk(folder, "tuned", "Hi", "--temperature=0")  # the input ends within a line
+    assert (ended.returncode, ended.stdout) == (0, "Hello there\n")
+
+
+def test_a_model_that_was_not_tuned_is_named_and_a_long_question_is_no_end(folder: Path) -> None:
+    done = talk(folder, "hf", f"{'word ' * 70}\nHi\n", "--max_new_tokens=2")
+    assert done.returncode == 0
+    assert "warning: hf was not fine-tuned on conversations" in done.stderr
+    assert "error: the question has" in done.stderr
+    assert len(done.stdout) > 1
+
+
+def test_wrong_settings_are_one_line(folder: Path) -> None:
+    for flag, message in (
+        ("--temperature=-1", "temperature -1.0 must be 0 or above"),
+        ("--top_p=0", "top_p 0.0 must be above 0 and at most 1"),
+        ("--max_new_tokens=0", "max_new_tokens 0 must be at least 1"),
+    ):
+        assert door(SCRIPTS / "chat.py", "tuned", flag, folder=folder) == (2, f"error: {message}")
+
+
+def test_an_export_keeps_the_template(folder: Path) -> None:
+    """Transformers' apply_chat_template gives the ids that the model was trained on, and our chat knows the export."""
+    out = folder / "export"
+    door(SCRIPTS / "export_hf.py", "tuned", f"--out={out}", "--json", folder=folder)
+    assert was_tuned(find_target(str(out), folder))
+    assert not was_tuned(find_target(str(folder / "hf"), folder))
+    turns = [Turn("system", "Be kind."), Turn("user", "Hi  you"), Turn("assistant", "Yo.\n\nYo")]
+    turns += [Turn("user", '"Quotes" & <b>'), Turn("assistant", "No")]
+    messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+    tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    for count in (2, 3, 5):
+        ids = tokenizer.apply_chat_template(messages[:count], return_dict=False)
+        assert list(ids) == encode(turns[:count])[0]
+
+
+# -- answers, compared with those held out ---------------------------------------------------------------------------
+
+
+def test_the_last_exchange_of_a_row_is_found_again() -> None:
+    from gpt2lab.finetuning.rows import Encoded
+
+    spoken = [
+        [Turn("user", "Hi"), Turn("assistant", "Yo")],
+        [
+            Turn("user", "A"),
+            Turn("assistant", "B b"),
+            Turn("user", "C"),
+            Turn("assistant", "D d d"),
+        ],
+    ]
+    part = [Encoded(*encode(turns), digest=str(n)) for n, turns in enumerate(spoken)]
+    for packing in ("on", "off"):
+        rows: Rows = lay_out(part, CONTEXT, packing=packing)  # type: ignore[arg-type]
+        found = last_exchanges(rows)
+        for turns, (prompt, answer) in zip(spoken, found, strict=True):
+            assert prompt == encode(turns[:-1])[0]
+            assert [*prompt, *answer] == encode(turns)[0][:-1]
+
+
+def test_answers_are_compared_where_asked(folder: Path) -> None:
+    plain = door(SCRIPTS / "evaluate.py", "tuned", "--json", folder=folder)
+    assert plain["generate"] is None
+    wrong = door(SCRIPTS / "evaluate.py", "hf", "--eval_generate", folder=folder)
+    assert wrong == (
+        2,
+        "error: hf: --eval_generate compares answers, and that needs a run of src/finetune.py and no --val",
+    )
+    pytest.importorskip("rouge_score", reason="rouge-score is not installed")
+    scored = door(SCRIPTS / "evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)
+    assert scored["val_loss"] == plain["val_loss"]
+    assert scored["generate"]["n"] == 1
+    assert 0 <= scored["generate"]["rouge_l"] <= 1
+
+
+def test_without_the_library_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "rouge_score" else real(name)
+    )
+    code, line = door(SCRIPTS / "evaluate.py", "tuned", "--eval_generate", folder=folder)
+    assert code == 2
+    assert 'pip install "rouge-score>=0.1.2"' in line
+
+
+def test_a_completer_stops_where_it_is_told(folder: Path) -> None:
+    completer = Completer(
+        "tuned",
+        checkpoint_dir=folder / "runs",
+        device="cpu",
+        dtype="fp32",
+        style=Style(max_new_tokens=20, temperature=0.0, top_k=0, seed=0),
+    )
+    ids = encode([Turn("user", "Hi")])[0]
+    assert "".join(completer.stream(ids, number=0, place=0)) == "Hello there"
+    assert "".join(completer.stream(ids, number=0, place=0, at_most=1)) == "Hello"

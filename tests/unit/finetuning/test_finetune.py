@@ -1,0 +1,295 @@
+"""Fine-tuning: what a sample is, and what counts as a target."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.config.schema import Config, Recompute, TuningConfig
+from gpt2lab.config.settings import override
+from gpt2lab.errors import DataError
+from gpt2lab.finetuning.conversations import Turn, read_conversations
+from gpt2lab.finetuning.loader import RowLoader, order_of
+from gpt2lab.finetuning.packed import PackedGPT, hidden_of_rows
+from gpt2lab.finetuning.rows import NOBODY, Rows, choose_held_out, open_instructions
+from gpt2lab.finetuning.template import encode
+from gpt2lab.model.activation_checkpointing import recompute_activations
+from gpt2lab.model.gpt import GPT, Block
+from gpt2lab.model.lora import add_lora, init_adapters
+from gpt2lab.model.loss import token_losses
+from gpt2lab.planner.plan import BatchPlan
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model and pairs; treat as read-only."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_model(folder / "hf")
+    write_pairs(folder / "pairs.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> GPT:
+    return load_weights(find_target(str(folder / "hf"), folder))
+
+
+def rows_of(folder: Path, packing: str, **more: object) -> dict[str, Rows]:
+    settings = {"instructions": str(folder / "pairs.jsonl"), "packing": packing, **more}
+    return open_instructions(override(Config(), {"context_length": CONTEXT, **settings})).rows
+
+
+def loss_and_gradient(model: GPT, rows: Rows, pieces: int = 1) -> tuple[float, torch.Tensor]:
+    """Return the mean loss over all targets and its gradient, with the rows cut into micro-batches."""
+    ids = torch.from_numpy(rows.ids.astype(np.int64))
+    targets = torch.where(torch.from_numpy(rows.owner) == NOBODY, -1, ids)[:, 1:]
+    total = 0.0
+    model.zero_grad()
+    for x, y in zip(ids[:, :-1].chunk(pieces), targets.chunk(pieces), strict=True):
+        loss = PackedGPT(model)(x, y) / rows.targets()
+        loss.backward()
+        total += loss.item()
+    return total, torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+# -- template and rows -----------------------------------------------------------------------------------------------
+
+
+def test_only_answers_and_their_ends_are_targets() -> None:
+    turns = [Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yo <|endoftext|>")]
+    ids, is_answer = encode([*turns, Turn("user", "More"), Turn("assistant", "No")])
+    text = gpt2_encoding().decode(ids)
+    assert text == (
+        "<|endoftext|>Be brief.\n\n### Instruction:\nHi\n\n### Response:\nYo <|endoftext|><|endoftext|>"
+        "### Instruction:\nMore\n\n### Response:\nNo<|endoftext|>"
+    )
+    answers = gpt2_encoding().decode([i for i, a in zip(ids, is_answer, strict=True) if a])
+    assert answers == "Yo <|endoftext|><|endoftext|>No<|endoftext|>"
+    assert ids.count(END_OF_TEXT) == 3  # what a text says of <|endoftext|> is text
+
+
+def test_rows_hold_every_conversation_once_and_packed_ones_are_fewer(folder: Path) -> None:
+    packed, padded = rows_of(folder, "on"), rows_of(folder, "off")
+    for split in ("train", "val"):
+        texts = []
+        for rows in (packed[split], padded[split]):
+            found = [rows.ids[rows.owner == n].tolist() for n in range(rows.owner.max() + 1)]
+            assert all(END_OF_TEXT in answer for answer in found)
+            texts.append(found)
+        assert texts[0] == texts[1]
+    assert len(packed["train"]) < len(padded["train"]) / 2
+    assert len(padded["train"]) + len(padded["val"]) == 24
+
+
+def test_a_row_never_starts_a_target_that_its_input_cannot_explain(folder: Path) -> None:
+    """The first id of a conversation, and all padding, is never a target."""
+    rows = rows_of(folder, "on")["train"]
+    after_end = (rows.ids[:, 1:] == END_OF_TEXT) & (rows.ids[:, :-1] == END_OF_TEXT)
+    assert after_end.any()
+    assert (rows.owner[:, 1:][after_end] == NOBODY).all()
+    assert (rows.owner[:, 0] == NOBODY).all()
+
+
+def test_packed_conversations_do_not_see_each_other(folder: Path, model: GPT) -> None:
+    """Each token's loss in a packed row is that of its conversation in a row of its own, and only so."""
+    packed, padded = rows_of(folder, "on")["train"], rows_of(folder, "off")["train"]
+
+    def losses(rows: Rows, *, apart: bool) -> dict[int, torch.Tensor]:
+        ids = torch.from_numpy(rows.ids.astype(np.int64))
+        with torch.no_grad():
+            hidden = hidden_of_rows(model, ids[:, :-1]) if apart else model.hidden(ids[:, :-1])
+            each = token_losses(model.head(hidden), ids[:, 1:])
+        owner = torch.from_numpy(rows.owner[:, 1:])
+        return {n: each[owner == n] for n in range(int(owner.max()) + 1)}
+
+    alone, together = losses(padded, apart=False), losses(packed, apart=True)
+    for number, expected in alone.items():
+        torch.testing.assert_close(together[number], expected, rtol=1e-5, atol=1e-5)
+    seen = losses(packed, apart=False)
+    assert any((seen[n] - alone[n]).abs().max() > 1e-3 for n in alone), "the test sees nothing"
+
+
+def test_packing_and_micro_batches_change_nothing_but_the_order_of_sums(
+    folder: Path, model: GPT
+) -> None:
+    packed, padded = rows_of(folder, "on")["train"], rows_of(folder, "off")["train"]
+    loss, gradient = loss_and_gradient(model, padded)
+    for rows, pieces in ((packed, 1), (packed, len(packed)), (padded, 7)):
+        other, other_gradient = loss_and_gradient(model, rows, pieces)
+        assert other == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(other_gradient, gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("lora_r", [0, 2])
+def test_recomputing_activations_changes_no_bit(
+    lora_r: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters the first block has no input that needs a gradient, and is computed again all the same."""
+    calls, forward = 0, Block.forward
+
+    def counted(block: Block, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(block, *args)
+
+    monkeypatch.setattr(Block, "forward", counted)
+    rows, found = rows_of(folder, "on")["train"], []
+    modes: tuple[Recompute, ...] = ("none", "block", "selective")
+    for mode in modes:
+        model = load_weights(find_target(str(folder / "hf"), folder))
+        if lora_r:
+            add_lora(model, TuningConfig(lora_r=lora_r))
+            init_adapters(model, seed=1)
+        recompute_activations(model, mode)
+        calls = 0
+        found.append(loss_and_gradient(model, rows))
+        assert calls == (1 if mode == "none" else 2)
+    for loss, gradient in found[1:]:
+        assert loss == found[0][0]
+        assert torch.equal(gradient, found[0][1])
+
+
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(
+    folder: Path, packing: str
+) -> None:
+    rows = rows_of(folder, packing)["train"]
+    order = order_of(rows, shuffle="windows", seed=1)
+    rows = Rows(rows.ids[: len(rows) // 2 * 2], rows.owner[: len(rows) // 2 * 2])
+    order = order_of(rows, shuffle="windows", seed=1)
+    seen = {}
+    for world in (1, 2):
+        plan = BatchPlan(2, 1, 2 // world, world, CONTEXT)
+        found, count = [], 0
+        for first in range(0, len(rows), 2):
+            ranks = [
+                RowLoader(order, rows, plan, rank=rank, device=torch.device("cpu")).fetch(first)
+                for rank in range(world)
+            ]
+            assert len({batch.num_targets for batch in ranks}) == 1
+            count += ranks[0].num_targets
+            micros = [micro for batch in ranks for micro in batch.micro_batches]
+            assert [micro.index for micro in micros] == [0, 1]
+            found += [micro.targets[micro.targets >= 0].tolist() for micro in micros]
+        assert count == rows.targets() == sum(map(len, found))
+        seen[world] = found
+    assert seen[1] == seen[2]
+    assert sorted(map(str, seen[1])) == sorted(
+        str(ids[owner != NOBODY].tolist()) for ids, owner in zip(rows.ids, rows.owner, strict=True)
+    )
+    assert order.epoch_of(len(rows)) == 1
+
+
+def test_what_is_held_out_depends_on_texts_alone() -> None:
+    digests = [f"{n:03d}" for n in range(50)]
+    chosen = choose_held_out(digests, 0.1)
+    shuffled = random.Random(0).sample(digests, 50)
+    assert len(chosen) == 5
+    assert choose_held_out([*shuffled, *shuffled], 0.1) == chosen
+    assert len(choose_held_out(digests[:3], 0.01)) == 1
+
+
+def test_the_demo_conversations_are_usable() -> None:
+    conversations = read_conversations("demo")
+    assert len(conversations) >= 60
+    assert len({one.turns for one in conversations}) == len(conversations)
+    data = open_instructions(override(Config(), {"instructions": "demo", "context_length": 128}))
+    assert not data.warnings
+
+
+def test_equal_records_from_the_hub_are_read_like_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    lines = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    columns = ("instruction", "output", "messages")  # a data set has every column in every row
+    rows = [{name: line.get(name) for name in columns} for line in lines]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {"org/set": rows}[name])
+    hub, file = (read_conversations(s) for s in ("hf:org/set", str(folder / "pairs.jsonl")))
+    assert [one.turns for one in hub] == [one.turns for one in file]
+    with pytest.raises(DataError, match="hf:org/none: cannot be read"):
+        read_conversations("hf:org/none")
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+GOOD = json.dumps({"instruction": "Hi", "output": "Hello"})
+LINES = {
+    "no JSON": ("{'a': 1}", "not JSON"),
+    "not UTF-8": ("\udcff", "not JSON"),
+    "a list": ("[1, 2]", "list, not an object"),
+    "other keys": (
+        '{"question": "Hi", "answer": "Yo"}',
+        'it has question, answer; needed is "mess',
+    ),
+    "a number": ('{"instruction": 7, "output": "Yo"}', '"instruction" is int, not text'),
+    "no content": ('{"messages": [{"role": "user"}]}', '"content" is NoneType, not text'),
+    "no list": ('{"messages": "Hi"}', '"messages" is not a list'),
+    "wrong role": (
+        '{"messages": [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}',
+        "role 'human' where 'user' is due",
+    ),
+    "unanswered": ('{"messages": [{"role": "user", "content": "Hi"}]}', "last message must be the"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_broken_line_is_named_with_its_place(name: str, folder: Path, tmp_path: Path) -> None:
+    line, part = LINES[name]
+    path = tmp_path / "pairs.jsonl"
+    content = "\n".join([GOOD, "", line, line, GOOD])
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(DataError) as caught:
+        finetune([*flags_of(folder, tmp_path / "runs", "r"), f"--instructions={path}"])
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert part in message
+    assert message.endswith("(and 1 more like it); mend the record or remove it")
+    assert "\n" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "plain.jsonl").write_text(f"{GOOD}\n")
+    (tmp_path / "windows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n".encode())
+    plain, windows = (
+        read_conversations(str(tmp_path / name))[0].turns
+        for name in ("plain.jsonl", "windows.jsonl")
+    )
+    assert plain == windows
+
+
+def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    lines = [
+        *({"instruction": f"Say {n}", "output": f"{n}"} for n in range(4)),
+        {"instruction": "Say nothing", "output": " \n"},
+        {"instruction": "Say much", "output": "much " * CONTEXT},
+        {"instruction": "Say more", "output": "more " * CONTEXT},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    settings = {"instructions": str(path), "context_length": CONTEXT}
+    data = open_instructions(override(Config(), settings))
+    assert data.conversations == {"train": 3, "val": 1}
+    empty, long = data.warnings
+    assert empty == f"1 conversations with an empty answer left out, first {path}:5"
+    assert long.startswith("2 of 7 conversations are longer than the context of 64 tokens")
+    assert re.search(rf"first {path}:6 has \d+$", long)
+    path.write_text("\n".join(map(json.dumps, lines[4:])))
+    with pytest.raises(DataError, match="of 0 usable conversations none is left for train"):
+        open_instructions(override(Config(), settings))
+    path.write_text("\n\n")
+    with pytest.raises(DataError, match=r"no conversations in it; a line holds \"messages\""):
+        open_instructions(override(Config(), settings))

@@ -1,0 +1,119 @@
+"""Which attention kernel runs is looked at. On a CPU torch has two: its flash kernel, and plain products."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpt2lab.config.schema import AttentionBackend, ModelConfig
+from gpt2lab.errors import ConfigError
+from gpt2lab.model import attention_backend
+from gpt2lab.model import gpt as model_module
+from gpt2lab.model.attention_backend import backend_that_runs, choose
+from gpt2lab.model.gpt import GPT, build_model
+
+CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=256)
+
+
+def build(**changes: str) -> GPT:
+    config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
+    return build_model(config, seed=1, device=torch.device("cpu"))
+
+
+def bf16() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take back what a choice sets for the rest of a process."""
+    with (
+        contextlib.ExitStack() as stack,
+        torch.compiler.config.patch(cache_key_tag="mine"),
+    ):
+        monkeypatch.setattr(attention_backend, "_for_good", stack)
+        yield
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_the_kernel_that_runs_is_read_off_forward_and_backward(
+    positions: str, masked: bool
+) -> None:
+    model = build(positions=positions, qk_norm="rmsnorm")
+    for autocast in (contextlib.nullcontext, bf16):
+        found = backend_that_runs(model, micro_batch=2, masked=masked, autocast=autocast)
+        assert found == "flash"
+        with sdpa_kernel(SDPBackend.MATH):
+            found = backend_that_runs(model, micro_batch=2, masked=masked, autocast=autocast)
+        assert found == "math"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_backward_pass_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: object) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), is_causal=True)
+        return y + q
+
+    monkeypatch.setattr(model_module, "attend", attend)
+    with pytest.raises(RuntimeError, match="the backward pass is not"):
+        backend_that_runs(build(), micro_batch=2, masked=False, autocast=contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "flash"])
+def test_a_choice_that_runs_is_returned_and_keeps_compiled_steps_apart(
+    wanted: AttentionBackend, undone: None
+) -> None:
+    assert choose(wanted, build(), micro_batch=2, masked=False, autocast=bf16) == "flash"
+    assert torch.compiler.config.cache_key_tag == "mine attention flash"
+
+
+def test_a_kernel_that_does_not_run_is_refused(undone: None) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        choose("cudnn", build(), micro_batch=2, masked=False, autocast=bf16)
+    assert "attention cudnn: cannot do B 2, H 2, T 16, D 16" in str(refusal.value)
+    assert "torch runs flash; use --attention flash or auto" in str(refusal.value)
+
+
+def test_attention_that_fails_is_refused_in_one_line(
+    undone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*unused: object) -> torch.Tensor:
+        raise RuntimeError("No available kernel. Aborting execution.\nand more")
+
+    monkeypatch.setattr(model_module, "attend", fail)
+    with pytest.raises(ConfigError) as refusal:
+        choose("auto", build(), micro_batch=2, masked=False, autocast=bf16)
+    assert "attention auto: fails for B 2, H 2, T 16, D 16 (No available kernel." in str(
+        refusal.value
+    )
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_order_is_set_after_torch_has_set_its_own(
+    undone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first call on a GPU torch puts its order in place, over one that was set already: played here."""
+    calls: list[None] = []
+
+    def look(model: GPT, **unused: object) -> str:
+        if not calls:
+            torch._C._set_sdp_priority_order([int(SDPBackend.CUDNN_ATTENTION), 1, 2, 0, 4])
+        calls.append(None)
+        first = torch._C._get_sdp_priority_order()[0]
+        return {3: "cudnn", 2: "efficient"}[first]
+
+    before = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(attention_backend, "backend_that_runs", look)
+    try:
+        found = choose("efficient", build(), micro_batch=2, masked=False, autocast=bf16)
+        assert found == "efficient"
+        assert len(calls) == 2
+    finally:
+        torch._C._set_sdp_priority_order(before)

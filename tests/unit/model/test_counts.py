@@ -1,0 +1,97 @@
+"""Parameters and FLOPs in closed form, exactly those of the built model and of torch's FLOP counter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.schema import Config, ModelConfig, OptimConfig
+from gpt2lab.config.settings import override
+from gpt2lab.model.adapters import count_adapters
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.lora import add_lora
+from gpt2lab.optim.muon import ROUNDS
+from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.planner.plan import (
+    count_matmul_parameters,
+    count_parameters,
+    flops_per_token,
+    tuning_flops_per_token,
+)
+from gpt2lab.planner.timing import MUON_ROUNDS, muon_flops
+
+
+def random_shapes(count: int) -> list[ModelConfig]:
+    draw = random.Random(20)
+    return [
+        ModelConfig(
+            n_layer=draw.randint(1, 6),
+            n_head=(heads := draw.randint(1, 6)),
+            n_embd=heads * draw.choice([8, 24, 32, 64]),
+            context_length=draw.randint(1, 300),
+            vocab_size=draw.randint(2, 60_000),
+            positions=draw.choice(["learned", "rotary"]),
+            norm=draw.choice(["layernorm", "rmsnorm"]),
+            qk_norm=draw.choice(["none", "rmsnorm"]),
+            activation=draw.choice(["gelu", "relu2"]),
+        )
+        for _ in range(count)
+    ]
+
+
+SHAPES = {name: preset(name).model for name in PRESETS} | {
+    f"random {i}": model for i, model in enumerate(random_shapes(20))
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_counts_are_those_of_the_built_model(name: str) -> None:
+    """On the meta device: on a CPU the counter does not see attention."""
+    config, B = SHAPES[name], 2
+    with torch.device("meta"):
+        model = GPT(config)
+        ids = torch.zeros(B, config.context_length, dtype=torch.int64)
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    assert flops_per_token(config) * B * config.context_length == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("targets", ["c_attn,c_fc,c_proj", "mlp.c_proj", "blocks.1.attn.c_attn"])
+def test_adapters_are_counted_and_spare_the_gradients_of_the_matrices(targets: str) -> None:
+    config = override(Config(), {"lora_r": 8, "lora_targets": targets, "context_length": 256})
+    with torch.device("meta"):
+        model = GPT(config.model)
+        add_lora(model, config.tuning)
+        ids = torch.zeros(1, 256, dtype=torch.int64)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert count_adapters(config.model, config.tuning) == trained
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    counted, formula = counter.get_total_flops() / 256, tuning_flops_per_token(config)
+    # The backward pass ends at the first adapter, so at least 2 operations a weight before it are spared besides.
+    assert 0.85 * formula < counted <= formula
+
+
+def test_124m_costs_what_everybody_computes() -> None:
+    config = preset("gpt2").model
+    assert count_parameters(config) == 124_475_904
+    assert count_matmul_parameters(config) == 123_568_128
+    assert round(flops_per_token(config) / 1e6, 1) == 854.7
+
+
+@pytest.mark.parametrize("name", ["modern-nano", "modern-small"])
+def test_the_flops_of_muons_step_are_those_that_torch_counts(name: str) -> None:
+    assert MUON_ROUNDS == ROUNDS
+    with torch.device("meta"):
+        model = GPT(preset(name).model)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    _, muon = build_optimizers(model, OptimConfig(optimizer="muon"), device=torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        muon.step()
+    assert counter.get_total_flops() == muon_flops(model.config)

@@ -1,0 +1,143 @@
+"""Hugging Face GPT-2 folders: the same logits and losses as transformers, anything else refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from test_evaluate import EVALUATE, door
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt2lab.errors import CheckpointError
+from gpt2lab.model.hf_config import read_hf_config
+from gpt2lab.model.hf_weights import load_hf
+from tiny import write_shards
+
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> GPT2LMHeadModel:
+    """Return a random GPT-2 with real vocabulary and weights large enough to tell layouts apart."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**SHAPE)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(theirs: GPT2LMHeadModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder: Path, target: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    target.mkdir()
+    values = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(values | config))
+    safetensors.torch.save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def test_logits_equal_transformers(theirs: GPT2LMHeadModel, folder: Path) -> None:
+    ours = load_hf(folder).eval()
+    ids = torch.randint(0, 50257, (3, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(ids).logits, ours.logits(ids)
+    assert found.shape[-1] == 50304
+    assert (found[..., :50257] - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())
+    with torch.no_grad():
+        scores = ours.scores(ours.hidden(ids))
+    assert torch.isneginf(scores[..., 50257:]).all(), "padding rows are not scored"
+    assert found[..., 50257:].amax() <= expected.amax(), "nor likely where they are"
+
+
+def test_a_folder_without_prefix_and_with_masks_is_read_too(
+    theirs: GPT2LMHeadModel, folder: Path, tmp_path: Path
+) -> None:
+    """As the original gpt2 on the Hub is written."""
+    plain = {name.removeprefix("transformer."): t for name, t in tensors_of(folder).items()}
+    plain["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    old = rewrite(folder, tmp_path / "old", plain)
+    for (name, a), b in zip(
+        load_hf(old).named_parameters(), load_hf(folder).parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"activation_function": "relu"}, "activation_function 'relu'"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ({"scale_attn_weights": False}, "scale_attn_weights False"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
+        ({"n_inner": 100}, "n_inner 100"),
+        ({"n_embd": None}, "no usable"),
+        ({"n_layer": 3}, "no tensor blocks.2"),
+        ({"n_layer": 1}, "unknown tensor blocks.1"),
+        ({"n_positions": 30}, r"wpe.weight is \(24, 32\), config.json means \(30, 32\)"),
+    ],
+)
+def test_another_architecture_is_refused_by_name(
+    change: dict[str, Any], problem: str, folder: Path, tmp_path: Path
+) -> None:
+    other = rewrite(folder, tmp_path / "other", tensors_of(folder), **change)
+    with pytest.raises(CheckpointError, match=problem):
+        load_hf(other)
+
+
+def test_damaged_and_untied_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(folder)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    with pytest.raises(CheckpointError, match="only a tied head"):
+        load_hf(rewrite(folder, tmp_path / "untied", tensors))
+    broken = rewrite(folder, tmp_path / "broken", tensors_of(folder))
+    content = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"model.safetensors: "):
+        load_hf(broken)
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_hf(broken)
+    (broken / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not readable as JSON"):
+        read_hf_config(broken)
+
+
+def test_other_vocabularies_keep_their_size(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(**SHAPE, vocab_size=300)).save_pretrained(tmp_path)
+    assert load_hf(tmp_path).config.vocab_size == 300
+
+
+def test_evaluate_finds_the_loss_that_transformers_finds(
+    theirs: GPT2LMHeadModel, folder: Path, tmp_path: Path
+) -> None:
+    data = write_shards(tmp_path / "data", train=(100,), val=(241,))
+    answer = door(
+        EVALUATE,
+        *(str(folder), f"--val={data}", "--device=cpu", "--dtype=fp32", "--json"),
+        folder=tmp_path,
+    )
+    ids = torch.from_numpy(np.load(data / "tiny_val_000000.npy").astype(np.int64))
+    windows = torch.stack([ids[i * 24 : i * 24 + 25] for i in range(10)])
+    with torch.no_grad():
+        logits = theirs(windows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert answer["val_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert (answer["step"], answer["val_tokens"]) == (None, 240)
+    assert "nothing to evaluate" in door(EVALUATE, str(folder), folder=tmp_path)[1]

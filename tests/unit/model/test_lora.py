@@ -1,0 +1,203 @@
+"""LoRA: what is trained, what is saved, and that it is peft's."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from test_evaluate import door
+from torch.nn import functional as F
+
+import launch
+from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.config.schema import Config, TuningConfig
+from gpt2lab.config.settings import override
+from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import ConfigError
+from gpt2lab.finetuning.loader import RowLoader, order_of
+from gpt2lab.finetuning.packed import PackedGPT
+from gpt2lab.finetuning.rows import open_instructions
+from gpt2lab.model.gpt import GPT, empty_model
+from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
+from gpt2lab.optim.optimizers import BETAS, EPS, build_optimizers
+from gpt2lab.planner.plan import BatchPlan
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.training.train_step import train_step
+
+SCRIPTS = launch.REPOSITORY / "scripts"
+TUNING = TuningConfig(lora_r=4, lora_alpha=8.0, lora_targets="attn.c_attn,c_fc,c_proj")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, pairs, and the run `lora`; treat as read-only."""
+    folder = tmp_path_factory.mktemp("lora")
+    write_model(folder / "hf")
+    write_pairs(folder / "pairs.jsonl")
+    finetune(flags_of(folder, folder / "runs", "lora", "--lora_r=2", "--max_lr=0.05"))
+    return folder
+
+
+def load(folder: Path, name: str = "hf") -> GPT:
+    target = find_target(str(folder / name) if name == "hf" else name, folder / "runs")
+    return load_weights(target)
+
+
+def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder: Path) -> None:
+    model, ids = load(folder), torch.arange(30).view(2, 15)
+    before = model.logits(ids)
+    add_lora(model, TUNING)
+    init_adapters(model, seed=1)
+    assert torch.equal(model.logits(ids), before)
+    adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    assert len(adapters) == 4  # c_attn, two c_proj, c_fc of the one layer
+    for adapter in adapters:
+        bound = adapter.in_features**-0.5
+        assert 0.8 * bound < adapter.lora_A.abs().max() <= bound
+        with torch.no_grad():
+            adapter.lora_B.normal_()
+    tuned = model.logits(ids)
+    assert (tuned - before).abs().max() > 0.1
+    merge_lora(model)
+    assert not any(isinstance(m, LoRALinear) for m in model.modules())
+    torch.testing.assert_close(model.logits(ids), tuned, rtol=1e-5, atol=1e-5)
+    assert {n for n, _ in model.named_parameters()} == {
+        n for n, _ in load(folder).named_parameters()
+    }
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_adapters_depend_on_the_seed_alone(folder: Path) -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        model = load(folder)
+        add_lora(model, TUNING)
+        torch.rand(3)
+        init_adapters(model, seed=seed)
+        return torch.cat([p.reshape(-1) for n, p in model.named_parameters() if "lora_A" in n])
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+
+
+def test_a_run_trains_adapters_alone_and_its_checkpoint_stands_on_its_own(folder: Path) -> None:
+    run = folder / "runs" / "lora"
+    evals = launch.events(run, "eval")
+    assert evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.01
+    base = dict(load(folder).named_parameters())
+    saved = safetensors.torch.load_file(run / "step_00000006" / "model.safetensors")
+    assert all(torch.equal(saved[name], parameter) for name, parameter in base.items())
+    adapters = set(saved) - set(base)
+    assert len(adapters) == 8
+    assert all(saved[name].abs().max() > 0 for name in adapters)
+    moments = safetensors.torch.load_file(run / "step_00000006" / "optim.safetensors")
+    assert {name.rpartition("/")[0] for name in moments} == adapters
+    told = "trains         512 parameters; the others are frozen"  # r (in + out) of each layer
+    assert told in (run / "log.txt").read_text()
+
+
+def test_the_doors_see_the_merged_weights(folder: Path, tmp_path: Path) -> None:
+    """Evaluation, sample and export of a run with adapters; the export is compared with transformers by the door."""
+    logged = launch.events(folder / "runs" / "lora", "eval")[-1]
+    answer = door(SCRIPTS / "evaluate.py", "lora", "--json", folder=folder)
+    assert answer["val_loss"] == pytest.approx(logged["val_loss"], rel=1e-5)
+    assert answer["val_tokens"] == logged["val_tokens"]
+    out = tmp_path / "export"
+    door(SCRIPTS / "export_hf.py", "lora", f"--out={out}", "--json", folder=folder)
+    card = (out / "README.md").read_text()
+    assert "| training data | `pairs.jsonl`, fingerprint" in card
+    assert "| adapters | LoRA of rank 2" in card
+    again = dict(load_weights(find_target(str(out), folder)).named_parameters())
+    base = dict(load(folder).named_parameters())
+    for name, parameter in load(folder, "lora").named_parameters():
+        assert torch.equal(again[name], parameter[: len(again[name])])
+        assert torch.equal(again[name], base[name][: len(again[name])]) == (
+            not name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight"))
+        )
+
+
+def test_another_rank_is_another_architecture(folder: Path) -> None:
+    flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=lora", "--resume=latest"]
+    with pytest.raises(
+        ConfigError, match="cannot continue with another architecture: lora_r 2 -> 4"
+    ):
+        finetune([*flags, "--lora_r=4"])
+
+
+def without_padding(model: GPT) -> GPT:
+    """Return the model with the 50257 real rows alone: transformers' softmax knows no others."""
+    cut = empty_model(dataclasses.replace(model.config, vocab_size=NUM_TOKENS))
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in cut.named_parameters():
+            parameter.copy_(parameters[name][: len(parameter)])
+    return cut
+
+
+def batches(folder: Path, steps: int) -> list[GlobalBatch]:
+    settings = {"instructions": str(folder / "pairs.jsonl"), "packing": "off"}
+    data = open_instructions(override(Config(), {"context_length": CONTEXT, **settings}))
+    rows, plan = data.rows["train"], BatchPlan(4, 2, 2, 1, CONTEXT)
+    order = order_of(rows, shuffle="windows", seed=1)
+    loader = RowLoader(order, rows, plan, rank=0, device=torch.device("cpu"))
+    return [loader.fetch(4 * step) for step in range(steps)]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
+def test_losses_are_those_of_peft(folder: Path) -> None:
+    """20 steps in fp32: same base, same A and B, same batches; peft's model under torch's AdamW."""
+    peft = pytest.importorskip("peft", reason="peft is not installed (requirements-dev.txt)")
+    from transformers import GPT2LMHeadModel
+
+    rate, steps = 5e-2, batches(folder, 20)
+    model = without_padding(load(folder))
+    add_lora(model, TUNING)
+    init_adapters(model, seed=1)
+    config = peft.LoraConfig(
+        r=TUNING.lora_r,
+        lora_alpha=TUNING.lora_alpha,
+        target_modules=TUNING.lora_targets.split(","),
+        lora_dropout=0.0,
+        fan_in_fan_out=True,  # transformers' GPT-2 keeps its weights transposed
+    )
+    theirs = peft.get_peft_model(GPT2LMHeadModel.from_pretrained(folder / "hf"), config)
+    ours = {n: p for n, p in model.named_parameters() if "lora_" in n}
+    assert sum(p.requires_grad for p in theirs.parameters()) == len(ours) == 8
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:
+                layer, _, matrix = name.removesuffix(".default.weight").rpartition(".")
+                layer = layer.removeprefix("base_model.model.transformer.")
+                parameter.copy_(ours[f"{layer.replace('h.', 'blocks.', 1)}.{matrix}"])
+    optim = override(Config(), {"max_lr": rate, "weight_decay": 0.0}).optim
+    optimizers = build_optimizers(model, optim, device=torch.device("cpu"))
+    reference = torch.optim.AdamW(
+        [p for p in theirs.parameters() if p.requires_grad],
+        lr=rate,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=0.0,
+    )
+    strategy = Strategy(Runtime(), compile=False, dtype="fp32")
+    trained, found, expected = PackedGPT(model), [], []
+    for batch in steps:
+        stats = train_step(
+            trained, optimizers, batch, rate, strategy=strategy, grad_clip=0.0, seed=1
+        )
+        found.append(stats.loss)
+        tokens = torch.cat([micro.tokens for micro in batch.micro_batches])
+        targets = torch.cat([micro.targets for micro in batch.micro_batches])
+        logits = theirs(tokens).logits.flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
+        loss.backward()
+        reference.step()
+        reference.zero_grad()
+        expected.append(loss.item())
+    assert sum(expected[-4:]) < sum(expected[:4]) - 4 * 0.05, "nothing was learned"
+    assert found == pytest.approx(expected, abs=1e-4)

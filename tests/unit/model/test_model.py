@@ -1,0 +1,269 @@
+"""The network: sizes, equality with transformers' GPT-2, causality, initial weights."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.schema import Config, ModelConfig
+from gpt2lab.config.settings import override
+from gpt2lab.model.gpt import GPT, Attention, build_model
+from gpt2lab.planner.plan import count_parameters
+
+CPU = torch.device("cpu")
+SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, context_length=24, vocab_size=211)
+
+
+def random_ids(config: ModelConfig, *, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    """Return ids (batch, context_length)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, config.context_length)
+    return torch.randint(0, config.vocab_size, shape, generator=generator)
+
+
+def disturbed(config: ModelConfig, *, seed: int = 0) -> GPT:
+    """Return a model whose every parameter is far from its initial value (biases and gains too)."""
+    model = build_model(config, seed=seed, device=CPU)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_on_meta_has_as_many_parameters_as_the_plan_counts(name) -> None:
+    config = preset(name).model
+    with torch.device("meta"):
+        model = GPT(config)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_gpt2_sizes_at_the_published_vocabulary_equal_the_released_models(name, parameters) -> None:
+    config = override(preset(name), {"vocab_size": 50257}).model
+    with torch.device("meta"):
+        model = GPT(config)
+    assert config.context_length == 1024
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert count_parameters(config) == parameters
+
+
+def test_head_is_the_token_embedding_and_is_counted_once() -> None:
+    model = disturbed(SMALL)
+    named = list(model.named_parameters(remove_duplicate=False))
+    assert len({parameter.data_ptr() for _, parameter in named}) == len(named)
+    assert not [name for name, _ in named if "head" in name]
+    hidden = torch.randn(5, SMALL.n_embd, generator=torch.Generator().manual_seed(1))
+    expected = hidden.double() @ model.wte.weight.double().T
+    assert torch.allclose(model.head(hidden).double(), expected, atol=1e-5)
+    assert not list(model.buffers())
+
+
+# -- against independent implementations -------------------------------------------------------------------------
+
+
+def transformers_twin(model: GPT) -> torch.nn.Module:
+    """Return transformers' GPT2LMHeadModel with the same weights; its Conv1D stores the transpose."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = model.config
+    twin = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.context_length,
+            n_embd=config.n_embd,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_implementation="eager",
+        )
+    ).eval()
+    theirs = dict(twin.named_parameters())
+    copied = set()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            their_name = "transformer." + name.replace("blocks.", "h.")
+            transposed = name.endswith("weight") and ("attn.c_" in name or "mlp.c_" in name)
+            theirs[their_name].copy_(value.T if transposed else value)
+            copied.add(their_name)
+    assert copied == set(theirs), "a parameter of transformers' model was not set"
+    return twin
+
+
+@pytest.mark.parametrize("length", [1, 7, SMALL.context_length])
+def test_logits_equal_those_of_transformers(length) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        model = disturbed(SMALL)
+        twin = transformers_twin(model)
+        ids = random_ids(SMALL)[:, :length]
+        with torch.no_grad():
+            ours, theirs = model.logits(ids), twin(ids).logits
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert theirs.std() > 0.5, "logits too flat to tell two models apart"
+    difference = (ours - theirs).abs().max().item()
+    assert difference <= 1e-5 * max(1.0, theirs.abs().max().item())
+
+
+def test_attention_equals_a_naive_float64_reference() -> None:
+    config = ModelConfig(n_layer=1, n_head=3, n_embd=12, context_length=9, vocab_size=50)
+    layer = disturbed(config).blocks[0].attn
+    assert isinstance(layer, Attention)
+    x = torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        ours = layer(x).numpy()
+
+    weights = {n: p.detach().numpy().astype(np.float64) for n, p in layer.named_parameters()}
+    head = config.n_embd // config.n_head
+    expected = np.zeros((2, 9, 12))
+    for b in range(2):
+        qkv = x[b].numpy().astype(np.float64) @ weights["c_attn.weight"].T + weights["c_attn.bias"]
+        queries, keys, values = qkv[:, :12], qkv[:, 12:24], qkv[:, 24:]
+        for t in range(9):
+            row = np.zeros(12)
+            for h in range(config.n_head):
+                part = slice(h * head, (h + 1) * head)
+                scores = [queries[t, part] @ keys[s, part] / math.sqrt(head) for s in range(t + 1)]
+                chances = np.exp(np.array(scores) - max(scores))
+                chances /= chances.sum()
+                row[part] = sum(p * values[s, part] for s, p in enumerate(chances))
+            expected[b, t] = row @ weights["c_proj.weight"].T + weights["c_proj.bias"]
+    assert np.abs(expected).max() > 0.3
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+
+
+# -- causality ---------------------------------------------------------------------------------------------------
+
+
+def test_loss_at_a_position_has_no_gradient_from_later_inputs() -> None:
+    model = disturbed(SMALL)
+    inputs: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, arguments: object, output: torch.Tensor) -> None:
+        output.retain_grad()
+        inputs.append(output)
+
+    model.wte.register_forward_hook(keep)
+    t = 10
+    targets = torch.full((2, SMALL.context_length), -1)
+    targets[:, t] = random_ids(SMALL, seed=3)[:, t]
+    model(random_ids(SMALL), targets).backward()
+    gradient = inputs[0].grad
+    assert gradient is not None
+    strength = gradient.abs().amax(dim=(0, 2))  # (T,)
+    assert (strength[: t + 1] > 0).all(), "each position up to t must matter"
+    assert (strength[t + 1 :] == 0).all(), "no later position may"
+
+
+def test_changing_a_token_leaves_all_earlier_logits_as_they_were() -> None:
+    model = disturbed(SMALL)
+    ids = random_ids(SMALL)
+    changed = ids.clone()
+    t = 13
+    changed[:, t] = (changed[:, t] + 1) % SMALL.vocab_size
+    with torch.no_grad():
+        before, after = model.logits(ids), model.logits(changed)
+    assert torch.equal(before[:, :t], after[:, :t])
+    assert ((before[:, t:] - after[:, t:]).abs().amax(dim=(0, 2)) > 0).all()
+
+
+# -- initial weights ---------------------------------------------------------------------------------------------
+
+
+def test_initial_weights_have_gpt2s_statistics() -> None:
+    config = ModelConfig(n_layer=8, n_head=4, n_embd=128, context_length=256, vocab_size=2048)
+    for name, value in build_model(config, seed=7, device=CPU).named_parameters():
+        if name.endswith("bias"):
+            assert (value == 0).all(), name
+        elif value.dim() == 1:
+            assert (value == 1).all(), name
+        else:
+            std = {"wpe.weight": 0.01}.get(name, 0.02)
+            if name.endswith("c_proj.weight"):
+                std = 0.02 / math.sqrt(2 * 8)
+            sigma = std / math.sqrt(2 * value.numel())  # of an estimated standard deviation
+            assert abs(value.std().item() - std) < 5 * sigma, name
+            assert abs(value.mean().item()) < 5 * std / math.sqrt(value.numel()), name
+
+
+def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
+    states = []
+    for global_seed in (1, 2):
+        torch.manual_seed(global_seed)
+        states.append(build_model(SMALL, seed=1337, device=CPU).state_dict())
+    other = build_model(SMALL, seed=1338, device=CPU).state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["wte.weight"], other["wte.weight"])
+
+
+def test_building_a_model_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(42)
+    before = torch.get_rng_state()
+    build_model(SMALL, seed=1337, device=CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_initial_weights_do_not_depend_on_the_default_device_or_dtype() -> None:
+    plain = build_model(SMALL, seed=1337, device=CPU).state_dict()
+    with torch.device("meta"):
+        elsewhere = build_model(SMALL, seed=1337, device=CPU).state_dict()
+    for name, value in plain.items():
+        assert torch.equal(value, elsewhere[name]), name
+
+
+def test_first_loss_is_that_of_a_uniform_guess() -> None:
+    config = override(Config(), {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 1000}).model
+    model = build_model(config, seed=1337, device=CPU)
+    ids = random_ids(config)[:, :65]
+    with torch.no_grad():
+        loss = model(ids[:, :-1], ids[:, 1:]).item() / (2 * 64)
+    assert loss == pytest.approx(math.log(1000), rel=0.01)
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------
+
+
+def test_dropout_acts_in_training_mode_only() -> None:
+    config = ModelConfig(
+        n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=97, dropout=0.3
+    )
+    model, ids = build_model(config, seed=1, device=CPU), random_ids(config)
+    plain = build_model(
+        override(Config(), {**vars(config), "dropout": 0.0}).model, seed=1, device=CPU
+    )
+    with torch.no_grad():
+        model.train()
+        torch.manual_seed(0)
+        first, second = model.logits(ids), model.logits(ids)
+        torch.manual_seed(0)
+        first_again = model.logits(ids)
+        model.eval()
+        calm, calm_again = model.logits(ids), model.logits(ids)
+        reference = plain.train().logits(ids)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, first_again), "the masks come from torch's generator alone"
+    assert torch.equal(calm, calm_again)
+    assert torch.equal(calm, reference), "evaluation equals a model without dropout"

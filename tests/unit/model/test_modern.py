@@ -1,0 +1,230 @@
+"""The options beside GPT-2: each against an independent computation, and on every path that GPT-2 takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_evaluate import EVALUATE, door
+
+import launch
+from gpt2lab.checkpoint import catalog
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.schema import Config, ModelConfig
+from gpt2lab.config.settings import find_problems, options_of, override
+from gpt2lab.errors import ConfigError
+from gpt2lab.huggingface.export import export
+from gpt2lab.model.gpt import GPT, Attention, build_model, rotation_of
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.start import decide
+from tiny import CONTEXT, VOCAB
+
+CPU = torch.device("cpu")
+PLAIN = ModelConfig(n_layer=2, n_head=4, n_embd=48, context_length=24, vocab_size=211)
+OPTIONS: dict[str, Any] = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "qk_norm": "rmsnorm",
+    "activation": "relu2",
+}
+ALL = dataclasses.replace(PLAIN, **OPTIONS)
+EACH = [pytest.param({name: value}, id=name) for name, value in OPTIONS.items()]
+
+
+def disturbed(config: ModelConfig) -> GPT:
+    """Return a model whose every parameter is far from its initial value."""
+    model, generator = build_model(config, seed=1, device=CPU), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def ids_of(config: ModelConfig, batch: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, config.vocab_size, (batch, config.context_length), generator=generator)
+
+
+# -- the mathematics ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", EACH)
+def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alone(option) -> None:
+    config = dataclasses.replace(PLAIN, **option)
+    ids = ids_of(PLAIN)
+    with torch.no_grad():
+        plain, other = (build_model(c, seed=1, device=CPU).logits(ids) for c in (PLAIN, config))
+    assert not torch.equal(plain, other)
+    ((name, value),) = option.items()
+    assert options_of(config) == f"{name} {value}"
+    assert options_of(PLAIN) == ""
+
+
+def test_rotary_attention_with_normalised_heads_equals_a_naive_float64_reference() -> None:
+    """Pairs as complex numbers, each turned by its position times its frequency."""
+    config = dataclasses.replace(PLAIN, n_head=3, n_embd=12, positions="rotary", qk_norm="rmsnorm")
+    model = disturbed(config)
+    layer = model.blocks[0].attn
+    assert isinstance(layer, Attention)
+    D, T = 4, 9
+    x = torch.randn(1, T, 12, generator=torch.Generator().manual_seed(5))
+    weights = {n: p.detach().double().numpy() for n, p in layer.named_parameters()}
+    qkv = x[0].double().numpy() @ weights["c_attn.weight"].T + weights["c_attn.bias"]
+
+    def turned(heads: np.ndarray, gain: np.ndarray) -> np.ndarray:
+        heads = heads / np.sqrt((heads**2).mean(axis=-1, keepdims=True) + 1e-5) * gain
+        pairs = heads[:, : D // 2] + 1j * heads[:, D // 2 :]
+        frequency = 10_000.0 ** (-np.arange(0, D, 2) / D)
+        return pairs * np.exp(1j * np.arange(T)[:, None] * frequency)
+
+    expected = np.zeros((T, 12))
+    for h in range(3):
+        q, k, v = (qkv[:, part * 12 + h * D : part * 12 + (h + 1) * D] for part in range(3))
+        q, k = turned(q, weights["q_norm.weight"]), turned(k, weights["k_norm.weight"])
+        for t in range(T):
+            scores = (q[t] * k[: t + 1].conj()).real.sum(axis=1) / math.sqrt(D)
+            chances = np.exp(scores - scores.max())
+            expected[t, h * D : (h + 1) * D] = (chances / chances.sum()) @ v[: t + 1]
+    expected = expected @ weights["c_proj.weight"].T + weights["c_proj.bias"]
+    with torch.no_grad():
+        ours = layer(x, rotation=rotation_of(torch.arange(T), D))[0].numpy()
+    assert np.abs(expected).max() > 0.3
+    np.testing.assert_allclose(ours, expected, atol=5e-6)
+
+
+def test_rmsnorm_and_relu2_are_what_they_are_called() -> None:
+    model = disturbed(ALL)
+    x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(5))
+    exact = x.double()
+    with torch.no_grad():
+        gain = model.ln_f.weight.double()
+        norm = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
+        torch.testing.assert_close(model.ln_f(x).double(), norm, atol=1e-5, rtol=1e-5)
+        mlp = model.blocks[0].mlp
+        inner = exact @ mlp.c_fc.weight.double().T + mlp.c_fc.bias.double()
+        outer = inner.clamp(min=0) ** 2 @ mlp.c_proj.weight.double().T + mlp.c_proj.bias.double()
+        torch.testing.assert_close(mlp(x).double(), outer, atol=1e-4, rtol=1e-4)
+    assert not hasattr(model, "wpe")
+
+
+# -- the paths besides training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [*EACH, pytest.param(OPTIONS, id="all")])
+@pytest.mark.parametrize("cuts", [[1] * 24, [5, 1, 1, 17]])
+def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cuts) -> None:
+    model = disturbed(dataclasses.replace(PLAIN, **option)).eval()
+    ids = ids_of(PLAIN)
+    with torch.no_grad():
+        whole, caches = model.hidden(ids), model.new_caches()
+        parts = [model.extend(piece, caches) for piece in ids.split(cuts, dim=1)]
+    assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("option", [*EACH, pytest.param(OPTIONS, id="all")])
+def test_texts_that_share_a_row_do_not_see_each_other(option) -> None:
+    """As HellaSwag packs them: positions begin anew, and the mask is block by block."""
+    model = disturbed(dataclasses.replace(PLAIN, **option)).eval()
+    ids = ids_of(PLAIN, batch=1)
+    first, second = ids[:, :9], ids[:, 9:]
+    owner = torch.tensor([0] * 9 + [1] * 15)
+    mask = (owner[:, None] == owner) & torch.ones(24, 24, dtype=torch.bool).tril()
+    positions = torch.cat([torch.arange(9), torch.arange(15)])[None]
+    with torch.no_grad():
+        packed = model.hidden(ids, positions, mask[None])
+        alone = torch.cat([model.hidden(first), model.hidden(second)], dim=1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_later_token_changes_no_earlier_logit() -> None:
+    model, ids = disturbed(ALL), ids_of(ALL)
+    changed = ids.clone()
+    changed[:, 13] = (changed[:, 13] + 1) % 211
+    with torch.no_grad():
+        before, after = model.logits(ids), model.logits(changed)
+    assert torch.equal(before[:, :13], after[:, :13])
+    assert ((before[:, 13:] - after[:, 13:]).abs().amax(dim=(0, 2)) > 0).all()
+
+
+# -- presets and refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("modern-")])
+def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
+    twin = {"modern-small": "gpt2"}.get(name, name.replace("modern", "gpt2"))
+    modern, plain = preset(name).model, preset(twin).model
+    for size in ("n_layer", "n_head", "n_embd", "context_length", "vocab_size"):
+        assert getattr(modern, size) == getattr(plain, size)
+    assert options_of(plain) == ""
+    assert preset(name).optim.optimizer == "muon"
+
+
+def test_heads_that_cannot_be_turned_are_refused() -> None:
+    odd = override(Config(), {"n_embd": 9, "n_head": 3, "positions": "rotary"})
+    (problem,) = find_problems(odd)
+    assert "n_embd 9 / n_head 3 must be even" in problem
+
+
+# -- as users run them -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a finished run of a tiny modern model; treat as read-only."""
+    folder = tmp_path_factory.mktemp("modern") / "runs"
+    flags = [
+        *("--model=modern-nano", "--n_layer=2", "--n_head=2", "--n_embd=32"),
+        *(f"--context_length={CONTEXT}", f"--vocab_size={VOCAB}", "--total_batch_size=128"),
+        *("--mini_batch_size=2", "--max_steps=6", "--eval_freq=3", "--val_tokens=320"),
+        *(f"--data_dir={tiny_data}", f"--checkpoint_dir={folder}", "--run_name=modern"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--checkpoint_freq=3"),
+    ]
+    pretrain(parse(flags))
+    return folder / "modern"
+
+
+def test_it_is_evaluated_afterwards_with_the_trainers_own_loss(run: Path) -> None:
+    report = door(EVALUATE, "modern", "--device=cpu", "--json", folder=run.parent)
+    assert report["val_loss"] == launch.events(run, "eval")[-1]["val_loss"]
+
+
+def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(
+    run: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="another architecture: positions rotary -> learned"):
+        resume = [f"--checkpoint_dir={run.parent}", "--resume=latest", "--positions=learned"]
+        decide(parse(resume), world_size=1, set_aside=False)
+    fresh = [f"--init_from={run}", f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}"]
+    config = decide(parse([*fresh, "--max_steps=2"]), world_size=1, set_aside=False).config
+    assert options_of(config.model) == options_of(preset("modern-nano").model)
+    with pytest.raises(ConfigError, match="norm layernorm does not fit"):
+        decide(parse([*fresh, "--norm=layernorm"]), world_size=1, set_aside=False)
+
+
+def test_hugging_face_export_is_refused_before_anything_is_written(
+    run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "hf"
+    with pytest.raises(
+        ConfigError, match=r"positions rotary, .* only the gpt2 presets are exported"
+    ):
+        export(str(run), checkpoint_dir=run.parent, out=out, dtype="float32", push_to_hub=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_saved_before_there_were_options_mean_gpt2(run: Path) -> None:
+    infos, _ = catalog.list_checkpoints(run)
+    saved = dict(infos[-1].manifest["config"])
+    assert json.loads((run / "config.json").read_text())["positions"] == "rotary"
+    for name in [*OPTIONS, "optimizer", "muon_lr"]:
+        del saved[name]
+    config = override(Config(), saved)
+    assert options_of(config.model) == ""
+    assert config.optim.optimizer == "adamw"

@@ -1,0 +1,185 @@
+"""Muon against torch.optim.Muon, and its state through checkpoints, processes and a change of optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import launch
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import Config, ModelConfig, OptimConfig
+from gpt2lab.config.settings import find_problems, override
+from gpt2lab.errors import ConfigError
+from gpt2lab.model.gpt import build_model
+from gpt2lab.optim import muon
+from gpt2lab.optim.muon import Muon, orthogonalize
+from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
+from gpt2lab.planner.plan import checkpoint_bytes
+from gpt2lab.training.pretrain import pretrain
+
+CPU = torch.device("cpu")
+SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16, "vocab_size": 256}
+
+
+def matrices(shapes: list[tuple[int, int]], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_three_steps_equal_those_of_torch(precision, monkeypatch) -> None:
+    """Theirs computes in bf16 always. Ours too: equal up to the order of sums; ours in fp32: up to bf16's rounding."""
+    shapes = [(8, 8), (8, 8), (32, 8), (8, 32), (8, 8)]
+    ours = [nn.Parameter(value) for value in matrices(shapes, 1)]
+    theirs = [nn.Parameter(value) for value in matrices(shapes, 1)]
+    if precision == "bf16":
+        monkeypatch.setattr(
+            muon, "orthogonalize", lambda x: orthogonalize(x.bfloat16()).to(torch.float32)
+        )
+    settings = {"lr": 0.02, "weight_decay": 0.1}
+    mine = Muon([{"params": ours, "weight_decay": 0.1}], lr=0.02)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
+    for step in range(3):
+        for a, b, gradient in zip(ours, theirs, matrices(shapes, 10 + step), strict=True):
+            a.grad, b.grad = gradient.clone(), gradient.clone()
+        mine.step()
+        reference.step()
+    for a, b, start in zip(ours, theirs, matrices(shapes, 1), strict=True):
+        moved = (b - start).abs().max().item()
+        assert moved > 0.02
+        assert (a - b).abs().max().item() <= moved * (0.01 if precision == "bf16" else 0.05)
+        mine_buffer, their_buffer = mine.state[a], reference.state[b]
+        torch.testing.assert_close(mine_buffer["momentum_buffer"], their_buffer["momentum_buffer"])
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 48)])
+def test_singular_values_come_near_one_and_directions_stay(shape) -> None:
+    batch = torch.stack(matrices([shape] * 3, seed=2)).double()
+    found = orthogonalize(batch)
+    left, _, right = torch.linalg.svd(batch, full_matrices=False)
+    inner = left.mT @ found @ right.mT  # diagonal if the singular vectors are kept
+    values = inner.diagonal(dim1=1, dim2=2)
+    assert (inner - torch.diag_embed(values)).abs().max() < 1e-9
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+
+
+def test_matrices_in_one_parameter_are_each_made_orthogonal() -> None:
+    whole = nn.Parameter(torch.zeros(24, 8))
+    parts = [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
+    whole.grad = torch.cat(gradients := matrices([(8, 8)] * 3, 4))
+    for part, gradient in zip(parts, gradients, strict=True):
+        part.grad = gradient
+    Muon([{"params": [whole], "parts": 3}], lr=0.1).step()
+    Muon([{"params": parts}], lr=0.1).step()
+    assert torch.equal(whole.detach(), torch.cat([part.detach() for part in parts]))
+
+
+def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
+    model = build_model(ModelConfig(**SHAPE, qk_norm="rmsnorm"), seed=1, device=CPU)
+    config = OptimConfig(optimizer="muon", max_lr=0.01, muon_lr=0.03)
+    adamw, own = build_optimizers(model, config, device=CPU)
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = {names[id(p)]: g["parts"] for g in own.param_groups for p in g["params"]}
+    ends = {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 1, "mlp.c_proj": 1}
+    assert taken == {f"blocks.{i}.{end}.weight": n for i in range(2) for end, n in ends.items()}
+    assert {names[id(p)] for p in adamw.param_groups[0]["params"]} == {
+        *("wte.weight", "wpe.weight")
+    }
+    set_learning_rate([adamw, own], 0.005)
+    assert [g["lr"] for g in own.param_groups] == pytest.approx([0.015] * 3)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert len(build_optimizers(model, OptimConfig(), device=CPU)) == 1
+
+
+def test_a_rate_that_is_none_and_one_that_cannot_work() -> None:
+    model = build_model(ModelConfig(**SHAPE), seed=1, device=CPU)
+    _, own = build_optimizers(model, OptimConfig(optimizer="muon"), device=CPU)
+    assert {group["lr_scale"] for group in own.param_groups} == {1.0}
+    (problem,) = find_problems(override(Config(), {"muon_lr": 0.0}))
+    assert problem == "muon_lr 0.0 must be above 0"
+
+
+# -- as users run it ---------------------------------------------------------------------------------------------
+
+
+def _flags(data: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        *(f"--{name}={value}" for name, value in SHAPE.items()),
+        *("--total_batch_size=128", "--mini_batch_size=2", "--val_tokens=320", "--eval_freq=0"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--checkpoint_freq=1"),
+        *("--optimizer=muon", "--muon_lr=0.01", "--lr_schedule=wsd", "--max_steps=12"),
+        *(f"--data_dir={data}", f"--checkpoint_dir={folder}", "--run_name=run", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was never stopped; treat as read-only."""
+    folder = tmp_path_factory.mktemp("muon")
+    pretrain(parse(_flags(tiny_data, folder)))
+    return folder / "run"
+
+
+def test_kill_and_resume_is_bit_identical(straight: Path, tiny_data: Path, tmp_path: Path) -> None:
+    flags = _flags(tiny_data, tmp_path)
+    assert launch.train(flags, FAULT="step:kill9@8").returncode != 0
+    pretrain(parse([*flags, "--resume=latest"]))
+    [event] = launch.events(tmp_path / "run", "resume")
+    assert (event["from_step"], event["level"]) == (7, "bit-identical")
+    assert launch.losses(tmp_path / "run") == launch.losses(straight)
+    assert launch.parameter_hash(tmp_path / "run", 12) == launch.parameter_hash(straight, 12)
+
+
+def test_two_processes_learn_the_same_and_one_goes_on(
+    straight: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
+    done = launch.train([*flags, "--stop_after_steps=6"], world=2)
+    assert done.returncode == 0, done.stderr
+    pretrain(parse([*flags, "--resume=latest"]))
+    ours, theirs = launch.steps(run), launch.steps(straight)
+    for step, event in theirs.items():
+        assert ours[step]["batch_hash"] == event["batch_hash"]
+        assert ours[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
+
+
+def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight: Path) -> None:
+    path = straight / "step_00000012" / "optim.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    keys: dict[str, set[str]] = {}
+    for full_name in tensors:
+        name, _, key = full_name.rpartition("/")
+        keys.setdefault(name, set()).add(key)
+    assert keys["blocks.0.attn.c_attn.weight"] == {"momentum_buffer"}
+    assert keys["wte.weight"] == {"exp_avg", "exp_avg_sq", "step"}
+    assert tensors["blocks.1.mlp.c_fc.weight/momentum_buffer"].shape == (128, 32)
+    config = override(Config(), {**SHAPE, "optimizer": "muon"})
+    weights = safetensors.torch.load_file(path.with_name("model.safetensors"))
+    total = sum(4 * t.numel() for t in (*tensors.values(), *weights.values()) if t.dim() > 0)
+    assert total == checkpoint_bytes(config)
+    plain = dataclasses.replace(config, optim=OptimConfig())
+    assert checkpoint_bytes(plain) - total == 4 * 12 * 2 * 32**2
+
+
+def test_another_optimizer_is_refused_unless_allowed_and_then_begins_afresh(
+    straight: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
+    pretrain(parse([*flags, "--stop_after_steps=6"]))
+    other = [*flags, "--optimizer=adamw", "--resume=latest"]
+    with pytest.raises(ConfigError, match="optimizer muon -> adamw"):
+        pretrain(parse(other))
+    pretrain(parse([*other, "--allow_change=optimizer"]))
+    losses = launch.steps(run)
+    assert losses[7]["loss"] == launch.steps(straight)[7]["loss"], "the same weights go on"
+    assert losses[8]["loss"] != launch.steps(straight)[8]["loss"]
+    assert math.isfinite(losses[12]["loss"])
+    tensors = safetensors.torch.load_file(run / "step_00000012" / "optim.safetensors")
+    assert tensors["blocks.0.attn.c_attn.weight/step"].item() == 6

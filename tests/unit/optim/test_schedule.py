@@ -1,0 +1,124 @@
+"""The learning rate against formulas written down a second time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2lab.config.schema import OptimConfig
+from gpt2lab.optim.schedule import default_warmup, lr_at
+
+MAX, MIN = 6e-4, 6e-5
+examples = settings(derandomize=True, max_examples=150, deadline=None)
+
+
+def optim(schedule: str = "cosine", *, warmup: int = 10, **more: float) -> OptimConfig:
+    values = {"max_lr": MAX, "min_lr": MIN, **more}
+    return OptimConfig(lr_schedule=schedule, warmup_steps=warmup, **values)
+
+
+def cosine(n: int, warmup: int, last: int) -> float:
+    return MIN + (MAX - MIN) * (1 + math.cos(math.pi * (n - warmup) / (last - warmup))) / 2
+
+
+def line(n: int, start: int, last: int) -> float:
+    return (MAX * (last - n) + MIN * (n - start)) / (last - start)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_warm_up_is_a_line_from_zero_that_reaches_the_peak_at_its_last_step(schedule) -> None:
+    for n in range(1, 11):
+        assert lr_at(n, optim(schedule), max_steps=100) == pytest.approx(MAX * n / 10, rel=1e-12)
+    assert lr_at(10, optim(schedule), max_steps=100) == MAX
+
+
+def test_cosine_between_warm_up_and_the_end() -> None:
+    for n in range(10, 101):
+        expected = cosine(n, 10, 100)
+        assert lr_at(n, optim("cosine"), max_steps=100) == pytest.approx(expected, rel=1e-9)
+    middle = lr_at(55, optim("cosine"), max_steps=100)
+    assert middle == pytest.approx((MAX + MIN) / 2, rel=1e-9)
+    assert lr_at(100, optim("cosine"), max_steps=100) == pytest.approx(MIN, rel=1e-9)
+
+
+def test_linear_between_warm_up_and_the_end() -> None:
+    for n in range(10, 101):
+        expected = line(n, 10, 100)
+        assert lr_at(n, optim("linear"), max_steps=100) == pytest.approx(expected, rel=1e-9)
+    assert lr_at(100, optim("linear"), max_steps=100) == pytest.approx(MIN, rel=1e-9)
+
+
+def test_wsd_holds_the_peak_and_then_falls_in_a_line_over_the_last_part() -> None:
+    for n in range(10, 76):
+        assert lr_at(n, optim("wsd", wsd_decay=0.25), max_steps=100) == MAX
+    for n in range(75, 101):
+        expected = line(n, 75, 100)
+        actual = lr_at(n, optim("wsd", wsd_decay=0.25), max_steps=100)
+        assert actual == pytest.approx(expected, rel=1e-9)
+    assert lr_at(76, optim("wsd", wsd_decay=0.25), max_steps=100) < MAX
+    assert lr_at(100, optim("wsd", wsd_decay=0.25), max_steps=100) == pytest.approx(MIN, rel=1e-9)
+
+
+def test_wsd_decay_never_begins_inside_the_warm_up() -> None:
+    settings_ = optim("wsd", warmup=60, wsd_decay=0.9)
+    assert lr_at(30, settings_, max_steps=100) == pytest.approx(MAX / 2, rel=1e-12)
+    assert lr_at(60, settings_, max_steps=100) == MAX
+    assert lr_at(80, settings_, max_steps=100) == pytest.approx(line(80, 60, 100), rel=1e-9)
+
+
+def test_without_warm_up_the_decay_counts_from_step_zero() -> None:
+    for n in (1, 7, 50, 100):
+        without = optim("cosine", warmup=0)
+        assert lr_at(n, without, max_steps=100) == pytest.approx(cosine(n, 0, 100), rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_run_that_is_all_warm_up_ends_at_the_peak(schedule) -> None:
+    assert lr_at(4, optim(schedule, warmup=4), max_steps=4) == MAX
+    assert lr_at(2, optim(schedule, warmup=4), max_steps=4) == pytest.approx(MAX / 2)
+
+
+@pytest.mark.parametrize("missing", ["warmup_steps", "min_lr"])
+def test_schedule_that_was_not_resolved_is_refused(missing) -> None:
+    values = {"warmup_steps": 10, "min_lr": MIN, missing: None}
+    with pytest.raises(ValueError, match="resolved"):
+        lr_at(50, OptimConfig(**values), max_steps=100)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "warmup"),
+    [(1, 0), (9, 0), (10, 1), (250, 25), (7149, 714), (7150, 715), (19073, 715)],
+)
+def test_default_warm_up_is_715_steps_or_a_tenth(max_steps, warmup) -> None:
+    assert default_warmup(max_steps) == warmup
+
+
+@examples
+@given(st.data())
+def test_rate_stays_in_its_bounds_and_only_falls_after_the_warm_up(data) -> None:
+    last = data.draw(st.integers(1, 300))
+    warmup = data.draw(st.integers(0, last))
+    schedule = data.draw(st.sampled_from(["cosine", "linear", "wsd"]))
+    floor = data.draw(st.floats(0.0, 1.0))
+    decay = data.draw(st.floats(0.01, 1.0))
+    config = optim(schedule, warmup=warmup, max_lr=1.0, min_lr=floor, wsd_decay=decay)
+    rates = {n: lr_at(n, config, max_steps=last) for n in range(1, last + 1)}
+    assert all(0 <= rate <= 1.0 for rate in rates.values())
+    for n in range(1, last):
+        if n < warmup:
+            assert rates[n] < rates[n + 1], "rises while warming up"
+        else:
+            assert rates[n] >= rates[n + 1] - 1e-12
+    assert all(rates[n] >= floor - 1e-12 for n in range(max(1, warmup), last + 1))
+    never_decays = schedule == "wsd" and round(decay * last) == 0
+    if warmup < last and not never_decays:
+        assert rates[last] == pytest.approx(floor, abs=1e-12)
+
+
+def test_a_short_wsd_run_decays() -> None:
+    optim = OptimConfig(lr_schedule="wsd", wsd_decay=0.1, warmup_steps=0, min_lr=6e-5)
+    assert lr_at(4, optim, max_steps=4) == pytest.approx(6e-5)
+    assert lr_at(3, optim, max_steps=4) == optim.max_lr

@@ -1,0 +1,208 @@
+"""What a forecast learns from runs on the machine, and which of them count."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forecasting import KNOWN, on, record
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Optimizer
+from gpt2lab.config.settings import override
+from gpt2lab.errors import NoSourceError
+from gpt2lab.model.adapters import count_adapters
+from gpt2lab.planner import calibration, measuring, profiles, setting, timing
+from gpt2lab.planner.ask import Ask
+from gpt2lab.planner.calibration import Kind
+from gpt2lab.planner.events import EventCosts, event_costs
+from gpt2lab.planner.here import Seen, here
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import GpuState
+from gpt2lab.planner.plan import count_parameters, training_flops_per_token
+from gpt2lab.planner.timing import Measured, Rates, fit, work
+
+pytestmark = pytest.mark.usefixtures("no_user_file")
+
+
+def test_rates_are_recovered_from_runs_of_different_shapes() -> None:
+    truth = Rates((2e-12, 6e-12, 3e-9, 5e-10, 2e-9, 4e-4), np.zeros((6, 6)), "truth")
+    shapes = [
+        (2, 128, 4096, 64),
+        (6, 256, 1024, 128),
+        (3, 64, 50304, 256),
+        (8, 192, 2048, 64),
+        (1, 512, 8192, 32),
+        (4, 384, 512, 512),
+        (12, 96, 1024, 128),
+        (2, 640, 1024, 64),
+    ]
+    base = preset("gpt2").model
+    models = [
+        dataclasses.replace(base, n_layer=L, n_embd=C, n_head=1, vocab_size=V, context_length=T)
+        for L, C, V, T in shapes
+    ]
+    seen = [Measured(w := work(m, micro_batch=4, accumulation=1), truth.seconds(w)) for m in models]
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    rates = fit(prior, seen[:-1], spread=1.0)
+    assert rates.seconds(seen[-1].work) == pytest.approx(seen[-1].seconds, rel=0.1)
+    assert rates.sigma(seen[-1].work) < prior.sigma(seen[-1].work)
+    one = fit(prior, seen[:1], spread=1.0)
+    assert one.seconds(seen[0].work) == pytest.approx(seen[0].seconds, rel=0.05)
+
+
+def test_only_runs_of_the_same_kind_of_machine_count_and_busy_ones_only_alone(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / calibration.FILE
+    lines = [record(), record(device="y", step_seconds=9.0), record(others=0.8, step_seconds=2.0)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn": ')
+    records = calibration.read(tmp_path)
+    assert len(records) == 3
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    kind = Kind("x", 1, 2, "fp32", False)
+    rates, ratios = calibration.calibrate(prior, records, kind, spread=1.0)
+    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
+    assert rates.seconds(amount) == pytest.approx(0.5, rel=0.05)
+    assert ratios == {"eval": 0.3}
+    busy, _ = calibration.calibrate(prior, [records[2]], kind, spread=1.0)
+    assert busy.sigma(amount) > rates.sigma(amount)
+    other = Kind("z", 1, 2, "fp32", False)
+    assert calibration.calibrate(prior, records, other, spread=1.0)[0] is prior
+
+
+def test_recomputing_costs_time_and_is_learned_as_what_it_was() -> None:
+    model = preset("gpt2").model
+    plain, selective, block = (
+        on("H100").rates.seconds(work(model, micro_batch=8, accumulation=2, recompute=mode))
+        for mode in ("none", "selective", "block")
+    )
+    assert plain < selective < block < 4 / 3 * plain, "the head and the update are done once"
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    kind = Kind("x", 1, 2, "fp32", False)
+    learned, _ = calibration.calibrate(prior, [record(recompute="block")], kind, spread=1.0)
+    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4, recompute="block")
+    assert learned.seconds(amount) == pytest.approx(0.5, rel=0.05)
+
+
+def test_runs_that_share_in_another_way_do_not_count() -> None:
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    by_ddp = record(world=2)  # older lines have no `parallel`
+    by_fsdp = record(world=2, parallel="fsdp", step_seconds=2.0)
+    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
+    for mode, seconds in (("ddp", 0.5), ("fsdp", 2.0)):
+        kind = Kind("x", 2, 2, "fp32", False, mode)  # type: ignore[arg-type]
+        rates, _ = calibration.calibrate(prior, [by_ddp, by_fsdp], kind, spread=1.0)
+        assert rates.observations == 1
+        assert rates.seconds(amount) == pytest.approx(seconds, rel=0.05)
+
+
+def test_muons_rounds_cost_time_and_are_learned_as_what_they_were() -> None:
+    def amount(optimizer: Optimizer) -> tuple[float, ...]:
+        model = preset("gpt2-nano").model
+        return work(model, micro_batch=8, accumulation=4, optimizer=optimizer)
+
+    prior = timing.processor(1e11, KNOWN, bf16=False)
+    assert prior.seconds(amount("muon")) > prior.seconds(amount("adamw"))
+    kind = Kind("x", 1, 2, "fp32", False)
+    learned, _ = calibration.calibrate(prior, [record(optimizer="muon")], kind, spread=1.0)
+    assert learned.seconds(amount("muon")) == pytest.approx(0.5, rel=0.05)
+    assert learned.seconds(amount("adamw")) < learned.seconds(amount("muon"))
+
+
+def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update() -> None:
+    config = preset("gpt2-micro")
+    tuned = override(config, {"instructions": "demo", "lora_r": 8})
+    for settings, updated in (
+        (config, count_parameters(config.model)),
+        (tuned, count_adapters(tuned.model, tuned.tuning)),
+    ):
+        job = Job(settings, max_steps=10, world=1, dtype="fp32", compiled=False)
+        matmul, attention, *_, updates, _ = job.work
+        tokens = settings.batch.total_batch_size
+        assert matmul + attention == pytest.approx(training_flops_per_token(settings) * tokens)
+        assert updates == updated
+
+
+def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
+    """An item in one text that costs as much as training on 100 tokens, foretold for two texts and for one."""
+    config = preset("gpt2-nano")
+    steps = {
+        "event": "step",
+        "attempt": 1,
+        "time": 1.0,
+        "step_seconds": 0.5,
+        "peak_memory_bytes": 1,
+    }
+    events = [steps | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 21)]
+    token = 0.5 / config.batch.total_batch_size
+    events.append({"event": "hellaswag", "attempt": 1, "n": 30, "seconds": 30 * 2 * 100 * token})
+    environment = {"device": "x", "world_size": 1, "threads": 2, "dtype": "fp32"}
+    line = calibration.record_of(
+        events,
+        environment | {"compile": "off", "mini_batch_size": config.batch.mini_batch_size},
+        vars(config.model) | vars(config.batch) | {"hellaswag_metrics": "all"},
+        others=0.0,
+        source="run",
+    )
+    assert line is not None
+    assert line["ratios"]["hellaswag"] == pytest.approx(100)
+    for metrics, texts in (("all", 2), ("harness", 1)):
+        asked = override(config, {"hellaswag_metrics": metrics, "hellaswag_limit": 30})
+        job = Job(asked, max_steps=10, world=1, dtype="bf16", compiled=False)
+        a_card = on("H100", compiled=False)
+        costs = event_costs(job, a_card, KNOWN, ratios=line["ratios"])
+        one = work(config.model, micro_batch=job.micro_batch, accumulation=1)
+        training = a_card.rates.seconds((*one[:4], 0.0, one[5])) / job.micro_batch
+        expected = 30 * texts * 100 * training / config.model.context_length
+        assert costs.seconds["hellaswag"] == pytest.approx(expected)
+
+
+def test_event_costs_know_what_was_measured() -> None:
+    costs = EventCosts({"eval": 10.0, "sample": 1.0}, frozenset({"eval"}))
+    assert costs.interval("eval", 3).value == 30.0
+    assert costs.interval("eval", 1).high / 10 < costs.interval("sample", 1).high
+
+
+def test_an_unknown_gpu_is_measured_never_guessed() -> None:
+    card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None, None)
+    with pytest.raises(NoSourceError, match="--measure"):
+        here(Seen((card,)), KNOWN, [], processes=1, dtype="bf16", compiled=True)
+    seen = record(device="NVIDIA Mystery 9", dtype="bf16", compile=True, threads=1)
+    found, _ = here(Seen((card,)), KNOWN, [seen], processes=1, dtype="bf16", compiled=True)
+    amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
+    assert found.rates.seconds(amount) == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(("busy", "verdict"), [(97.0, "refused"), (30.0, "wider"), (3.0, "good")])
+def test_a_gpu_that_others_use_is_no_measure(
+    busy: float,
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
+    monkeypatch.setattr(setting, "look", lambda: Seen((card,)))
+    step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
+    events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
+    config = preset("gpt2-nano")
+    environment = {"device": card.name, "world_size": 1, "threads": 2, "dtype": "bf16"}
+    environment |= {"compile": "on", "mini_batch_size": config.batch.mini_batch_size}
+    trial = measuring.Trial(
+        events, environment, vars(config.model) | vars(config.batch), 0.01, out_of_memory=False
+    )
+    monkeypatch.setattr(measuring, "run_trial", lambda *_, **__: trial)
+    asked = setting.Setting(Ask(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
+    if verdict == "refused":
+        with pytest.raises(NoSourceError, match="others used 97% of its GPU"):
+            measuring.probe(asked, profiles.find(None, KNOWN), seconds=15)
+        assert calibration.read(tmp_path) == []
+        return
+    measuring.probe(asked, profiles.find(None, KNOWN), seconds=15)
+    (line,) = calibration.read(tmp_path)
+    assert line["others"] == busy / 100
+    assert ("the interval is wider" in capsys.readouterr().err) == (verdict == "wider")

@@ -1,0 +1,144 @@
+"""`--preset 8xh100`: cuts the same step for other cards, and never changes what is learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpt2lab.config.command_line import Command, parse
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import ConfigError
+from gpt2lab.planner import card_presets, hardware
+from gpt2lab.planner.here import Seen
+from gpt2lab.planner.machine import GpuState
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.start import Start, decide
+from launch import steps
+from tiny import write_shards
+
+WORLDS = {"1x4090": 1, "1xa100": 1, "1xh200": 1, "4xh200": 4, "8xh100": 8}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return shards with one step of half a million tokens."""
+    return write_shards(tmp_path_factory.mktemp("data") / "d", train=(600_000,), val=(4000,))
+
+
+def settled(data: Path, *flags: str, world: int) -> tuple[Command, Start]:
+    command = parse([f"--data_dir={data}", *flags])
+    start = decide(command, world_size=world, set_aside=False)
+    command = card_presets.fitted(command, start) or command
+    return command, decide(command, world_size=world, set_aside=False)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium"])
+def test_only_the_cut_changes_and_it_fits_the_card(
+    data: Path, capsys: pytest.CaptureFixture[str], name: str, model: str
+) -> None:
+    world = WORLDS[name]
+    plain = decide(
+        parse([f"--data_dir={data}", f"--model={model}", "--run_name=r"]),
+        world_size=world,
+        set_aside=False,
+    )
+    _, start = settled(data, f"--model={model}", "--run_name=r", f"--preset={name}", world=world)
+    before, after = to_flat(plain.config), to_flat(start.config)
+    cut = {"mini_batch_size", "activation_checkpointing"}
+    assert {key for key in after if after[key] != before[key]} <= cut
+    assert after["activation_checkpointing"] == "none", "these leave room on every card"
+    assert start.plan.batch.tokens == plain.plan.batch.tokens == 524_288
+    said = capsys.readouterr().err
+    assert f"--preset {name}: mini_batch_size {start.plan.batch.mini_batch_size}," in said
+    assert "tokens/s" in said
+    card = hardware.load().gpu(name.partition("x")[2])
+    job = card_presets.job_of_start(start, dtype="bf16", compiled=True)
+    need = card_presets._estimate(job, card, hardware.load()).memory
+    assert need.fits
+    largest = need.largest_micro_batch
+    assert largest is not None
+    assert start.plan.batch.mini_batch_size == min(largest, card_presets.MAX_BATCH)
+
+
+def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data: Path) -> None:
+    large = ("--model=gpt2-large", "--preset=1x4090")
+    _, start = settled(data, *large, world=1)
+    job = card_presets.job_of_start(start, dtype="bf16", compiled=True)
+    assert job.recompute != "none"
+    card, known = hardware.load().gpu("4090"), hardware.load()
+    assert card_presets._estimate(job, card, known).memory.fits
+    plain = card_presets._estimate(card_presets._recomputing(job, "none"), card, known)
+    assert (plain.memory.largest_micro_batch or 0) < job.micro_batch
+    _, typed = settled(data, *large, "--activation_checkpointing=none", world=1)
+    assert typed.config.system.activation_checkpointing == "none"
+
+
+def test_a_typed_mini_batch_wins_and_is_judged(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
+    assert start.plan.batch.mini_batch_size == 32
+    said = capsys.readouterr().err
+    assert "warning: mini_batch_size 32 does not fit RTX-4090; the largest that does is 16" in said
+    with pytest.raises(ConfigError, match="not a multiple"):
+        settled(data, "--preset=1x4090", "--mini_batch_size=7", world=1)
+
+
+def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: Path) -> None:
+    _, start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
+    assert (start.plan.batch.mini_batch_size, start.plan.batch.accumulation) == (24, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "message"),
+    [
+        (["--preset=8xh100"], 1, "is for 8 processes, one a GPU, and this start has 1"),
+        (["--preset=1xh200"], 2, "is for 1 processes, one a GPU, and this start has 2"),
+        (["--preset=1x4090", "--model=gpt2-xl"], 1, "gpt2-xl does not fit, not even one sequence"),
+        (["--preset=3xh100"], 1, "invalid choice '3xh100'"),
+    ],
+)
+def test_a_preset_that_cannot_be_is_one_line(
+    data: Path, flags: list[str], world: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        settled(data, *flags, world=world)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("here", "says"),
+    [
+        (None, "this machine shows no GPU"),
+        ("NVIDIA A100-SXM4-40GB", "is for A100, and this machine has NVIDIA A100-SXM4-40GB"),
+        ("NVIDIA A100-SXM4-80GB", None),
+    ],
+)
+def test_another_machine_than_the_presets_is_said(
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    here: str | None,
+    says: str | None,
+) -> None:
+    card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None, None)
+    seen = Seen((GpuState(*card),) if here else ())
+    monkeypatch.setattr(card_presets, "look", lambda: seen)
+    settled(data, "--preset=1xa100", world=1)
+    said = capsys.readouterr().err
+    assert (says in said) if says else ("warning" not in said)
+
+
+def test_a_run_with_a_preset_trains_and_resumes_on_another(
+    tiny_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [flag for flag in tiny_flags if "mini_batch_size" not in flag]
+    pretrain(parse([*flags, "--max_steps=2", "--stop_after_steps=1", "--mini_batch_size=2"]))
+    pretrain(parse([*flags, "--resume=latest", "--preset=1x4090"]))
+    run_dir = tmp_path / "runs" / "tiny"
+    assert set(steps(run_dir)) == {1, 2}
+    assert json.loads((run_dir / "config.json").read_text())["mini_batch_size"] == 8
+    assert "--preset 1x4090: mini_batch_size 8," in capsys.readouterr().err

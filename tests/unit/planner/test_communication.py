@@ -1,0 +1,94 @@
+"""What is sent between processes, by mode: its bytes, its seconds, and what of them a step shows.
+
+That the bytes are those of real steps is tested in test_parallel.py, where real steps are taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import pytest
+
+from forecasting import KNOWN, job_for, on
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import ModelConfig, Parallel
+from gpt2lab.planner.communication import exposed, step_bytes, wire_share
+from gpt2lab.planner.estimate import estimate
+from gpt2lab.planner.hardware import Link
+
+pytestmark = pytest.mark.usefixtures("no_user_file")
+MODES: tuple[Parallel, ...] = get_args(Parallel)
+STEADY = Link("steady", "", ((1.0, 1e9),), is_nvlink=False)  # 1 GB/s whatever the message
+MODEL = preset("gpt2").model
+MODERN = preset("modern-small").model
+
+
+def seconds(
+    parallel: Parallel, *, window: float, model: ModelConfig = MODEL
+) -> tuple[float, float]:
+    found = exposed(
+        model,
+        parallel=parallel,
+        world=4,
+        link=STEADY,
+        accumulation=3,
+        micro_batch_seconds=window,
+    )
+    return found.seconds, found.in_all
+
+
+@pytest.mark.parametrize("model", [MODEL, MODERN], ids=lambda model: model.norm)
+@pytest.mark.parametrize("mode", MODES)
+def test_all_that_is_sent_is_timed(mode: Parallel, model: ModelConfig) -> None:
+    sent = step_bytes(model, parallel=mode, accumulation=3)
+    expected = sum(size * wire_share(kind, world=4) for kind, size in sent.items()) / 1e9
+    visible, in_all = seconds(mode, window=0.0, model=model)
+    assert in_all == pytest.approx(expected)
+    assert visible == pytest.approx(expected), "nothing to hide behind"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_work_hides_what_travels_beside_it_but_never_all(mode: Parallel) -> None:
+    shown = [seconds(mode, window=window)[0] for window in (0.0, 0.1, 1.0, 10.0, 1e6)]
+    assert shown == sorted(shown, reverse=True)
+    embedding = 4 * MODEL.vocab_size * MODEL.n_embd / 1e9  # of three micro-batches under fsdp
+    assert shown[-1] > (3 * 0.75 if mode == "fsdp" else 1.5) * embedding
+
+
+def test_modes_that_send_more_take_longer_where_the_link_is_slow() -> None:
+    ddp, zero1, fsdp = (seconds(mode, window=0.5)[0] for mode in MODES)
+    assert ddp < zero1 < fsdp
+    weights = 4 * 124_475_904 / 1e9  # zero1 sends them to all, after the update
+    assert zero1 - ddp == pytest.approx(0.75 * weights)
+
+
+def test_one_process_and_an_unknown_link_send_nothing_that_is_foretold() -> None:
+    for world, link in ((1, STEADY), (4, None)):
+        found = exposed(
+            MODEL,
+            parallel="fsdp",
+            world=world,
+            link=link,
+            accumulation=3,
+            micro_batch_seconds=1.0,
+        )
+        assert (found.seconds, found.in_all) == (0.0, 0.0)
+
+
+def test_the_step_of_each_mode_has_its_own_communication_and_its_share_of_the_update() -> None:
+    """Over PCIe fsdp is visibly slower; what was learned from runs holds the waiting already."""
+    step = {}
+    for mode in MODES:
+        job = job_for(world=8, tokens="1B", mini_batch_size=4, parallel=mode)
+        found = estimate(job, on("RTX-4090", gpus=8), KNOWN)
+        step[mode] = found.step.value
+        assert found.communication_seconds > 0
+        parts = 1 if mode == "ddp" else 8
+        assert job.work[4] == pytest.approx(job.parameters / parts)
+        machine = on("RTX-4090", gpus=8)
+        learned = dataclasses.replace(machine.rates, observations=1)
+        known = estimate(job, dataclasses.replace(machine, rates=learned), KNOWN)
+        assert known.communication_seconds == 0
+        assert known.step.value == pytest.approx(machine.rates.seconds(job.work))
+    assert step["fsdp"] > 1.1 * step["ddp"]

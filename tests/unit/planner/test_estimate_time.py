@@ -1,0 +1,324 @@
+"""What scripts/estimate_time.py prints, writes and refuses, with and without a run to look at."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.planner import memory, planner, remaining, scoring
+from gpt2lab.planner.ask import Ask
+from gpt2lab.planner.report_json import KEYS
+from gpt2lab.runs import history
+from tiny import TRAIN_SHARDS, write_shards
+
+pytestmark = pytest.mark.usefixtures("no_user_file")
+DOOR = Path(__file__).resolve().parents[3] / "scripts" / "estimate_time.py"
+
+
+def ask(tmp_path: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(DOOR), f"--checkpoint_dir={tmp_path / 'runs'}", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def _processor_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_without_run_or_gpu_the_answer_is_wide_instant_and_without_torch(tmp_path: Path) -> None:
+    before = _processor_seconds_of_children()
+    answer = subprocess.run(
+        [sys.executable, "-X", "importtime", str(DOOR), f"--checkpoint_dir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    spent = _processor_seconds_of_children() - before
+    assert spent < 1.5  # about half, and others on the machine make it slower
+    assert answer.returncode == 0, answer.stderr[-500:]
+    assert "| torch" not in answer.stderr
+    if "CPU" in answer.stdout:
+        assert "UNCALIBRATED" in answer.stdout
+        assert "--measure" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gpu=H100", "--gpus=8", "--tokens=1B"],
+        ["--gpu=RTX-4090", "--steps=1000", "--deadline=12h"],
+        ["--gpu=H100", "--compare=models", "--deadline=12h"],
+        ["--gpu=H100", "--compare=gpus"],
+        ["--gpu=H100", "--compare=profiles", "--deadline=2d"],
+        [
+            "--gpu=H100",
+            "--num_samples=20000",
+            "--avg_tokens_per_sample=500",
+            "--total_batch_size=65536",
+        ],
+        ["--accuracy"],
+        [],
+    ],
+)
+def test_json_is_one_object_with_every_key_in_every_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    from gpt2lab.config.command_line import run_tyro
+
+    (tmp_path / "runs").mkdir()
+    flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}", "--json"]
+    assert planner.answer(run_tyro(Ask, flags)) in (0, 3)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    assert set(KEYS) <= set(json.loads(out))
+
+
+def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path: Path) -> None:
+    report = tmp_path / "optimization_report.json"
+    flags = ["--gpu=H100", "--gpus=4", "--tokens=2B", "--deadline=12h", f"--report={report}"]
+    answer = ask(tmp_path, *flags)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    found = json.loads(report.read_text())
+    assert found["schema"] == "gpt2-estimate/1"
+    assert found["max_training_hours"] == 12.0
+    assert found["estimate"]["verdict"] == "fits"
+    assert found["estimate"]["fits_in_window"] is True
+    assert {"batch_size", "gradient_accumulation_steps", "max_length"} <= set(found["profile"])
+    assert found["model"]["parameters"] == 124_475_904
+    assert sum(found["breakdown"].values()) == pytest.approx(
+        3600 * found["estimate"]["estimated_hours"]
+    )
+    assert found["actual"] is None
+
+
+REFUSALS = {
+    "unknown gpu": (["--gpu=H1000"], 2, "H100"),
+    "negative tokens": (["--tokens=-5"], 2, "--tokens"),
+    "tokens in words": (["--tokens=many"], 2, "--tokens"),
+    "absurd tokens": (["--tokens=1e30"], 2, "--tokens"),
+    "absurd layers": (["--n_layer=99999999999"], 2, "n_layer"),
+    "no layers": (["--n_layer=0"], 2, "n_layer"),
+    "two lengths": (["--tokens=1B", "--steps=5"], 2, "--steps"),
+    "less than a step": (["--gpu=H100", "--tokens=1000"], 2, "less than one step"),
+    "epochs of nothing": (["--epochs=2"], 2, "--data_dir"),
+    "half a sample size": (["--num_samples=5"], 2, "--avg_tokens_per_sample"),
+    "deadline in the past": (["--gpu=H100", "--deadline=2020-01-01 00:00"], 2, "past"),
+    "deadline in words": (["--gpu=H100", "--deadline=soon"], 2, "--deadline"),
+    "all margin": (["--gpu=H100", "--deadline=20m"], 2, "--margin"),
+    "unknown profile": (["--gpu=H100", "--profile=quick"], 2, "profile"),
+    "unknown link": (["--gpu=H100", "--gpus=16", "--nodes=2", "--interconnect=wifi"], 2, "ib400"),
+    "nodes without link": (["--gpu=H100", "--gpus=16", "--nodes=2"], 2, "--interconnect"),
+    "uneven nodes": (["--gpu=H100", "--gpus=8", "--nodes=3"], 2, "evenly"),
+    "batch does not divide": (["--gpu=H100", "--gpus=7"], 2, "total_batch_size"),
+    "no bf16": (["--gpu=T4"], 2, "T4"),
+    "run of another name": (["--run_name=nobody"], 2, "nobody"),
+    "measure elsewhere": (["--measure", "--gpu=H100"], 2, "--measure"),
+    "sharing alone": (["--gpu=H100", "--parallel=fsdp"], 2, "--gpus"),
+    "matrices in pieces": (
+        ["--gpu=H100", "--gpus=8", "--model=modern-small", "--parallel=fsdp"],
+        2,
+        "muon",
+    ),
+    "free price": (["--gpu=H100", "--price=0"], 2, "--price"),
+    "report nowhere": (["--gpu=H100", "--report=/nonexistent/x.json"], 2, "--report"),
+    "fits no window": (["--gpu=RTX-4090", "--tokens=100B", "--deadline=1h"], 3, ""),
+    "fits no memory": (["--gpu=RTX-4090", "--model=gpt2-xl"], 3, ""),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_cannot_be_is_one_line_and_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    from gpt2lab.commands.entry import run
+    from gpt2lab.config.command_line import run_tyro
+
+    flags, code, word = REFUSALS[what]
+    flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}"]
+    monkeypatch.setattr(sys, "argv", ["estimate_time.py", *flags])
+    assert run(lambda argv: planner.answer(run_tyro(Ask, argv))) == code
+    out, err = capsys.readouterr()
+    if code == 2:
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert word in err
+    else:
+        assert err == ""
+        assert "NOT FIT" in out
+        assert "to make it fit" in out or "GiB" in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("typed", [["--model=modern-small"], ["--model=gpt2", "--optimizer=muon"]])
+def test_the_loss_of_what_is_not_gpt2_is_not_foretold_as_gpt2s(
+    tmp_path: Path, typed: list[str]
+) -> None:
+    flags = ["--gpu=H100", "--tokens=10B"]
+    assert json.loads(ask(tmp_path, *flags, *typed, "--json").stdout)["loss"] is None
+    (line,) = [x for x in ask(tmp_path, *flags, *typed).stdout.splitlines() if x[:4] == "loss"]
+    assert line.split()[1] == "n/a"
+    assert "GPT-2 with AdamW, and says 3.18 ... 3.38 of that" in line
+    known = json.loads(ask(tmp_path, *flags, "--model=gpt2", "--json").stdout)["loss"]
+    assert known["value"] == pytest.approx(3.28, abs=0.005)
+
+
+def test_settings_that_make_no_sense_together_are_named(tmp_path: Path) -> None:
+    answer = ask(tmp_path, "--gpu=H100", "--steps=100", "--warmup_steps=715")
+    assert answer.returncode == 0
+    assert "warm-up of 715 steps in a run of 100" in answer.stdout
+    assert "eval_freq 250 is longer than the run" in answer.stdout
+
+
+def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path: Path) -> None:
+    data = write_shards(tmp_path / "d", train=TRAIN_SHARDS, val=(650,))
+    flags = ["--gpu=H100", "--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16"]
+    flags += ["--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2", "--epochs=3"]
+    answer = ask(tmp_path, *flags, f"--data_dir={data}", "--json")
+    found = json.loads(answer.stdout)
+    windows = sum((size - 1) // 16 for size in TRAIN_SHARDS)
+    assert found["estimate"]["total_steps"] == int(3 * windows * 16) // 128
+    assert found["dataset_info"]["epochs"] == pytest.approx(3, abs=0.1)
+
+
+@pytest.fixture
+def a_run(tmp_path: Path) -> Path:
+    """Return the folder of a run that stopped half-way, with an estimate."""
+    run_dir = tmp_path / "runs" / "r"
+    run_dir.mkdir(parents=True)
+    from gpt2lab.config.schema import Config
+    from gpt2lab.config.settings import to_flat
+
+    (run_dir / "config.json").write_text(json.dumps(to_flat(Config())))
+    lines: list[dict[str, object]] = [
+        {
+            "event": "begin",
+            "step": 0,
+            "max_steps": 1000,
+            "tokens_per_step": 524_288,
+            "world_size": 1,
+        }
+    ]
+    for step in range(1, 501):
+        lines.append(
+            {"event": "step", "step": step, "step_seconds": 2.0, "elapsed_seconds": 2.0 * step}
+        )
+        if step % 250 == 0:
+            lines.append({"event": "eval", "step": step, "seconds": 10.0, "val_tokens": 1})
+    text = "".join(json.dumps({"time": 1.7e9, "attempt": 1, **line}) + "\n" for line in lines)
+    (run_dir / "metrics.jsonl").write_text(text)
+    return run_dir
+
+
+def test_the_newest_run_is_projected_with_its_events_and_milestones(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = remaining.estimate_remaining(a_run)
+    assert left.seconds is not None
+    assert left.seconds.value == pytest.approx(500 * 2.0 + 2 * 10.0)
+    assert left.seconds.contains(1020)
+    assert [step for step, _ in left.milestones] == [750, 1000]
+    assert planner.answer(Ask(checkpoint_dir=a_run.parent)) == 0
+    shown = capsys.readouterr().out
+    assert "500 of 1,000 steps" in shown
+    assert "75%" in shown
+    planner.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    assert set(KEYS) <= set(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"parallel": "zero1"},
+        {"parallel": "fsdp", "activation_checkpointing": "block"},
+        {"optimizer": "muon", "positions": "rotary"},
+        {"instructions": "demo", "lora_r": 8},
+    ],
+    ids=lambda settings: "+".join(map(str, settings.values())),
+)
+def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(
+    a_run: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, str]
+) -> None:
+    flat = json.loads((a_run / "config.json").read_text()) | settings
+    (a_run / "config.json").write_text(json.dumps(flat))
+    environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
+    (a_run / "run.json").write_text(json.dumps({"environment": environment}))
+    planner.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    found = json.loads(capsys.readouterr().out)["memory"]
+    config = history.read_config(a_run)
+    expected = memory.predict(
+        config.model,
+        micro_batch=16,
+        accumulation=8,
+        dtype="bf16",
+        sharing=memory.Sharing(
+            4,
+            settings.get("parallel", "ddp"),  # type: ignore[arg-type]
+            settings.get("activation_checkpointing", "none"),  # type: ignore[arg-type]
+        ),
+        optimizer=settings.get("optimizer", "adamw"),  # type: ignore[arg-type]
+        tuning=config.tuning,
+    )
+    assert (found["total"], found["peak_at"]) == (expected.tensors, expected.peak_at)
+
+
+def test_memory_that_no_formula_knows_is_null(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = json.loads((a_run / "config.json").read_text()) | {"fsdp_offload": True}
+    (a_run / "config.json").write_text(json.dumps(flat))
+    environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
+    (a_run / "run.json").write_text(json.dumps({"environment": environment}))
+    planner.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    assert json.loads(capsys.readouterr().out)["memory"] is None
+
+
+def test_logs_that_cannot_be_right_are_refused_in_one_line(a_run: Path) -> None:
+    metrics = a_run / "metrics.jsonl"
+    text = metrics.read_text()
+    metrics.write_text(text + '{"event": "step", "st')  # torn: the writer was killed
+    assert remaining.estimate_remaining(a_run).step == 500
+    metrics.write_text("")
+    with pytest.raises(ConfigError, match="not begun"):
+        remaining.estimate_remaining(a_run)
+    metrics.write_text(text.replace("524288", "1024"))
+    with pytest.raises(ConfigError, match="another config"):
+        remaining.estimate_remaining(a_run)
+    metrics.write_text("no json\n" + text)
+    with pytest.raises(GPT2LabError, match="line 1"):
+        remaining.estimate_remaining(a_run)
+
+
+def test_score_is_kept_of_what_was_foretold(
+    a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foretold = {"estimated_hours": 0.3, "low_hours": 0.2, "high_hours": 0.4}
+    document = {"estimate": foretold, "throughput": {"source": "calibrated"}, "memory": None}
+    (a_run / scoring.FILE).write_text(json.dumps(document))
+    text = (
+        (a_run / "metrics.jsonl")
+        .read_text()
+        .replace('"step_seconds"', '"peak_memory_bytes": 5, "step_seconds"')
+    )
+    (a_run / "metrics.jsonl").write_text(
+        text.replace('"val_tokens"', '"val_loss": 3.0, "val_tokens"')
+    )
+    actual = scoring.complete(a_run)
+    assert actual is not None
+    assert actual["hours"] == pytest.approx((1000 + 10) / 3600, rel=0.01)
+    assert actual["time_accuracy"] == pytest.approx(100 * 0.3 * 3600 / 1010, rel=0.01)
+    assert actual["inside_interval"] is True
+    assert scoring.print_history(a_run.parent, as_json=False) == 0
+    assert "100% inside" in capsys.readouterr().out

@@ -1,0 +1,216 @@
+"""Real runs and time: forecast and score, what the next forecast learns, --max_hours, --fit_schedule, auto batch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpt2lab.config import command_line
+from gpt2lab.config.schema import Config
+from gpt2lab.errors import ConfigError
+from gpt2lab.planner import auto, calibration
+from gpt2lab.planner.interval import Interval
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.run_clock import RunClock
+from gpt2lab.training.deadline import Deadline, find_deadlines, find_due
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.start import decide
+from launch import events, steps, train
+
+
+def estimate_of(run_dir: Path) -> dict:
+    return json.loads((run_dir / "estimate.json").read_text())
+
+
+def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(
+    tiny_flags: list[str], tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    long = ["--max_steps=30", "--eval_freq=10", "--checkpoint_freq=10"]
+    pretrain(command_line.parse([*tiny_flags, *long, "--stop_after_steps=15"]))
+    foretold = estimate_of(runs / "tiny")
+    assert foretold["actual"] is None
+    assert foretold["throughput"]["source"] == "cpu-matmul"
+    assert calibration.read(runs) == []
+    pretrain(command_line.parse([*tiny_flags, "--resume=latest"]))
+    done = estimate_of(runs / "tiny")
+    assert done["estimate"] == foretold["estimate"], "foretold once, at the beginning"
+    assert done["actual"]["starts"] == 2
+    assert done["actual"]["steps"] == 30
+    assert done["actual"]["time_accuracy"] > 0
+    (line,) = calibration.read(runs)
+    assert line["source"] == "run"
+    assert {"eval", "checkpoint", "start"} <= set(line["ratios"])
+    pretrain(command_line.parse([*tiny_flags, *long, "--run_name=next"]))
+    assert estimate_of(runs / "next")["throughput"]["source"] == "calibrated"
+    logged = steps(runs / "next")[30]
+    assert logged["on_track"] in (True, False)
+    assert logged["cpu_seconds"] > 0
+    assert logged["elapsed_seconds"] > logged["step_seconds"]
+
+
+def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
+    tiny_flags: list[str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "runs" / "tiny"
+    endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
+    began = time.monotonic()
+    pretrain(command_line.parse([*tiny_flags, *endless, "--max_hours=0.001"]))
+    assert time.monotonic() - began < 3.6 + 1.0
+    (stop,) = events(run_dir, "stop")
+    assert stop["reason"] == "max_hours"
+    saved = events(run_dir, "checkpoint")[-1]
+    assert saved["step"] == stop["step"] == max(steps(run_dir))
+    assert saved["kind"] in ("emergency", "epoch")  # the last step may have ended an epoch
+    assert json.loads((run_dir / "status.json").read_text())["exit_code"] == 0
+    pretrain(command_line.parse([*tiny_flags, "--resume=latest", "--max_hours=0.0006"]))
+    assert max(steps(run_dir)) > stop["step"]
+
+
+@pytest.mark.slow
+def test_max_hours_ends_all_processes_at_one_step(tiny_flags: list[str], tmp_path: Path) -> None:
+    endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
+    done = train([*tiny_flags, *endless, "--max_hours=0.002"], world=2)
+    assert done.returncode == 0, done.stderr
+    (stop,) = events(tmp_path / "runs" / "tiny", "stop")
+    assert stop["reason"] == "max_hours"
+
+
+def test_fit_schedule_plans_by_what_was_measured_and_refuses_to_guess(
+    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as these tests run
+    fit = ["--fit_schedule", "--max_hours=0.05", "--max_steps=1000000", "--stop_after_steps=1"]
+    with pytest.raises(ConfigError, match="--measure"):
+        pretrain(command_line.parse([*tiny_flags, *fit, "--run_name=early"]))
+    assert not (tmp_path / "runs" / "early").exists()
+    pretrain(command_line.parse([*tiny_flags, "--max_steps=30"]))
+    pretrain(command_line.parse([*tiny_flags, *fit, "--run_name=fitted"]))
+    (begin,) = events(tmp_path / "runs" / "fitted", "begin")
+    assert 1 <= begin["max_steps"] < 1_000_000
+    foretold = estimate_of(tmp_path / "runs" / "fitted")["estimate"]
+    assert foretold["high_hours"] <= 0.05
+    with pytest.raises(ConfigError, match="--max_hours"):
+        pretrain(command_line.parse([*tiny_flags, "--fit_schedule", "--run_name=other"]))
+    with pytest.raises(ConfigError, match="fresh"):
+        command_line.parse(["--fit_schedule", "--resume=latest"])
+
+
+@pytest.mark.parametrize(
+    "typed", [["--mini_batch_size", "auto"], ["--mini_batch_size=auto"], ["--mini-batch-size=auto"]]
+)
+def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed: list[str]) -> None:
+    command = command_line.parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
+    assert command.finds_mini_batch
+    assert command.fresh().batch.mini_batch_size == 8
+    assert not command_line.parse(["--mini_batch_size=4"]).finds_mini_batch
+    settled = command.with_flags("--mini_batch_size=2")
+    assert not settled.finds_mini_batch
+    assert settled.fresh().batch.mini_batch_size == 2
+    replaced = command.with_flags("--max_tokens=9", instead_of=("max_steps",))
+    assert (replaced.fresh().length.max_steps, replaced.fresh().length.max_tokens) == (None, 9)
+
+
+def test_the_poorest_process_decides_the_mini_batch_of_all(
+    tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = []
+
+    def search(job: Job, folder: Path, *, memory_bytes: float, **_: object) -> dict[str, int]:
+        offered.append(memory_bytes)
+        return {"mini_batch_size": 2}
+
+    monkeypatch.setattr(auto.measuring, "find_batch_size", search)
+    plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
+    command = command_line.parse([*plain, "--mini_batch_size=auto"])
+    start = decide(command, world_size=1, set_aside=False)
+    settled = auto.fitted(command, start, [8e9, None, 2e9, 4e9])
+    assert offered == [2e9]
+    assert settled is not None
+    assert settled.fresh().batch.mini_batch_size == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    quarter = auto.free_memory(command, start)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert quarter == pytest.approx(auto.free_memory(command, start) / 4, rel=0.1)
+    typed = command_line.parse(tiny_flags)
+    assert auto.free_memory(typed, start) is None
+    assert auto.fitted(typed, start, [None]) is None
+
+
+@pytest.mark.slow
+def test_an_automatic_mini_batch_is_found_stored_and_used_again(
+    tiny_flags: list[str], tmp_path: Path
+) -> None:
+    plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
+    pretrain(
+        command_line.parse(
+            [*plain, "--mini_batch_size=auto", "--max_steps=4", "--stop_after_steps=2"]
+        )
+    )
+    run_dir = tmp_path / "runs" / "tiny"
+    found = json.loads((run_dir / "config.json").read_text())["mini_batch_size"]
+    assert 8 % found == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"], "trials leave nothing"
+    pretrain(command_line.parse([*plain, "--mini_batch_size=auto", "--resume=latest"]))
+    assert json.loads((run_dir / "config.json").read_text())["mini_batch_size"] == found
+    pretrain(command_line.parse([*tiny_flags, "--max_steps=4", "--run_name=other"]))
+    other = steps(tmp_path / "runs" / "other")
+    for step, event in steps(run_dir).items():
+        assert event["loss"] == pytest.approx(other[step]["loss"], rel=1e-5)
+        assert event["batch_hash"] == other[step]["batch_hash"]
+
+
+def clock(hours: float | None, *, ago: float, expected: float | None = None) -> RunClock:
+    import dataclasses
+
+    length = dataclasses.replace(Config().length, max_hours=hours)
+    config = dataclasses.replace(Config(), length=length)
+    return RunClock(
+        config,
+        last_step=1000,
+        began=time.monotonic() - ago,
+        expected_seconds=expected,
+    )
+
+
+def test_max_hours_ends_a_start_before_a_slow_step_and_the_save() -> None:
+    (deadline,) = find_deadlines(None, {}, max_hours=1.0)
+    assert deadline.reason == "max_hours"
+    assert deadline.at - time.monotonic() == pytest.approx(3600, abs=5)
+    progress = clock(1.0, ago=0.0).progress
+    assert progress.stop_seconds(assumed_save=4.0) == 6.0
+    for _ in range(5):
+        progress.record_step(10.0)
+    progress.record_event("checkpoint", 20.0)
+    assert progress.stop_seconds(assumed_save=4.0) == 45.0
+    near = Deadline("max_hours", time.monotonic() + 44)
+    assert find_due((near,), margin_seconds=progress.stop_seconds()) == "max_hours"
+    assert find_due((near,), margin_seconds=43.0) is None
+    assert find_deadlines(None, {}) == ()
+
+
+def test_on_track_is_judged_by_the_limit_or_else_the_forecast() -> None:
+    left = Interval(100.0, 80.0, 130.0)
+    assert clock(1.0, ago=3480).is_on_track(left) is False
+    assert clock(1.0, ago=3400).is_on_track(left) is True
+    assert clock(None, ago=50, expected=140.0).is_on_track(left) is False
+    assert clock(None, ago=50, expected=160.0).is_on_track(left) is True
+    assert clock(None, ago=50).is_on_track(left) is None
+    assert clock(1.0, ago=50).is_on_track(None) is None
+
+
+def test_a_start_counts_from_the_beginning_of_its_process() -> None:
+    code = "import time; from gpt2lab.planner.run_clock import process_began; time.sleep(0.5); "
+    code += "print(time.monotonic() - process_began())"
+    source = str(Path(__file__).resolve().parents[3] / "src")
+    began = time.monotonic()
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": source}
+    )
+    age, around = float(answer.stdout), time.monotonic() - began
+    assert 0.5 < age < around + 0.02  # the system counts in hundredths of a second

@@ -1,0 +1,102 @@
+"""The table of GPUs: names, sources, a user's own file over it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from forecasting import KNOWN
+from gpt2lab.errors import ConfigError
+from gpt2lab.planner import hardware, profiles
+
+pytestmark = pytest.mark.usefixtures("no_user_file")
+
+
+def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started with a number for a user."""
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home directory")))
+    assert not hardware.user_file().exists()
+    assert hardware.load.__wrapped__().gpus == hardware.load(hardware.SHIPPED).gpus
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA L4", "L4"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GB200", None),
+    ],
+)
+def test_a_device_name_means_its_card_or_none(device: str, name: str | None) -> None:
+    found = KNOWN.recognise(device)
+    assert (found.name if found else None) == name
+
+
+def test_every_number_has_a_source_with_a_date() -> None:
+    document = json.loads(hardware.SHIPPED.read_text())
+    assert all(source["date"] for source in document["sources"].values())
+    numbers = [
+        value
+        for card in document["gpus"].values()
+        for value in card.values()
+        if isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[1], str)
+        and not isinstance(value[0], list | str)
+    ]
+    numbers += list(document["constants"].values())
+    assert len(numbers) > 100
+    assert {source for _, source in numbers} <= set(document["sources"])
+
+
+def test_a_users_file_merges_over_the_shipped_one(tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    own.write_text(
+        json.dumps(
+            {
+                "sources": {"me": {"title": "my bill", "date": "2026-11-01"}},
+                "gpus": {
+                    "H100": {"usd_per_hour": [1.5, "me"]},
+                    "X9": {
+                        "words": [["x9"]],
+                        "bf16_tflops": [100, "me"],
+                        "bandwidth_gbs": [900, "me"],
+                    },
+                },
+                "profiles": {
+                    "night": {
+                        "about": "",
+                        "context_length": 256,
+                        "memory_target": 0.5,
+                        "tokens_per_parameter": 5,
+                        "eval_interval": 4,
+                    }
+                },
+            }
+        )
+    )
+    merged = hardware.load(own)
+    assert (merged.gpu("h100").usd_per_hour, merged.gpu("h100").price_date) == (1.5, "2026-11-01")
+    assert merged.gpu("h100").peak_flops == 989e12
+    assert merged.gpu("x9").peak_flops == 100e12
+    assert profiles.find("night", merged).context_length == 256
+    own.write_text('{"gpus": {"X9": {"words": [["x9"]], "bf16_tflops": [100, "nobody"]}}}')
+    hardware.load.cache_clear()
+    with pytest.raises(ConfigError, match=r"own\.json"):
+        hardware.load(own)

@@ -1,0 +1,398 @@
+"""Predicted bytes against torch's own count: MemTracker on fake tensors, and the allocations of real steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import launch
+from benchmarks.live_bytes import peak_of_step
+from gpt2lab.config.schema import (
+    ModelConfig,
+    OptimConfig,
+    Optimizer,
+    Recompute,
+    SystemConfig,
+    TuningConfig,
+)
+from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.finetuning.packed import PackedGPT
+from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.model.lora import add_lora
+from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.planner.memory import PARTS, PRETRAINING, Memory, Sharing, largest_micro_batch, predict
+from gpt2lab.training.train_step import train_step
+
+CPU = torch.device("cpu")
+WORKERS = Path(__file__).parents[2] / "workers"
+
+
+class Alone(Strategy):
+    """The trainer's own strategy on one process, which tells a tracker of each forward pass."""
+
+    def __init__(
+        self, dtype: str, tracker: MemTracker | None = None, recompute: Recompute = "none"
+    ) -> None:
+        runtime = Runtime()
+        runtime.use(SystemConfig(device="cpu"))
+        super().__init__(runtime, compile=False, dtype=dtype, recompute=recompute)
+        self.tracker = tracker
+
+    def autocast(self) -> torch.autocast:
+        if self.tracker is not None:
+            self.tracker.reset_mod_stats()  # it refuses a second forward pass otherwise
+        return super().autocast()
+
+
+def shape(L: int, C: int, H: int, T: int, V: int) -> ModelConfig:
+    return ModelConfig(n_layer=L, n_embd=C, n_head=H, context_length=T, vocab_size=V)
+
+
+def batch_of(config: ModelConfig, B: int, A: int) -> GlobalBatch:
+    T = config.context_length
+
+    def ids() -> torch.Tensor:
+        return torch.zeros(B, T, dtype=torch.int64)
+
+    micro = tuple(MicroBatch(ids(), ids(), i, i == A - 1) for i in range(A))
+    return GlobalBatch(micro, A * B * T, 0, 0, A * B, None, 0.0)
+
+
+def tracked_peak(
+    config: ModelConfig, B: int, A: int, dtype: str, optimizer: Optimizer = "adamw"
+) -> int:
+    """Return MemTracker's peak over two real train_steps on fake tensors (the second has the optimizer's state)."""
+    with FakeTensorMode():
+        model = GPT(config)
+        optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
+        tracker = MemTracker()
+        tracker.track_external(model, *optimizers)
+        batch = batch_of(config, B, A)
+        with tracker:
+            for _ in range(2):
+                train_step(
+                    model,
+                    optimizers,
+                    batch,
+                    1e-3,
+                    strategy=Alone(dtype, tracker),  # type: ignore[arg-type]
+                    grad_clip=1.0,
+                    seed=0,
+                )
+        return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])
+
+
+@pytest.fixture
+def fake_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let train_step read its loss: a fake tensor has no value."""
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: 1.0)
+    return
+
+
+def predicted(
+    config: ModelConfig,
+    B: int,
+    A: int,
+    dtype: str,
+    optimizer: Optimizer = "adamw",
+    tuning: TuningConfig = PRETRAINING,
+    **sharing: Any,
+) -> Memory:
+    return predict(
+        config,
+        micro_batch=B,
+        accumulation=A,
+        dtype=dtype,  # type: ignore[arg-type]
+        sharing=Sharing(**sharing),
+        optimizer=optimizer,
+        tuning=tuning,
+    )
+
+
+# Each is in a regime of its own: what peaks is the head, the blocks, the embedding, the weights' gradients.
+SHAPES = {
+    "gpt2 wide": (shape(2, 768, 12, 1024, 50304), 4, 1),
+    "gpt2 wide, accumulating": (shape(2, 768, 12, 1024, 50304), 4, 3),
+    "gpt2 deep": (shape(4, 768, 12, 1024, 50304), 2, 2),
+    "micro": (shape(4, 128, 4, 256, 50304), 8, 2),
+    "few words": (shape(3, 64, 1, 512, 2), 8, 1),
+    "few words, accumulating": (shape(2, 64, 2, 256, 64), 4, 2),
+    "small vocabulary": (shape(4, 256, 4, 256, 1000), 8, 1),
+    "short": (shape(4, 1024, 1, 4, 64), 1, 1),
+    "short, accumulating": (shape(4, 1024, 1, 4, 64), 1, 2),
+    "mostly vocabulary": (shape(2, 64, 1, 8, 50304), 1, 1),
+    "head against embedding": (shape(4, 512, 8, 128, 8192), 2, 3),
+}
+
+
+# The dtypes differ in what a block and the head keep; the rest is shared, so fp32 skips what bf16 has shown.
+SEEN = [
+    *((name, "bf16") for name in SHAPES),
+    *((name, "fp32") for name in ("gpt2 wide", "few words", "short", "head against embedding")),
+]
+
+
+@pytest.mark.usefixtures("fake_numbers")
+@pytest.mark.parametrize(("name", "dtype"), SEEN)
+def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name: str, dtype: str) -> None:
+    config, B, A = SHAPES[name]
+    memory = predicted(config, B, A, dtype)
+    assert memory.tensors == pytest.approx(tracked_peak(config, B, A, dtype), rel=0.005)
+
+
+ROTARY, RMSNORM, QK_NORM, RELU2 = OPTIONS = (
+    {"positions": "rotary"},
+    {"norm": "rmsnorm"},
+    {"qk_norm": "rmsnorm"},
+    {"activation": "relu2"},
+)
+MODERN: dict[str, Any] = ROTARY | RMSNORM | QK_NORM | RELU2
+# Where activations decide, and where Muon's step does. In the models that people train the head decides.
+WHERE_THEY_COUNT: dict[Optimizer, tuple[str, ...]] = {
+    "adamw": ("small vocabulary", "few words, accumulating"),
+    "muon": ("short, accumulating",),
+}
+
+
+@pytest.mark.usefixtures("fake_numbers")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("options", "optimizer"),
+    [
+        *(pytest.param(one, "adamw", id="+".join(one)) for one in (*OPTIONS, MODERN)),
+        pytest.param({}, "muon", id="muon"),
+        pytest.param(MODERN, "muon", id="all+muon"),
+    ],
+)
+def test_each_option_and_all_together_hold_what_the_memory_tracker_counts(
+    options: dict[str, Any], optimizer: Optimizer, dtype: str
+) -> None:
+    for name in WHERE_THEY_COUNT[optimizer]:
+        plain, B, A = SHAPES[name]
+        config = dataclasses.replace(plain, **options)
+        tracked = tracked_peak(config, B, A, dtype, optimizer)
+        memory = predicted(config, B, A, dtype, optimizer)
+        assert memory.tensors == pytest.approx(tracked, rel=0.005), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_numbers")
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    config=st.builds(
+        lambda D, H, **rest: ModelConfig(n_embd=D * H, n_head=H, **rest),
+        D=st.sampled_from([16, 32, 64]),
+        H=st.sampled_from([1, 2, 6]),
+        n_layer=st.integers(1, 4),
+        context_length=st.integers(8, 1024),
+        vocab_size=st.sampled_from([64, 1000, 8192]),
+        positions=st.sampled_from(["learned", "rotary"]),
+        norm=st.sampled_from(["layernorm", "rmsnorm"]),
+        qk_norm=st.sampled_from(["none", "rmsnorm"]),
+        activation=st.sampled_from(["gelu", "relu2"]),
+    ),
+    B=st.integers(1, 8),
+    A=st.integers(1, 3),
+    dtype=st.sampled_from(["bf16", "fp32"]),
+    optimizer=st.sampled_from(["adamw", "muon"]),
+)
+def test_any_options_of_any_shape_hold_what_the_memory_tracker_counts(
+    config: ModelConfig, B: int, A: int, dtype: str, optimizer: Optimizer
+) -> None:
+    tracked = tracked_peak(config, B, A, dtype, optimizer)
+    assert predicted(config, B, A, dtype, optimizer).tensors == pytest.approx(tracked, rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_numbers")
+def test_memory_is_affine_in_layers_and_batch_so_small_shapes_speak_for_large_ones() -> None:
+    def tracked(L: int, B: int) -> int:
+        return tracked_peak(shape(L, 768, 12, 1024, 50304), B, 2, "bf16")
+
+    per_layer = tracked(3, 2) - tracked(2, 2)
+    per_sequence = tracked(2, 3) - tracked(2, 2)
+    both = tracked(3, 3) - tracked(2, 2) - per_layer - per_sequence  # a sequence of one more layer
+    L, B = 12, 16
+    extrapolated = tracked(2, 2) + (L - 2) * per_layer + (B - 2) * per_sequence
+    extrapolated += (L - 2) * (B - 2) * both
+    memory = predicted(shape(L, 768, 12, 1024, 50304), B, 2, "bf16")
+    assert memory.tensors == pytest.approx(extrapolated, rel=0.005)
+
+
+REAL = [
+    (shape(3, 128, 4, 128, 4096), 4, 1),
+    (shape(2, 192, 3, 64, 8192), 3, 2),
+    (shape(4, 256, 4, 128, 1000), 4, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "B", "A", "recompute"),
+    [
+        *((*case, "none") for case in REAL),
+        *((*REAL[2], how) for how in ("block", "selective")),
+        pytest.param(*REAL[0], "block", marks=pytest.mark.slow),
+        pytest.param(*REAL[1], "selective", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_peak_is_that_of_real_steps_to_three_percent(
+    config: ModelConfig, B: int, A: int, recompute: Recompute, dtype: str
+) -> None:
+    found = real_peak(config, B, A, recompute, dtype, "adamw")
+    memory = predicted(config, B, A, dtype, recompute=recompute)
+    assert memory.tensors == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(
+    optimizer: Optimizer, recompute: Recompute, dtype: str
+) -> None:
+    config, B, A = dataclasses.replace(REAL[2][0], **MODERN), 4, 2
+    found = real_peak(config, B, A, recompute, dtype, optimizer)
+    memory = predicted(config, B, A, dtype, optimizer, recompute=recompute)
+    assert memory.tensors == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize(
+    ("lora_r", "options", "margin"), [(0, {}, 0.03), (8, {}, 0.05), (8, MODERN, 0.05)]
+)
+def test_fine_tunings_peak_is_that_of_real_steps_to_three_percent_and_adapters_to_five(
+    lora_r: int, options: dict[str, Any], margin: float, recompute: Recompute, dtype: str
+) -> None:
+    config, B, A = dataclasses.replace(REAL[2][0], **options), 4, 2
+    tuning = TuningConfig(instructions="demo", lora_r=lora_r)
+    found = real_peak(config, B, A, recompute, dtype, "adamw", tuning)
+    memory = predicted(config, B, A, dtype, tuning=tuning, recompute=recompute)
+    assert memory.tensors == pytest.approx(found, rel=margin)
+
+
+def real_peak(
+    config: ModelConfig,
+    B: int,
+    A: int,
+    recompute: Recompute,
+    dtype: str,
+    optimizer: Optimizer,
+    tuning: TuningConfig = PRETRAINING,
+) -> int:
+    model = build_model(config, seed=0, device=CPU)
+    if tuning.lora_r:
+        add_lora(model, tuning)
+    strategy = Alone(dtype, recompute=recompute)
+    wrapped = strategy.prepare(model, PackedGPT) if tuning.instructions else strategy.prepare(model)
+    optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
+    return peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
+
+
+def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None:
+    """All modes and ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
+
+    fsdp's buffers come and go with gloo's threads, up to 8 % either way, so a case may take four runs to show it.
+    """
+    missed: set[str] = set()
+    for attempt in range(4):
+        done = launch.train([], world=2, program=WORKERS / "live_bytes.py")
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
+        assert len(lines) == 28
+        missed_now = set()
+        for case in lines:
+            peak = case.pop("peak")
+            if not _is_foretold(case, peak):
+                assert case["parallel"] == "fsdp", (case, peak)
+                missed_now.add(json.dumps(case))
+        missed = missed_now if attempt == 0 else missed & missed_now
+        if not missed:
+            return
+    assert not missed
+
+
+def _is_foretold(case: dict[str, Any], peak: float) -> bool:
+    memory = predicted(
+        ModelConfig(**case["model"]),
+        *(case[name] for name in ("B", "A", "dtype", "optimizer")),
+        world=2,
+        parallel=case["parallel"],
+        recompute=case["recompute"],
+    )
+    margin = 0.05 if case["parallel"] == "fsdp" else 0.01
+    return memory.tensors == pytest.approx(peak, rel=margin)
+
+
+# -- what must be true of any shape ------------------------------------------------------------------------------
+
+examples = settings(derandomize=True, max_examples=200, deadline=None)
+sizes = st.builds(
+    lambda L, D, H, T, V, options: dataclasses.replace(shape(L, D * H, H, T, V), **options),
+    st.integers(1, 12),
+    st.integers(8, 128),
+    st.integers(1, 12),
+    st.integers(8, 2048),
+    st.integers(64, 60_000),
+    st.sampled_from([{}, MODERN]),
+)
+
+
+def peak(config: ModelConfig, B: int, A: int, dtype: str, world: int = 1) -> int:
+    return predicted(config, B, A, dtype, world=world).tensors
+
+
+@examples
+@given(
+    config=sizes, B=st.integers(1, 32), A=st.integers(1, 4), dtype=st.sampled_from(["bf16", "fp32"])
+)
+def test_memory_grows_with_everything(config: ModelConfig, B: int, A: int, dtype: str) -> None:
+    here = peak(config, B, A, dtype)
+    more = {
+        "n_layer": config.n_layer + 1,
+        "n_embd": config.n_embd + config.n_head,
+        "context_length": config.context_length + 1,
+        "vocab_size": config.vocab_size + 1,
+    }
+    for name, value in more.items():
+        larger = peak(dataclasses.replace(config, **{name: value}), B, A, dtype)
+        # Where the optimizer's step is the peak, a longer context adds learned positions alone.
+        at_least = name == "context_length" and config.positions == "rotary"
+        assert larger > here or (at_least and larger == here), name
+    assert peak(config, B + 1, A, dtype) >= here
+    assert peak(config, B, A + 1, dtype) >= here
+    assert peak(config, B, A, dtype, 2) >= here
+    memory = predicted(config, B, A, dtype)
+    assert memory.tensors == sum(getattr(memory, part) for part in PARTS)
+    assert all(getattr(memory, part) >= 0 for part in PARTS)
+
+
+@examples
+@given(config=sizes, sequences=st.integers(1, 96), gib=st.floats(0.1, 200))
+def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not(
+    config: ModelConfig, sequences: int, gib: float
+) -> None:
+    budget = gib * 2**30
+    found = largest_micro_batch(
+        config,
+        sequences=sequences,
+        budget=budget,
+        dtype="bf16",
+        sharing=Sharing(2),
+        optimizer="adamw",
+    )
+    divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    fits = {size: peak(config, size, sequences // size, "bf16", 2) <= budget for size in divisors}
+    assert found == max((size for size in divisors if fits[size]), default=None)

@@ -1,0 +1,147 @@
+"""What a plan decides before torch is loaded: parameters, batches, steps, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2lab.config.command_line import Command, parse
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, ModelConfig
+from gpt2lab.config.settings import override, to_flat
+from gpt2lab.errors import ConfigError
+from gpt2lab.planner.plan import BatchPlan, count_parameters, count_steps, make_plan, plan_batches
+from gpt2lab.training.start import decide
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_the_presets_are_the_sizes_that_openai_released(name: Any, parameters: int) -> None:
+    model = dataclasses.replace(preset(name).model, vocab_size=50257)
+    assert count_parameters(model) == parameters
+
+
+def test_the_closed_form_counts_what_is_listed_tensor_by_tensor() -> None:
+    model = ModelConfig(n_layer=3, n_head=2, n_embd=10, context_length=7, vocab_size=11)
+    block = [
+        *(10, 10),  # first norm
+        *(10 * 30, 30),  # query, key, value
+        *(10 * 10, 10),  # output of attention
+        *(10, 10),  # second norm
+        *(10 * 40, 40, 40 * 10, 10),  # MLP
+    ]
+    assert count_parameters(model) == 11 * 10 + 7 * 10 + 3 * sum(block) + (10 + 10)
+
+
+@pytest.mark.parametrize(("total", "world"), [(96, 1), (96, 2), (480, 5)])
+def test_the_batch_is_world_times_accumulation_times_micro_batch(total: int, world: int) -> None:
+    batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
+    plan = plan_batches(batch, context_length=4, world_size=world)
+    assert plan == BatchPlan(total // 4, 3, total // (4 * 3 * world), world, 4)
+    assert plan.samples == plan.world_size * plan.accumulation * plan.mini_batch_size
+    assert plan.tokens == total
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
+    def message(total: int, world: int) -> str:
+        batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
+        with pytest.raises(ConfigError) as error:
+            plan_batches(batch, context_length=4, world_size=world)
+        return str(error.value)
+
+    assert "nearest: 96 or 108 " in message(100, 1)
+    assert "nearest: 96 or 120 " in message(100, 2)
+    assert "nearest: 120 " in message(100, 10)  # 0 is no batch
+    assert "total_batch_size 100 is not a multiple of" in message(100, 1)
+    for total, world in [(96, 1), (108, 1), (96, 2), (120, 2), (120, 10)]:
+        batch = BatchConfig(total_batch_size=total, mini_batch_size=3)
+        assert plan_batches(batch, context_length=4, world_size=world).tokens == total
+
+
+LENGTHS_OF_RUNS: list[tuple[dict[str, Any], int]] = [
+    ({"max_steps": 7}, 7),
+    ({"max_tokens": 640}, 10),
+    ({"max_tokens": 703}, 10),
+    ({"max_tokens": 704}, 11),
+    ({"num_epochs": 1.0}, 6),  # 25 windows in steps of 4
+    ({"num_epochs": 2.0}, 12),
+    ({"num_epochs": 0.5}, 3),
+    ({"num_epochs": 0.16}, 1),
+    ({}, 6),
+]
+
+
+@pytest.mark.parametrize(("length", "steps"), LENGTHS_OF_RUNS)
+def test_steps_tokens_and_epochs_become_whole_steps(length: dict[str, Any], steps: int) -> None:
+    batch = BatchConfig(total_batch_size=64)
+    counted = count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
+    assert counted == steps
+
+
+@pytest.mark.parametrize(
+    ("length", "given"), [({"max_tokens": 63}, "max_tokens 63"), ({"num_epochs": 0.15}, "0.15")]
+)
+def test_less_than_one_step_is_refused(length: dict[str, Any], given: str) -> None:
+    batch = BatchConfig(total_batch_size=64)
+    with pytest.raises(ConfigError, match=f"{given}.* less than one step of 64 tokens"):
+        count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
+
+
+def test_a_plan_adds_up() -> None:
+    config = override(Config(), {"total_batch_size": 64, "mini_batch_size": 2, "num_epochs": 2.0})
+    config = override(config, {"context_length": 16, "checkpoint_freq": 5, "keep_checkpoints": 2})
+    plan = make_plan(config, world_size=2, windows_per_epoch=25)
+    assert (plan.max_steps, plan.tokens, plan.epochs) == (12, 12 * 64, 12 * 4 / 25)
+    assert plan.batch.accumulation == 1
+    assert plan.checkpoint_bytes == 3 * 4 * plan.parameters  # weights and two moments, fp32
+    assert plan.disk_bytes == plan.retained_checkpoints * plan.checkpoint_bytes
+    assert (
+        plan.retained_checkpoints >= 2 + 1 + 2
+    )  # rolling, one whole epoch, best and the one before
+
+
+def tiny(tiny_flags: list[str], *more: str) -> Command:
+    return parse([*tiny_flags, *more])
+
+
+def test_warm_up_longer_than_the_run_is_refused(tiny_flags: list[str]) -> None:
+    start = decide(
+        tiny(tiny_flags, "--max_steps=9", "--warmup_steps=9"), world_size=1, set_aside=False
+    )
+    assert start.plan.max_steps == 9
+    with pytest.raises(ConfigError, match="warmup_steps 10 is longer than the run of 9 steps"):
+        decide(
+            tiny(tiny_flags, "--max_steps=9", "--warmup_steps=10"), world_size=1, set_aside=False
+        )
+
+
+def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(
+    tiny_flags: list[str], tmp_path: Path
+) -> None:
+    start = decide(tiny(tiny_flags, "--max_lr=0.01"), world_size=1, set_aside=False)
+    flat = to_flat(start.config)
+    steps = sum((size - 1) // 16 for size in (1003, 777, 1290)) // 8
+    assert start.plan.max_steps == steps
+    assert (flat["num_epochs"], flat["max_steps"], flat["max_tokens"]) == (1.0, None, None)
+    assert flat["min_lr"] == pytest.approx(0.001)
+    assert flat["warmup_steps"] == steps // 10
+    assert start.attempt == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_name_is_named_by_model_and_time(tiny_flags: list[str]) -> None:
+    flags = [flag for flag in tiny_flags if not flag.startswith("--run_name")]
+    start = decide(parse(flags), world_size=1, set_aside=False)
+    model, date, clock = start.run_dir.name.replace("_", "-").split("-")
+    assert (model, len(date), len(clock)) == ("gpt2", 8, 6)
+    assert (date + clock).isdigit()

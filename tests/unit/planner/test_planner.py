@@ -1,0 +1,137 @@
+"""What must be true of any forecast: public runs, windows, scaling, loss."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as rules
+from hypothesis import strategies as st
+
+from forecasting import KNOWN, foretell, job_for, on
+from gpt2lab.config.presets import preset
+from gpt2lab.planner import hardware, profiles, timing
+from gpt2lab.planner.deadline import Window, steps_that_fit, verdict
+from gpt2lab.planner.estimate import estimate
+from gpt2lab.planner.interval import Interval, total
+from gpt2lab.planner.loss_prediction import effective_tokens, predicted_loss
+from gpt2lab.planner.timing import work
+
+pytestmark = pytest.mark.usefixtures("no_user_file")
+examples = rules(derandomize=True, max_examples=60, deadline=None)
+NVLINK = ("A100", "H100", "H200", "B200")
+PUBLIC = {  # tokens a second and card; sources in docs/planner.md
+    "llm.c 124M, 8 x H100": ("H100", "gpt2", 468e3, True),
+    "modded-nanogpt baseline, torch 2.5, 8 x H100": ("H100", "gpt2", 462e3, True),
+    "modded-nanogpt AdamW, torch 2.3, 8 x H100": ("H100", "gpt2", 332e3, True),
+    "llm.c 1558M, 8 x H100": ("H100", "gpt2-xl", 48.5e3, True),
+    "nanoGPT 124M, RTX 4090": ("RTX-4090", "gpt2", 106e3, True),
+    "build-nanogpt 124M, A100-80": ("A100", "gpt2", 183e3, True),
+    "llm.c 124M, 8 x A100-80": ("A100", "gpt2", 231e3, True),
+    "build-nanogpt 124M, not compiled, 8 x A100-40": ("A100-40GB", "gpt2", 137e3, False),
+}
+
+
+def test_six_of_eight_public_runs_are_inside_the_interval() -> None:
+    inside = []
+    for gpu, model, measured, compiled in PUBLIC.values():
+        amount = work(preset(model).model, micro_batch=32, accumulation=2)  # type: ignore[arg-type]
+        rates = timing.roofline(KNOWN.gpu(gpu), KNOWN, compiled=compiled)
+        rate = rates.interval(amount).inverse_of(32 * 2 * 1024)
+        inside.append(rate.contains(measured))
+    assert sum(inside) >= 6
+
+
+@examples
+@given(
+    gpu=st.sampled_from(["RTX-4090", *NVLINK]),
+    model=st.sampled_from(["gpt2", "gpt2-medium", "gpt2-large"]),
+    steps=st.integers(1, 10**6),
+)
+def test_parts_sum_to_the_total_and_steps_cost_in_proportion(
+    gpu: str, model: str, steps: int
+) -> None:
+    found = foretell(gpu, model=model, steps=str(steps))
+    parts = found.breakdown.values()
+    assert found.seconds.value == pytest.approx(sum(part.value for part in parts))
+    assert found.seconds.low <= found.seconds.value <= found.seconds.high
+    double = foretell(gpu, model=model, steps=str(2 * steps))
+    assert double.breakdown["train"].value == pytest.approx(2 * found.breakdown["train"].value)
+    assert double.seconds.value > found.seconds.value
+    need = found.memory
+    assert need.needed == pytest.approx(need.tensors.tensors + need.overhead)
+    if found.cost is not None:
+        hours = found.seconds.value / 3600
+        assert found.cost.usd.value == pytest.approx(found.cost.price_per_gpu_hour * hours)
+
+
+@pytest.mark.parametrize("gpu", NVLINK)
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_more_cards_are_never_slower_on_nvlink(gpu: str, model: str) -> None:
+    times = [
+        foretell(gpu, gpus=n, model=model, mini_batch_size=4, tokens="10B").step.value
+        for n in (1, 2, 4, 8)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] / times[-1] <= 8
+
+
+@examples
+@given(hours=st.floats(0.2, 400), gpu=st.sampled_from(["RTX-4090", "A100", "H100"]))
+def test_a_run_fits_exactly_if_its_upper_bound_is_within_the_budget(hours: float, gpu: str) -> None:
+    window = Window(3600 * hours, 300.0)
+    job, where = job_for(tokens="10B"), on(gpu)
+    found = estimate(job, where, KNOWN)
+    assert (verdict(found, window) == "fits") == (found.seconds.high <= window.budget)
+    steps = steps_that_fit(job, window, lambda other: estimate(other, where, KNOWN))
+    if steps:
+        assert estimate(job.with_steps(steps), where, KNOWN).seconds.high <= window.budget
+        assert estimate(job.with_steps(steps + 1), where, KNOWN).seconds.high > window.budget
+
+
+def test_scaling_is_that_of_the_published_model() -> None:
+    """Nearly linear on NVLink, visibly worse over PCIe, useless over 10 Gb/s Ethernet."""
+
+    def efficiency(gpu: str, gpus: int, **more: object) -> float:
+        def step(n: int, **how: object) -> float:
+            return estimate(
+                job_for(world=n, tokens="10B", mini_batch_size=16), on(gpu, gpus=n, **how), KNOWN
+            ).step.value
+
+        return step(1) / (gpus * step(gpus, **more))
+
+    assert efficiency("H200", 8) > 0.97
+    assert 0.88 < efficiency("RTX-4090", 8) < 0.97
+    assert efficiency("H100", 16, nodes=2, interconnect="ib400") > 0.9
+    assert efficiency("H100", 16, nodes=2, interconnect="eth10") < 0.2
+
+
+def test_intervals_add_in_quadrature_and_stay_positive() -> None:
+    both = total([Interval(10, 7, 14), Interval(10, 6, 13)])
+    assert (both.value, both.low, both.high) == (20, 15, 25)
+    assert total([Interval(1, 0, 3), Interval(1, 0, 3)]).low >= 0
+
+
+def test_loss_is_the_published_law_with_its_offset() -> None:
+    found = predicted_loss(124_475_904, 10.26e9)
+    assert found is not None
+    assert found.contains(3.272)  # llm.c's log
+    assert predicted_loss(7_000_000, 1e9) is None
+    assert effective_tokens(1e9, 2e9) == 1e9
+    assert 1e9 < effective_tokens(4e9, 1e9) < 4e9
+
+
+@pytest.mark.parametrize(
+    ("unique", "says"),
+    [
+        (
+            100_000_000,
+            "even 4 passes are fewer than the 10 of the leanest profile; take a model of at most 40,000,000",
+        ),
+        (400_000_000, "--profile fast, about 2.5 passes"),
+        (500_000_000, "--profile balanced, about 4 passes"),
+        (10_000_000_000, "--profile quality, about 0.4 passes"),
+    ],
+)
+def test_the_size_of_the_data_says_which_profile_it_has_text_for(unique: int, says: str) -> None:
+    known = profiles.profiles(hardware.load()).values()
+    assert says in profiles.advise(unique, parameters=100_000_000, known=known)

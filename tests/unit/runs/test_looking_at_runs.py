@@ -1,0 +1,361 @@
+"""scripts/status.py, plot.py and resume_command.py: read from a run's files, also while it trains or after it died."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+import launch
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.listing import print_checkpoints
+from gpt2lab.checkpoint.target import find_folder
+from gpt2lab.commands.resume_lines import plan_continuation, write
+from gpt2lab.config.command_line import parse
+from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.runs import history, overview, plots
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.training.pretrain import pretrain
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+    """Return the folder of a run that was stopped after 7 of 12 steps and resumed from step 4 to the end."""
+    runs = tmp_path_factory.mktemp("runs")
+    flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--vocab_size=256"]
+    flags += ["--total_batch_size=64", "--mini_batch_size=2", "--val_tokens=320", "--device=cpu"]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={runs}", "--run_name=r", "--dtype=fp32"]
+    flags += ["--max_steps=12", "--eval_freq=4", "--checkpoint_freq=4", "--compile=off"]
+    pretrain(parse([*flags, "--stop_after_steps=7"]))
+    pretrain(parse([*flags, "--resume=4"]))
+    return runs / "r"
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
+
+
+def script(name: str, *words: object) -> tuple[int, str, str]:
+    """Call a door; return its exit code, stdout and stderr."""
+    command = [sys.executable, str(SCRIPTS / name), *map(str, words)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return answer.returncode, answer.stdout, answer.stderr
+
+
+def test_a_name_means_the_same_run_to_every_door_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, here = tmp_path / "runs", tmp_path / "here"
+    for folder in (runs / "r" / "step_00000002", here / "r", here / "only_here"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, meant in {
+        "r": runs / "r",  # not here/r
+        "r/step_00000002": runs / "r" / "step_00000002",
+        "./r": here / "r",
+        "../runs/r": here / ".." / "runs" / "r",
+        "~/runs/r": runs / "r",
+        "only_here": here / "only_here",
+        str(runs / "r"): runs / "r",
+    }.items():
+        assert history.find_run(name, checkpoint_dir=runs) == meant
+        assert find_folder(name, runs) == meant
+    assert find_folder("hf:r", runs) is None
+    assert find_folder("gpt2", runs) is None
+    with pytest.raises(ConfigError, match="no run of this name"):
+        history.find_run("gpt2", checkpoint_dir=runs)
+
+
+# -- status ----------------------------------------------------------------------------------------------------------
+
+
+def rewrite_status(run_dir: Path, **values: object) -> None:
+    path = run_dir / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_status_of_a_complete_run(run_dir: Path) -> None:
+    status = overview.read_run(run_dir)
+    steps = launch.steps(run_dir)
+    assert (status.state, status.exit_code, status.problem) == ("completed", 0, None)
+    assert (status.step, status.last_step, status.checkpoint_step) == (12, 12, 12)
+    assert status.loss == steps[12]["loss"]
+    assert status.heartbeat_seconds is not None
+    code, said, _ = script("status.py", "--checkpoint_dir", run_dir.parent)
+    assert code == 0
+    assert "completed  12/12" in said
+
+
+def test_a_run_whose_process_is_gone_is_not_called_running(run_dir: Path) -> None:
+    rewrite_status(run_dir, state="running", exit_code=None)
+    assert overview.read_run(run_dir).state == "killed"
+    held = RunFolder(run_dir)
+    assert overview.read_run(run_dir).state == "running"
+    held.close()
+    assert overview.read_run(run_dir).state == "killed"
+
+
+def test_who_only_looks_keeps_no_run_from_starting(run_dir: Path) -> None:
+    """A table of runs that is shown every few seconds looks whether the lock is held, by taking a share of it."""
+    with open(run_dir / "run.lock") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        RunFolder(run_dir).close()
+
+
+def test_the_time_left_of_a_running_run_counts_down(run_dir: Path) -> None:
+    rewrite_status(run_dir, state="running")
+    last = launch.events(run_dir, "step")[-1]
+    last |= {"time": time.time() - 30, "remaining_seconds": 100.0, "step": 12}
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(last) + "\n")
+    held = RunFolder(run_dir)
+    remaining = overview.read_run(run_dir).remaining_seconds
+    held.close()
+    assert remaining == pytest.approx(70, abs=3)
+
+
+def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir: Path) -> None:
+    rewrite_status(run_dir, state="failed", exit_code=76)
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write("not json\n")
+    said = script("status.py", "--checkpoint_dir", run_dir.parent)[1]
+    assert "failed (76)" in said
+    assert "not JSON" in said.splitlines()[-1]
+
+
+def test_what_this_user_may_not_read_hides_no_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found, where runs have a disk of their own, and another user's run."""
+    runs = run_dir.parent
+    shutil.copytree(run_dir, runs / "lost+found")
+    (runs / "lost+found" / "metrics.jsonl").unlink()
+    real, real_access = os.stat, os.access
+
+    def stat(path: str | Path, **options: Any) -> os.stat_result:
+        if "lost+found/" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "lost+found" not in str(path) and real_access(path, mode)
+    )
+    assert [run.run_name for run in overview.read_runs(runs)] == ["r"]
+    assert catalog.newest_run(runs) == run_dir
+    assert print_checkpoints(runs, run_name=None, as_json=False) == 0
+    monkeypatch.undo()
+    read = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.name == "metrics.jsonl":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert "Permission denied" in str(overview.read_run(run_dir).problem)
+
+
+def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None:
+    assert script("status.py", "--json", "--checkpoint_dir", tmp_path)[1] == '{"runs": []}\n'
+    assert "no runs in" in script("status.py", "--checkpoint_dir", tmp_path)[1]
+    for words in (["--checkpoint_dir", "nowhere"], ["--watch", "0"], ["--watch", "1", "--json"]):
+        code, said, error = script("status.py", *words)
+        assert (code, said, error.count("\n")) == (2, "", 1)
+
+
+def test_watch_shows_again_until_it_is_interrupted(run_dir: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "status.py"), "--watch=0.1"]
+    command += [f"--checkpoint_dir={run_dir.parent}"]
+    # What a shell starts in the background, as these tests may be, ignores Ctrl+C, and so do its children.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeds) as process:
+        assert process.stdout is not None
+        shown = [process.stdout.readline() for _ in range(9)]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(30) == 0
+    assert sum("completed" in line for line in shown) >= 2
+
+
+# -- plot ------------------------------------------------------------------------------------------------------------
+
+
+def test_curves_follow_the_line_of_the_newest_weights(run_dir: Path) -> None:
+    curves = plots.read_curves(run_dir)
+    assert sorted(curves.steps) == list(range(1, 13))
+    assert curves.steps[6]["attempt"] == 2
+    assert (curves.resumes, sorted(curves.evals)) == ([4], [0, 4, 8, 12])
+    x, y = plots.smooth(curves.steps, "loss")
+    assert (x[0], y[0], len(x)) == (1, curves.steps[1]["loss"], 12)
+
+
+def test_many_steps_become_few_points_that_are_medians() -> None:
+    steps = {step: {"loss": float(step % 7)} for step in range(1, 4001)}
+    x, y = plots.smooth(steps, "loss")
+    assert len(x) == len(y) == 400
+    assert x[0] == 5.5
+    assert y[0] == 2.5  # of 1 2 3 4 5 6 0 1 2 3
+
+
+def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_path: Path) -> None:
+    code, said, error = script("plot.py", "r", "--checkpoint_dir", run_dir.parent)
+    assert (code, said.strip()) == (0, str(run_dir / "plot.png")), error
+    other = shutil.copytree(run_dir, run_dir.with_name("other"))
+    code, _, error = script("plot.py", run_dir, other, "--out", tmp_path / "both.png")
+    assert code == 0, error
+    for path in (run_dir / "plot.png", tmp_path / "both.png"):
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert int.from_bytes(content[16:20], "big") > 1000  # pixels wide
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "pictures" / "plot.png"
+    picture.parent.mkdir()
+    picture.write_bytes(b"the one before")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match="No space left"):
+        plots.draw([plots.read_curves(run_dir)], picture)
+    assert [(path.name, path.read_bytes()) for path in picture.parent.iterdir()] == [
+        ("plot.png", b"the one before")
+    ]
+
+
+def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    from matplotlib.figure import Figure
+
+    event = {"event": "hellaswag", "time": 1.0, "attempt": 2, "step": 8, "n": 10, "seconds": 1.0}
+    event |= {
+        "acc_norm": 0.4,
+        "acc_norm_se": 0.1,
+        "acc_token_norm": None,
+        "acc_token_norm_se": None,
+    }
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(event) + "\n")
+    curves = plots.read_curves(run_dir)
+    axes = Figure().add_subplot()
+    plots._draw_panel(axes, "acc_norm", [curves])
+    lines = [line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"]
+    assert lines == [0.3114, 0.337]
+    assert not plots._has(curves, "acc_token_norm")  # the lineage's 0.2955 has no place here
+    plots.draw([curves], tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "which run"),
+        (["no_such_run"], "no run of this name"),
+        (["RUN", "RUN"], "several runs: say where"),
+        (["RUN", "--out", "x.pdf"], "a PNG is written"),
+        (["RUN", "--out", "nowhere/x.png"], "cannot be written"),
+        (["EMPTY"], "has taken no step"),
+    ],
+)
+def test_a_plot_that_cannot_be_drawn_is_one_line(
+    run_dir: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    names = {"RUN": run_dir, "EMPTY": tmp_path / "empty"}
+    code, said, error = script("plot.py", *(names.get(word, word) for word in words))
+    assert (code, said) == (2, "")
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+# -- resume_command --------------------------------------------------------------------------------------------------
+
+
+def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
+    more = ["--max_steps", "14", "--allow_change", "max_steps"]
+    by_name = ["r", "--checkpoint_dir", run_dir.parent]
+    code, command, notes = script("resume_command.py", *by_name, *more)
+    assert (code, notes) == (0, "changed: max_steps 12 -> 14\n")
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert max(launch.steps(run_dir)) == 14
+
+
+def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
+    found = plan_continuation(str(run_dir / "step_00000008"), num_gpus=2, argv=[])
+    assert (found.step, found.last_step, found.world) == (8, 12, 2)
+    command = write(found, output="command")
+    assert "torchrun --standalone --nproc_per_node=2" in command
+    assert "--resume 8 --run_name r" in command
+    for output in ("script", "slurm"):
+        text = write(found, output=output)
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+        assert shlex.join(found.words) in text
+    assert "#SBATCH --gres=gpu:2" in text
+
+
+def test_a_script_goes_on_in_the_folder_where_it_was_made(
+    run_dir: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "my place"
+    here.mkdir()
+    (here / "data").symlink_to(tiny_data)
+    python = here / "my env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "executable", str(python))
+    argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
+    text = write(plan_continuation(str(run_dir), num_gpus=None, argv=argv), output="script")
+    done = subprocess.run(
+        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(launch.steps(run_dir)) == 13
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_gpus", "message"),
+    [
+        (["--max_lr", "1e-3"], 1, "would change its mathematics: max_lr 0.0006 -> 0.001"),
+        (["--n_layer", "3"], 1, "another architecture"),
+        ([], 3, "total_batch_size"),
+        (["--no_such_flag", "1"], 1, "unknown flag"),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_refused_now(
+    run_dir: Path, argv: list[str], num_gpus: int, message: str
+) -> None:
+    before = sorted(os.listdir(run_dir))
+    with pytest.raises(GPT2LabError, match=message):
+        plan_continuation(str(run_dir), num_gpus=num_gpus, argv=argv)
+    assert sorted(os.listdir(run_dir)) == before
+
+
+def test_a_run_without_a_checkpoint_cannot_be_continued(tmp_path: Path) -> None:
+    with pytest.raises(GPT2LabError, match="no valid checkpoint"):
+        plan_continuation(str(tmp_path), num_gpus=None, argv=[])
+    with pytest.raises(ConfigError, match="no run of this name"):
+        plan_continuation("nowhere", num_gpus=None, argv=[])

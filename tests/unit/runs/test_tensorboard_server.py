@@ -1,0 +1,77 @@
+"""scripts/show_tensorboard.py: one server, for this machine only, that ends by its own pid file and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+from test_looking_at_runs import script
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def show(folder: Path, *words: object) -> tuple[int, str, str]:
+    return script("show_tensorboard.py", "--checkpoint_dir", folder, *words)
+
+
+def test_a_server_is_started_once_and_ended_alone(tmp_path: Path) -> None:
+    port = free_port()
+    try:
+        code, said, error = show(tmp_path, "--port", port)
+        assert code == 0, error
+        assert f"http://localhost:{port}/" in said
+        process = psutil.Process(json.loads((tmp_path / ".tensorboard.pid").read_text())["pid"])
+        with urllib.request.urlopen(f"http://localhost:{port}/data/logdir", timeout=30) as answer:
+            assert json.loads(answer.read())["logdir"] == str(tmp_path)
+        listens = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert listens
+        assert set(listens) <= {"127.0.0.1", "::1"}
+        assert show(tmp_path, "--port", free_port())[:2] == (0, said)  # it runs already
+
+        (tmp_path / "other").mkdir()
+        code, said, error = show(tmp_path / "other", "--port", port)
+        assert (code, said, error.count("\n")) == (2, "", 1)
+        assert f"port {port} is in use by another program" in error
+        assert list((tmp_path / "other").iterdir()) == []
+    finally:
+        stopped = show(tmp_path, "--stop")
+    assert stopped == (0, f"stopped http://localhost:{port}/\n", "")
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert show(tmp_path, "--stop")[1] == "no TensorBoard of ours is running\n"
+
+
+def test_a_pid_file_left_behind_ends_nobody(tmp_path: Path) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        content = {"pid": bystander.pid, "port": 6006}
+        (tmp_path / ".tensorboard.pid").write_text(json.dumps(content))
+        assert show(tmp_path, "--stop")[:2] == (0, "no TensorBoard of ours is running\n")
+        time.sleep(0.2)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path: Path) -> None:
+    for folder, words, message in (
+        (tmp_path / "nowhere", [], "no such folder"),
+        (tmp_path, ["--port", 0], "must be from 1 to 65535"),
+        (tmp_path, ["--port", "x"], "port"),
+        *([(tmp_path, ["--port", 80], "cannot be used")] if os.getuid() else []),
+    ):
+        code, said, error = show(folder, *words)
+        assert (code, said, error.count("\n")) == (2, "", 1), error
+        assert message in error
+    assert list(tmp_path.iterdir()) == []

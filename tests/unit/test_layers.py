@@ -1,0 +1,181 @@
+"""The layers of the code: which package may import which, and what must answer without torch."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "gpt2lab"
+
+# Top first: a package (or module beside them) imports only from itself and from names above it.
+LAYERS = [
+    "errors",
+    "paths",
+    "fmt",
+    "files",
+    "config",
+    "tokenizers",
+    "model",
+    "optim",
+    "distributed",
+    "checkpoint",
+    "data",
+    "runs",
+    "evaluation",
+    "huggingface",
+    "planner",
+    "training",
+    "finetuning",
+    "commands",
+]
+
+# What lists, plans, prints help or rejects a command line must answer at once: these never import torch, at any depth.
+WITHOUT_TORCH = [
+    "errors",
+    "paths",
+    "fmt",
+    "files",
+    "config",
+    "tokenizers",
+    "planner",
+    "runs.history",
+    "runs.summary",
+    "runs.overview",
+    "checkpoint.catalog",
+    "checkpoint.listing",
+    "data.shards",
+    "data.order",
+    "training.start",
+    "commands.dry_run",
+]
+HEAVY = {
+    "torch",
+    "safetensors",
+    "datasets",
+    "huggingface_hub",
+    "matplotlib",
+    "transformers",
+    "pandas",
+}
+
+
+def module_name(path: Path) -> str:
+    """Name a file as this test does: `data.order`; a package's `__init__` has the package's name."""
+    parts = [part for part in path.relative_to(PACKAGE).with_suffix("").parts if part != "__init__"]
+    return ".".join(parts)
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported_names(source: str, *, at_top_level: bool = False) -> set[str]:
+    """Return the full names of all that a source imports: also inside functions and for type checkers, or not."""
+    names: set[str] = set()
+
+    def statements(tree: ast.AST) -> Iterator[ast.AST]:
+        for node in ast.iter_child_nodes(tree):
+            yield node
+            is_late = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            if not (at_top_level and (is_late or is_for_types)):
+                yield from statements(node)
+
+    for node in statements(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_module(name: str) -> str | None:
+    """Return the module of this project that an imported name lies in, None for other projects."""
+    if name.split(".")[0] != "gpt2lab":
+        return None
+    inside = name.removeprefix("gpt2lab").removeprefix(".")
+    while inside not in FILES:  # a name within the module
+        inside = inside.rpartition(".")[0]
+    return inside
+
+
+def needs(module: str, *, at_top_level: bool = False) -> set[str]:
+    names = imported_names(FILES[module].read_text(), at_top_level=at_top_level)
+    return {found for name in names if (found := own_module(name)) is not None}
+
+
+def others(module: str, *, at_top_level: bool = False) -> set[str]:
+    names = imported_names(FILES[module].read_text(), at_top_level=at_top_level)
+    return {name.split(".")[0] for name in names} - {
+        "gpt2lab",
+        "__future__",
+        *sys.stdlib_module_names,
+    }
+
+
+def way_to(module: str, heavy: set[str], *, at_top_level: bool) -> list[str] | None:
+    """Return a chain of imports from a module to a heavy package, None if there is none."""
+    ways, waiting = {module: [module]}, [module]
+    while waiting:
+        here = waiting.pop()
+        if found := others(here, at_top_level=at_top_level) & heavy:
+            return [*ways[here], *found]
+        for there in needs(here, at_top_level=at_top_level) - set(ways):
+            ways[there] = [*ways[here], there]
+            waiting.append(there)
+    return None
+
+
+def test_reading_imports_finds_them_all() -> None:
+    source = """
+from typing import TYPE_CHECKING
+import torch.nn as nn
+from gpt2lab import fmt
+if TYPE_CHECKING:
+    from gpt2lab.data.order import Order
+def late():
+    from gpt2lab.model.gpt import GPT
+"""
+    assert {own_module(name) for name in imported_names(source)} == {
+        None,
+        "fmt",
+        "data.order",
+        "model.gpt",
+    }
+    assert "torch.nn" in imported_names(source)
+    assert "gpt2lab.model.gpt.GPT" not in imported_names(source, at_top_level=True)
+
+
+def test_every_package_has_its_layer_and_there_are_few() -> None:
+    found = {module.split(".")[0] for module in FILES} - {"", "__main__"}
+    assert found == set(LAYERS)
+    assert len(LAYERS) <= 18
+
+
+def test_no_import_climbs() -> None:
+    climbing = [
+        f"{module} -> {needed}"
+        for module in FILES
+        if module
+        for needed in needs(module)
+        if needed and LAYERS.index(needed.split(".")[0]) > LAYERS.index(module.split(".")[0])
+    ]
+    assert climbing == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    waiting = {module: needs(module) - {module} for module in FILES}
+    while free := [module for module, needed in waiting.items() if not needed & set(waiting)]:
+        for module in free:
+            del waiting[module]
+    assert waiting == {}
+
+
+def test_quick_answers_do_not_import_torch() -> None:
+    for module in FILES:
+        if any(module == quick or module.startswith(f"{quick}.") for quick in WITHOUT_TORCH):
+            assert way_to(module, {"torch", "safetensors"}, at_top_level=False) is None
+        if module.startswith("commands."):
+            assert way_to(module, HEAVY, at_top_level=True) is None

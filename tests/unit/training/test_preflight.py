@@ -1,0 +1,204 @@
+"""Before a run: is everything there, and fast enough? GO or NO-GO, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from gpt2lab.commands import preflight, trials
+from gpt2lab.config.command_line import parse
+from whole_run import Run
+
+Usage = namedtuple("Usage", "total used free")
+NAMES = [
+    "settings",
+    "note",
+    "disk",
+    "memory",
+    "data",
+    "step",
+    "clock",
+    "grace",
+]  # note: no shards.json
+
+
+@pytest.fixture
+def run(tiny_data: Path, tmp_path: Path) -> Run:
+    return Run(tiny_data, tmp_path / "runs", "--max_steps=20", "--eval_freq=0")
+
+
+def ask(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *more: str
+) -> tuple[int, dict[str, Any]]:
+    """Return the exit code and the JSON answer."""
+    argv = [*run.flags, *more, "--preflight", "--json"]
+    monkeypatch.setattr(sys, "argv", ["src/train.py", *argv])
+    capsys.readouterr()
+    code = preflight.preflight(parse(argv))
+    return code, json.loads(capsys.readouterr().out)
+
+
+def failures(told: dict[str, Any]) -> dict[str, str]:
+    return {c["name"]: c["detail"] for c in told["checks"] if c["result"] == "failed"}
+
+
+def test_the_door_says_go_and_writes_nothing(run: Run) -> None:
+    done = launch.train([*run.flags, "--preflight"])
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()
+    assert [row.split()[0] for row in rows] == [*NAMES, "GO:"]
+    command = rows[-1].removeprefix("GO: ")
+    assert command.endswith(" ".join([str(launch.TRAIN), *run.flags]))
+    assert not run.path.parent.exists()
+    started = launch.train([*command.split()[2:], "--stop_after_steps=1"])
+    assert started.returncode == 0, started.stderr
+
+
+def test_two_processes_time_the_network_and_name_torchruns_command(run: Run) -> None:
+    done = launch.train([*run.flags, "--preflight", "--json"], world=2)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    checks = {check["name"]: check for check in told["checks"]}
+    assert list(checks) == [*NAMES[:6], "network", *NAMES[6:]]
+    assert told["go"] is True
+    for numbers in checks["network"]["numbers"].values():
+        assert len(numbers) == 2
+        assert min(numbers) > 0
+    assert "torchrun waits 30 s" in checks["grace"]["detail"]
+    assert "--standalone --nproc_per_node=2" in told["command"]
+    assert "--preflight" not in told["command"]
+    assert not run.path.parent.exists()
+
+
+def test_a_resume_is_tried_with_its_checkpoint(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.train("--stop_after_steps=4")
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    code, told = ask(run, capsys, monkeypatch, "--resume=latest")
+    assert code == 0
+    details = {check["name"]: check["detail"] for check in told["checks"]}
+    assert "goes on from step 4" in details["settings"]
+    assert details["checkpoint"] == "resumed from step 4 (bit-identical)"
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    code, told = ask(run, capsys, monkeypatch, "--resume=latest", "--n_layer=3")
+    assert code == 1
+    assert "another architecture" in failures(told)["settings"]
+
+
+def test_too_little_disk_is_a_no_go(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 1_000_000))
+    code, told = ask(run, capsys, monkeypatch)
+    assert code == 1
+    assert told["go"] is False
+    [(name, detail)] = failures(told).items()
+    assert name == "disk"
+    assert "need 1.64 MB, 1 MB free; lower --keep_checkpoints" in detail
+
+
+def test_a_damaged_manifest_of_the_data_is_a_no_go(
+    prepared: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(prepared, tmp_path / "runs", "--max_steps=5", "--vocab_size=50304")
+    assert ask(run, capsys, monkeypatch)[0] == 0
+    manifest = prepared / "shards.json"
+    manifest.write_text(manifest.read_text().replace('"tokens": ', '"tokens": 1', 1))
+    code, told = ask(run, capsys, monkeypatch)
+    assert code == 1
+    assert "shards.json" in failures(told)["data"]
+
+
+def test_a_damaged_shard_that_the_first_batch_reads_is_a_no_go(
+    prepared: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(prepared, tmp_path / "runs", "--max_steps=5", "--vocab_size=50304")
+    [shard] = prepared.glob("*_train_*.npy")
+    content = bytearray(shard.read_bytes())
+    content[-2] ^= 1
+    shard.write_bytes(content)
+    code, told = ask(run, capsys, monkeypatch)
+    assert code == 1
+    assert shard.name in failures(told)["data"]
+
+
+def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**18, 0, 10**18))
+    monkeypatch.setattr(trials, "DISK_BYTES", 10**6)
+    monkeypatch.setattr(preflight, "DISK_BYTES", 10**6)
+    large = (
+        "--n_layer=96",
+        "--n_head=96",
+        "--n_embd=12288",
+    )  # GPT-3: 2.8 TB for weights and moments
+    code, told = ask(run, capsys, monkeypatch, *large)
+    assert code == 1
+    assert list(failures(told)) == ["memory"]
+    assert "not even one sequence at a time fits" in failures(told)["memory"]
+    assert told["checks"][-1]["name"] == "memory"
+
+
+def test_a_stop_longer_than_the_launchers_patience_is_answered_with_the_flag(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
+    code, told = ask(run, capsys, monkeypatch)
+    assert code == 0
+    assert told["checks"][-1]["result"] == "warning"
+    words = told["command"].split()
+    place = words.index("--shutdown-timeout")
+    assert int(words[place + 1]) >= 1
+    assert words[place + 2] == "src/train.py"
+
+
+def test_a_disk_that_returns_other_bytes_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trials.try_disk(tmp_path, 1_000_001).intact
+    real = os.fsync
+
+    def spoil(descriptor: int) -> None:
+        real(descriptor)
+        [path] = tmp_path.glob(".gpt2lab-trial-*")
+        content = bytearray(path.read_bytes())
+        content[77] ^= 4
+        path.write_bytes(content)
+
+    monkeypatch.setattr(os, "fsync", spoil)
+    found = trials.try_disk(tmp_path, 1_000_001)
+    assert not found.intact
+    assert found.num_bytes == 1_000_001
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--preflight", "--dry_run"),
+        ("--preflight", "--fit_schedule"),
+        ("--preflight", "--mini_batch_size=auto"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(run: Run, flags: tuple[str, ...]) -> None:
+    done = launch.train([*run.flags, *flags])
+    assert done.returncode == 2
+    assert "--preflight" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,138 @@
+"""A resume compares what it is about to do with what the run recorded, and refuses what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2lab.errors import CheckpointError
+from gpt2lab.model import rng
+from tiny import write_shards
+from whole_run import Run
+
+COMMON = ("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=3", "--warmup_steps=2")
+
+
+def crash_after(run: Run, step: int, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
+    monkeypatch.setenv("FAULT", f"step:raise@{step + 1}")
+    with pytest.raises(RuntimeError, match="fault point"):
+        run.train(*COMMON, *more)
+    monkeypatch.delenv("FAULT")
+
+
+def edit(run: Run, step: int, **values: Any) -> None:
+    """Change the logged event of a step."""
+    path, lines = run.path / "metrics.jsonl", []
+    for line in path.read_text().splitlines():
+        event = json.loads(line)
+        if (event["event"], event["step"]) == ("step", step):
+            event |= values
+        lines.append(json.dumps(event))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_both_the_last_and_the_replayed_batch_are_compared(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crash_after(run, 5, monkeypatch)
+    run.train(*COMMON, "--resume=3")
+    [event] = run.events("resume")
+    assert event["verified_batches"] == [3, 4]
+    assert event["verified_lr"] == run.events("step", attempt=1)[2]["lr"]
+    assert (event["saved_world_size"], event["world_size"]) == (1, 1)
+    said = capsys.readouterr().out
+    assert "batch of step 3 and 4 read again: the hash is the logged one" in said
+    assert "resumed from step 3 (bit-identical)" in said
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "message"),
+    [
+        (3, {"batch_hash": "0" * 64}, "step 3 would read another batch"),
+        (4, {"batch_hash": "0" * 64}, "step 4 would read another batch"),
+        (3, {"lr": 0.5}, "learning rate of step 3"),
+    ],
+)
+def test_a_difference_is_refused_before_anything_is_written(
+    step: int,
+    values: dict[str, Any],
+    message: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crash_after(run, 5, monkeypatch)
+    edit(run, step, **values)
+    before = run.listing()
+    refusal = run.refused(*COMMON, "--resume=3")
+    assert isinstance(refusal, CheckpointError)
+    assert message in str(refusal)
+    assert refusal.exit_code == 2
+    after = run.listing()
+    lock = str(run.path / "run.lock")
+    assert {k: v for k, v in after.items() if k != lock} == {
+        k: v for k, v in before.items() if k != lock
+    }
+
+
+def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(run, 5, monkeypatch)
+    [lr] = [event["lr"] for event in run.events("step") if event["step"] == 3]
+    edit(run, 3, lr=math.nextafter(lr, 1))
+    run.train(*COMMON, "--resume=3", "--stop_after_steps=4")
+    edit(run, 3, lr=lr * (1 + 1e-9))
+    assert "learning rate of step 3" in str(run.refused(*COMMON, "--resume=3"))
+
+
+def test_other_tokens_behind_the_same_names_and_sizes_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Foreign shards have no hashes: their fingerprint is names and sizes, and stays the same."""
+    data = write_shards(tmp_path / "data", train=(1003, 777), val=(650,))
+    run = Run(data, tmp_path)
+    crash_after(run, 5, monkeypatch)
+    path = next(iter(sorted(data.glob("*train_000000.npy"))))
+    np.save(path, np.load(path)[::-1].copy())
+    assert "would read another batch" in str(run.refused(*COMMON, "--resume=latest"))
+
+
+def test_a_line_that_took_other_data_on_purpose_is_no_evidence(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(run, 5, monkeypatch)
+    other = write_shards(tmp_path / "other", train=(900, 1200), val=(650,))
+    changed = (f"--data_dir={other}", "--allow_change=data")
+    run.train(*COMMON, "--resume=3", *changed, "--stop_after_steps=6")
+    run.train(*COMMON, "--resume=3")
+    assert run.events("resume")[-1]["verified_batches"] == [3]
+
+
+def test_a_changed_rate_is_not_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    crash_after(run, 5, monkeypatch)
+    run.train(*COMMON, "--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
+    [event] = run.events("resume")
+    assert (event["level"], event["verified_lr"]) == ("changed", None)
+
+
+@pytest.mark.parametrize("on_gpu", ["before", "now"])
+def test_a_run_goes_on_on_another_kind_of_device(
+    on_gpu: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One side has a GPU's generator, played by a state of that name, and the other has none to compare it with."""
+    capture = rng.capture
+
+    def with_gpu(device: torch.device) -> dict[str, Any]:
+        return {**capture(device), "cuda": "AAAA"}
+
+    monkeypatch.setattr(rng, "capture", with_gpu if on_gpu == "before" else capture)
+    run.train(*COMMON, "--stop_after_steps=3")
+    monkeypatch.setattr(rng, "capture", capture if on_gpu == "before" else with_gpu)
+    run.train(*COMMON, "--resume=latest")
+    assert [event["from_step"] for event in run.events("resume")] == [3]

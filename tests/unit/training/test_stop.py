@@ -1,0 +1,219 @@
+"""Asked to stop: signals counted in a process of its own, moments read, files taken up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.training.control import Control, Request
+from gpt2lab.training.deadline import Deadline, find_deadlines, find_due, parse_moment
+from gpt2lab.training.heartbeat import Heartbeat
+from gpt2lab.training.stop import Signals, launcher_grace_seconds
+
+NOW = datetime(2026, 11, 21, 18, 0, tzinfo=timezone(timedelta(hours=1)))
+
+
+def ends_as(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own: these signals, and a hang, end processes."""
+    head = "import os, signal, time\nfrom gpt2lab.training.stop import Signals\nme = os.getpid()\ns = Signals()\n"
+    src = str(Path(__file__).resolve().parents[3] / "src")
+    return subprocess.run(
+        [sys.executable, "-c", head + code],
+        env={**os.environ, "PYTHONPATH": src},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_third_signal_ends_a_process_that_runs_no_python_code() -> None:
+    """As one that waits in a collective: a mutex locked twice holds the main thread in C, whatever arrives."""
+    code = (
+        "import ctypes, threading\n"
+        "def press():\n"
+        "    for _ in range(3): time.sleep(0.3); os.kill(me, signal.SIGTERM)\n"
+        "threading.Thread(target=press).start()\n"
+        "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
+        "lock(mutex); lock(mutex); print('alive')"
+    )
+    assert ends_as(code).returncode == 128 + signal.SIGTERM
+
+
+def test_signals_are_counted_by_what_they_ask_for() -> None:
+    code = "os.kill(me, signal.SIGUSR1); time.sleep(0.2); print(s.level, s.wants_save);"
+    code += "os.kill(me, signal.SIGHUP); time.sleep(0.2); print(s.level, s.number)"
+    done = ends_as(code)
+    assert (done.returncode, done.stdout) == (0, f"0 True\n1 {int(signal.SIGHUP)}\n")
+
+
+def test_a_burst_of_signals_is_one_wish() -> None:
+    """The kernel sends one for every thread of a launcher that dies; three of them once ended workers unsaved."""
+    code = "for _ in range(5): os.kill(me, signal.SIGTERM); time.sleep(0.02)\nprint(s.level)"
+    done = ends_as(code)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+def test_the_third_signal_lets_a_commit_end() -> None:
+    code = (
+        "with s.committing():\n"
+        "    for _ in range(3): os.kill(me, signal.SIGINT); time.sleep(0.3)\n"
+        "    time.sleep(0.5); print('committed', flush=True)\n"
+        "time.sleep(5); print('alive')"
+    )
+    done = ends_as(code)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "committed\n")
+
+
+def test_closing_gives_the_signals_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signals = Signals()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    signals.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_phase_is_judged_by_its_own_limit_though_it_ends_meanwhile(tmp_path: Path) -> None:
+    """Its state is written to a disk that may be slow; the next phase's limit once ended a run that went well."""
+    code = (
+        "from pathlib import Path\nfrom gpt2lab.training.heartbeat import Heartbeat\n"
+        f"beats = Heartbeat(Path({str(tmp_path)!r}), rank=0, hang_seconds=0.4)\n"
+        "beats.enter('agreeing', 1); beats.enter('training', 1)\n"  # for the first time: thrice as long
+        "write = beats._write\n"
+        "def write_slowly(*told):\n"
+        "    write(*told)\n"
+        "    if told[-1] > 0.6: beats.enter('agreeing', 2)\n"
+        "beats._write = write_slowly\n"
+        "time.sleep(1.0); beats.close(); print('alive')"
+    )
+    done = ends_as(code)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+@pytest.fixture
+def central_europe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set this process's clock to a zone that has summer time."""
+    with monkeypatch.context() as zone:
+        zone.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("central_europe")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("18:30", NOW.replace(hour=18, minute=30)),
+        ("17:30", NOW.replace(hour=17, minute=30) + timedelta(days=1)),
+        ("2026-11-22T07:00", NOW.replace(day=22, hour=7)),
+        ("2026-11-21T18:00Z", NOW.replace(hour=19)),
+    ],
+)
+def test_moments_are_the_next_clock_time_or_an_iso_date(text: str, expected: datetime) -> None:
+    assert parse_moment(text, now=NOW) == expected
+
+
+@pytest.mark.usefixtures("central_europe")
+@pytest.mark.parametrize(
+    "text", ["25:00", "soon", "2026-11-21T17:59", "2026-13-01", "0001-01-01T00:00"]
+)
+def test_moments_that_are_none_or_have_passed_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="stop_at"):
+        parse_moment(text, now=NOW)
+
+
+@pytest.mark.usefixtures("central_europe")
+@pytest.mark.parametrize(
+    ("text", "begun", "hour"),
+    [
+        ("2026-10-25T18:30", datetime(2026, 10, 24, 12, 0), 17),  # summer time ends on the 25th
+        ("11:30", datetime(2026, 10, 24, 12, 0), 10),
+        ("2026-03-29T18:30", datetime(2026, 3, 28, 12, 0), 16),  # and begins on the 29th
+    ],
+)
+def test_a_moment_beyond_a_change_of_the_clocks_is_what_they_will_show(
+    text: str, begun: datetime, hour: int
+) -> None:
+    moment = parse_moment(text, now=begun.astimezone()).astimezone(timezone.utc)
+    assert (moment.day, moment.hour, moment.minute) == (begun.day + 1, hour, 30)
+
+
+def test_the_schedulers_end_is_a_deadline_and_nonsense_is_none() -> None:
+    now = datetime.now().astimezone()
+    environ = {"SLURM_JOB_END_TIME": str(int(now.timestamp()) + 100)}
+    [deadline] = find_deadlines(None, environ, now=now)
+    assert deadline.at == pytest.approx(time.monotonic() + 100, abs=1.5)
+    assert find_due((deadline,), margin_seconds=10) is None
+    assert find_due((deadline,), margin_seconds=200) == "SLURM_JOB_END_TIME"
+    assert find_deadlines(None, {"SLURM_JOB_END_TIME": ""}, now=now) == ()
+
+
+def test_grace_is_that_of_the_launcher_or_none() -> None:
+    assert launcher_grace_seconds({}) is None
+    assert launcher_grace_seconds({"TORCHELASTIC_RUN_ID": "x"}) == 30
+    typed = {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+    assert launcher_grace_seconds(typed) == 7
+
+
+@pytest.fixture
+def signals():
+    signals = Signals()
+    yield signals
+    signals.close()
+
+
+def control(signals: Signals, run_dir: Path, *deadlines: Deadline, every: float = 0.0) -> Control:
+    made = Control(
+        signals,
+        Runtime(),
+        run_dir=run_dir,
+        deadlines=deadlines,
+        save_every_seconds=every,
+        heartbeat=Heartbeat(run_dir, rank=0, hang_seconds=0),
+    )
+    made._last_look -= 10
+    return made
+
+
+def test_a_wish_to_save_stands_until_it_is_met(signals: Signals, tmp_path: Path) -> None:
+    (tmp_path / "SAVE").touch()
+    asked = control(signals, tmp_path)
+    assert asked.agree() == Request(save=True)
+    assert asked.agree() == Request(save=True), "an evaluation may have asked first"
+    asked.note_save()
+    assert asked.agree() == Request()
+
+
+def test_minutes_since_the_last_save_ask_for_one(signals: Signals, tmp_path: Path) -> None:
+    asked = control(signals, tmp_path, every=0.05)
+    assert not asked.agree().save
+    time.sleep(0.06)
+    assert asked.agree().save
+    asked.note_save()
+    assert not asked.agree().save
+
+
+def test_a_deadline_is_met_before_it_by_what_a_stop_takes(signals: Signals, tmp_path: Path) -> None:
+    asked = control(signals, tmp_path, Deadline("stop_at", time.monotonic() + 60))
+    assert asked.agree().stop is None
+    asked.margin_seconds = 61
+    assert asked.agree().stop == "stop_at"
+
+
+def test_a_refusal_of_one_is_everyones(signals: Signals, tmp_path: Path) -> None:
+    refusal = DataError("shard 3 is gone")
+    refusal.is_local = True
+    request = control(signals, tmp_path).agree(refusal)
+    assert request.refusal is refusal
+    assert not refusal.is_local
