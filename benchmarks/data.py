@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import fmt
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.prepare import Sizes, prepare
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.sources import Document, open_source
 from gpt2lab.data.windows import WindowReader
-from gpt2lab.planner.plan import BatchPlan
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 _SHARD_TOKENS = 10_000_000

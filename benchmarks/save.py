@@ -19,9 +19,9 @@ from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelName, OptimConfig
 from gpt2lab.errors import ConfigError
+from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.planner.plan import checkpoint_bytes
 
 OURS, BARE, FLUSHED = "gpt2lab", "torch.save", "torch.save, flushed"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.planner.plan import flops_per_token
+from gpt2lab.model.counts import flops_per_token
 
 SizeName = Literal["tiny256", "tiny", "mid", "124m", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpt2lab.config.presets import preset
-from gpt2lab.planner.plan import checkpoint_bytes
+from gpt2lab.model.counts import checkpoint_bytes
 
 DOOR = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
 

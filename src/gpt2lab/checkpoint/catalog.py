@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import paths
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.errors import CheckpointError
+from gpt2lab.files import replace_durably
 
 LABELS = "labels"
 SUPERSEDED = "superseded-"
@@ -98,8 +100,8 @@ def set_label(run_dir: Path, label: str, step: int) -> None:
     target = manifests.folder_name(step)
     previous = read_labels(run_dir).get(label)
     if label == "best" and previous not in (None, target):
-        manifests.replace_durably(run_dir / LABELS / "best_prev", f"{previous}\n")
-    manifests.replace_durably(run_dir / LABELS / label, f"{target}\n")
+        replace_durably(run_dir / LABELS / "best_prev", f"{previous}\n")
+    replace_durably(run_dir / LABELS / label, f"{target}\n")
 
 
 def run_folders(checkpoint_dir: Path) -> list[Path]:
@@ -237,3 +239,16 @@ def sweep(run_dir: Path) -> None:
     for pattern in (".tmp-*", ".del-*"):
         for leftover in run_dir.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+METRICS = "metrics.jsonl"
+
+
+def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
+    """Return the folder that a run's name (also RUN/step_...) or a path means, None if there is none.
+
+    A run's name wins over a folder of the working directory, so that it means the same everywhere; ./NAME is a path.
+    """
+    path = paths.from_working_directory(Path(name))
+    places = [path] if name.startswith((".", "~", "/")) else [checkpoint_dir / name, path]
+    return next((place for place in places if place.is_dir()), None)

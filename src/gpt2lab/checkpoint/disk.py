@@ -8,7 +8,6 @@ from pathlib import Path
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
-from gpt2lab.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Room:
         )
 
 
-def look_for_room(run_dir: Path, plan: Plan) -> Room:
-    """Compare the retention plan of a run with its disk."""
+def look_for_room(run_dir: Path, needed: int) -> Room:
+    """Compare the bytes that a run keeps at once with what its disk has."""
     folder = run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -53,5 +52,5 @@ def look_for_room(run_dir: Path, plan: Plan) -> Room:
         folder=folder,
         free=shutil.disk_usage(folder).free,
         held=sum(info.num_bytes for info in infos),
-        needed=plan.disk_bytes,
+        needed=needed,
     )

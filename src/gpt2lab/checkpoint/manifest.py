@@ -17,6 +17,7 @@ from typing import Any
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.errors import CheckpointError
+from gpt2lab.files import sync_folder, write_durably
 
 FORMAT = "gpt2lab-checkpoint/1"
 MANIFEST = "manifest.json"
@@ -27,41 +28,6 @@ _REQUIRED = {"format", "step", "kind", "tokens", "created", "files", "config", "
 def folder_name(step: int) -> str:
     """Name the folder of a step's checkpoint."""
     return f"step_{step:08d}"
-
-
-def write_durably(path: Path, data: bytes) -> str:
-    """Write a new file, flush it to the disk, and return its sha256 in hex.
-
-    Raises: OSError (disk full, read-only), FileExistsError if the file is there already.
-    """
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashlib.sha256(data).hexdigest()
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_durably(path: Path, content: str | bytes) -> None:
-    """Replace a small file in one step: readers see the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        write_durably(temporary, content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)  # a write names none
-        raise
-    sync_folder(path.parent)
 
 
 class Staging:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
-
-from gpt2lab.training import spikes
 
 NOT_FINITE = "not finite"
 
@@ -41,7 +40,7 @@ class TrainState:
             train_seconds=self.train_seconds + seconds,
             val_loss=None,
             non_finite_in_a_row=0 if refused != NOT_FINITE else self.non_finite_in_a_row + 1,
-            recent_losses=spikes.extend(self.recent_losses, loss),
+            recent_losses=extend(self.recent_losses, loss),
         )
         if refused is None:
             return state
@@ -68,3 +67,11 @@ class TrainState:
         """Build the state from `to_dict`'s values."""
         lists = ("history", "skipped", "recent_losses")
         return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
+
+
+WINDOW = 128  # losses that a new one is compared with; OLMo, levanter and llm.c use the same
+
+
+def extend(recent: tuple[float, ...], loss: float) -> tuple[float, ...]:
+    """Return the window with one loss more. Spikes enter too: what lasts is no spike."""
+    return (*recent, loss)[-WINDOW:] if math.isfinite(loss) else recent

@@ -12,8 +12,12 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import override
 from gpt2lab.errors import CheckpointError
-from gpt2lab.model.hf_config import HF_CONFIG, HF_WEIGHTS, read_hf_config
-from gpt2lab.runs import history
+from gpt2lab.model.hf_config import (
+    HF_CONFIG,
+    HF_WEIGHTS,
+    read_hf_config,
+)
+from gpt2lab.tokenizers.chat_template import JINJA
 
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
 
@@ -66,7 +70,7 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
 
     Raises: CheckpointError if it can be neither.
     """
-    folder = None if name.startswith(HUB) else history.find_folder(name, checkpoint_dir)
+    folder = None if name.startswith(HUB) else catalog.find_folder(name, checkpoint_dir)
     if folder is not None:
         return folder
     if re.fullmatch(rf"({HUB})?[\w.-]+(/[\w.-]+)?", name) is None:
@@ -76,7 +80,7 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
 
 def is_run(folder: Path) -> bool:
     """Tell whether a folder is a run's."""
-    return catalog.has_checkpoints(folder) or (folder / history.METRICS).exists()
+    return catalog.has_checkpoints(folder) or (folder / catalog.METRICS).exists()
 
 
 def _is_hf(folder: Path) -> bool:
@@ -98,3 +102,14 @@ def _download(name: str) -> Path:
             f"{name}: no such run or folder (scripts/status.py lists the runs), and not to be had from the "
             f"Hugging Face Hub ({reason})"
         ) from error
+
+
+def was_tuned(target: Target) -> bool:
+    """Tell whether weights learned conversations: by the run's settings, or by the template in an export."""
+    if target.checkpoint is not None:
+        return target.checkpoint.manifest["config"].get("instructions") is not None
+    try:
+        settings = json.loads((target.folder / "tokenizer_config.json").read_bytes())
+        return bool(settings["chat_template"] == JINJA)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

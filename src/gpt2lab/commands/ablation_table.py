@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.commands.ablation import Run
 from gpt2lab.errors import CheckError, SaveError
+from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 
 

@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
     from gpt2lab import paths
 
     refuse_style(flags.style)
+    from gpt2lab.checkpoint.target import was_tuned
     from gpt2lab.evaluation.completion import Completer  # torch
-    from gpt2lab.finetuning.beginning import was_tuned
     from gpt2lab.finetuning.chat import Chat
 
     runs = flags.checkpoint_dir

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from gpt2lab.config.schema import Config
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.model.counts import flops_per_token
 from gpt2lab.optim.schedule import lr_at
-from gpt2lab.planner.plan import flops_per_token
 from gpt2lab.training.parts import Parts
 from gpt2lab.training.train_step import train_step
 

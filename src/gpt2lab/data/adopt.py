@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.checkpoint.manifest import sync_folder, write_durably
 from gpt2lab.data.shard_writer import measure_shard
 from gpt2lab.data.shards import (
     FORMAT,
@@ -18,6 +17,7 @@ from gpt2lab.data.shards import (
     open_shard,
 )
 from gpt2lab.errors import DataError
+from gpt2lab.files import sync_folder, write_durably
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 

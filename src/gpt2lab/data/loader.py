@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.order import Order
 from gpt2lab.data.windows import hash_windows
-from gpt2lab.planner.plan import BatchPlan
 
 
 @dataclass(frozen=True)

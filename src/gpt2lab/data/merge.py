@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpt2lab.checkpoint.manifest import sync_folder, write_durably
 from gpt2lab.data.shard_writer import measure_shard
 from gpt2lab.data.shards import (
     MANIFEST,
@@ -21,6 +20,7 @@ from gpt2lab.data.shards import (
     shard_name,
 )
 from gpt2lab.errors import DataError
+from gpt2lab.files import sync_folder, write_durably
 
 
 def merge(target: Path, parts: list[Path]) -> dict[str, Any]:

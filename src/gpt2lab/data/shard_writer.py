@@ -12,9 +12,9 @@ import numpy as np
 from numpy.lib import format as npy
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.manifest import sync_folder
 from gpt2lab.data.shards import shard_name
 from gpt2lab.errors import DataError
+from gpt2lab.files import sync_folder
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 
 SMALLEST_LAST_SHARD = 65_536  # tokens; a smaller remainder joins the shard before

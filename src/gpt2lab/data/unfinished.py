@@ -12,10 +12,10 @@ from typing import Any
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.manifest import replace_durably, sync_folder, write_durably
 from gpt2lab.data.encode import Place
 from gpt2lab.data.shards import JOURNAL, MANIFEST, fingerprint_of, open_shard
 from gpt2lab.errors import DataError
+from gpt2lab.files import replace_durably, sync_folder, write_durably
 
 
 class Unfinished:

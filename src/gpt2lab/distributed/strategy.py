@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt2lab.config.derived import CPU_COMPILE_FROM_STEPS
 from gpt2lab.config.schema import Parallel, Recompute, SystemConfig
 from gpt2lab.distributed import fsdp, zero1
 from gpt2lab.distributed.exact_reduction import ExactReduction
@@ -25,7 +26,6 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.activation_checkpointing import recompute_activations
 from gpt2lab.model.gpt import GPT
-from gpt2lab.planner.plan import CPU_COMPILE_FROM_STEPS
 
 
 class Strategy:

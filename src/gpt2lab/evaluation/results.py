@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.errors import DataError
+from gpt2lab.files import replace_durably
 
 Kind = Literal["validation", "hellaswag"]
 KINDS: tuple[Kind, ...] = ("validation", "hellaswag")

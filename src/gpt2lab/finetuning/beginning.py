@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from gpt2lab.checkpoint.target import Target
 from gpt2lab.config.command_line import PROGRAMS, Command
 from gpt2lab.config.schema import LENGTHS, Config, Recipe
 from gpt2lab.config.settings import override
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.errors import ConfigError
 from gpt2lab.finetuning.rows import open_instructions
-from gpt2lab.finetuning.template import JINJA, as_prompt
-from gpt2lab.model.adapters import refuse_targets
+from gpt2lab.model.counts import refuse_targets
+from gpt2lab.tokenizers.chat_template import as_prompt
 
 _ROWS, _ROWS_OF_SMALL = 16, 4  # a step; the small presets are for the CPU, and for little data
 _SMALL = 20_000  # tokens a step of pretraining
@@ -94,14 +92,3 @@ def refuse_other_recipe(command: Command, saved: Config, *, run: str) -> None:
         raise ConfigError(
             f"run {run} was begun by {PROGRAMS[recipe]}; continue it with that, or name another with --run_name"
         )
-
-
-def was_tuned(target: Target) -> bool:
-    """Tell whether weights learned conversations: by the run's settings, or by the template in an export."""
-    if target.checkpoint is not None:
-        return target.checkpoint.manifest["config"].get("instructions") is not None
-    try:
-        settings = json.loads((target.folder / "tokenizer_config.json").read_bytes())
-        return bool(settings["chat_template"] == JINJA)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer
-from gpt2lab.finetuning import template
-from gpt2lab.finetuning.conversations import Turn
+from gpt2lab.tokenizers import chat_template
+from gpt2lab.tokenizers.chat_template import Turn
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Chat:
         """
         limit, wanted = self.completer.context_length, self.completer.style.max_new_tokens
         kept = [*self.turns, Turn("user", text.strip())]
-        ids, _ = template.encode(kept)
+        ids, _ = chat_template.encode(kept)
         while len(ids) + min(wanted, limit // 2) > limit and len(kept) > 1:
             kept = kept[2:]
-            ids, _ = template.encode(kept)
+            ids, _ = chat_template.encode(kept)
         if len(ids) > limit:
             raise ConfigError(
                 f"the question has {len(ids)} tokens, the model's context holds {limit}; shorten it"

@@ -14,19 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.chat_template import Turn
 
 DEMO = "demo"
 HUB = "hf:"
 _DEMO_FILE = Path(__file__).with_name("demo.jsonl")
 _FORMS = '"messages" (a list of {"role", "content"}), or "instruction" and "output" (and "input")'
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one side said."""
-
-    role: str  # user | assistant; the first may be of the system
-    text: str
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import GlobalBatch, Loader, MicroBatch
 from gpt2lab.data.order import Order, Shuffle
 from gpt2lab.data.windows import hash_windows
 from gpt2lab.finetuning.rows import NOBODY, Rows
-from gpt2lab.planner.plan import BatchPlan
 
 
 def order_of(rows: Rows, *, shuffle: Shuffle, seed: int) -> Order:

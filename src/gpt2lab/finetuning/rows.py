@@ -19,8 +19,8 @@ from gpt2lab import paths
 from gpt2lab.config.schema import Config
 from gpt2lab.data.shards import Shard, TokenData
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.finetuning import template
 from gpt2lab.finetuning.conversations import Conversation, read_conversations
+from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
 
 NOBODY = -1
@@ -102,7 +102,7 @@ def open_instructions(config: Config) -> InstructionData:
     rows = {name: lay_out(part, T, packing=config.tuning.packing) for name, part in parts.items()}
     return InstructionData(
         folder=Path(source),
-        fingerprint=_hash(template.NAME, *(one.digest for one in kept)),
+        fingerprint=_hash(chat_template.NAME, *(one.digest for one in kept)),
         splits={
             split: (Shard(Path(f"{Path(source).stem}_{split}"), len(part) * T + 1, 0),)
             for split, part in rows.items()
@@ -122,7 +122,7 @@ def _keep(conversations: list[Conversation], T: int) -> tuple[list[Encoded], tup
         if any(turn.role == "assistant" and not turn.text for turn in one.turns):
             empty.append(one.where)
             continue
-        ids, is_answer = template.encode(one.turns)
+        ids, is_answer = chat_template.encode(one.turns)
         if len(ids) > T + 1:
             long.append(f"{one.where} has {len(ids) - 1}")
             continue

@@ -17,17 +17,16 @@ import safetensors.torch
 import torch
 
 from gpt2lab import paths
-from gpt2lab.checkpoint.manifest import sync_folder, write_durably
-from gpt2lab.checkpoint.target import Target, find_target
+from gpt2lab.checkpoint.target import Target, find_target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.settings import options_of
 from gpt2lab.errors import CheckError, ConfigError, SaveError
-from gpt2lab.finetuning.beginning import was_tuned
-from gpt2lab.finetuning.template import JINJA
+from gpt2lab.files import sync_folder, write_durably
 from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.hf_config import HF_WEIGHTS, real_vocabulary, write_hf_config
 from gpt2lab.model.hf_weights import hf_tensors
+from gpt2lab.tokenizers.chat_template import JINJA
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding, vocabulary_files
 
 Dtype = Literal["float32", "bfloat16"]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from gpt2lab.config.schema import TuningConfig
 from gpt2lab.model import rng
-from gpt2lab.model.adapters import is_named, targets_of
+from gpt2lab.model.counts import is_named, targets_of
 from gpt2lab.model.gpt import GPT
 
 

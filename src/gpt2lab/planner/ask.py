@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import option
+from gpt2lab.config.derived import CPU_COMPILE_FROM_STEPS
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName, Optimizer, Parallel, Recompute
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError
+from gpt2lab.model.counts import count_parameters
 from gpt2lab.optim.schedule import default_warmup
 from gpt2lab.planner.job import Job, cut_batch
 from gpt2lab.planner.memory import Dtype
-from gpt2lab.planner.plan import CPU_COMPILE_FROM_STEPS, count_parameters
 from gpt2lab.planner.profiles import Profile
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")

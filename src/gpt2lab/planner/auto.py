@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 
 from gpt2lab.config.command_line import Command
+from gpt2lab.config.derived import CPU_COMPILE_FROM_STEPS
 from gpt2lab.config.schema import LENGTHS
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import calibration, card_presets, hardware, machine, measuring, profiles
@@ -16,7 +17,6 @@ from gpt2lab.planner.deadline import Window, steps_that_fit
 from gpt2lab.planner.estimate import MEMORY_TARGET, estimate
 from gpt2lab.planner.here import Seen, here, look
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.plan import CPU_COMPILE_FROM_STEPS
 from gpt2lab.planner.scoring import job_of_start
 from gpt2lab.training.start import Start
 

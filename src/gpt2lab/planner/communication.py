@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.config.schema import ModelConfig, Parallel
+from gpt2lab.model.counts import count_block_parameters, count_parameters
 from gpt2lab.planner.hardware import Link
-from gpt2lab.planner.plan import count_block_parameters, count_parameters
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.interval import Interval
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine
-from gpt2lab.planner.plan import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner.timing import work
 
 HELLASWAG_ITEMS = 10_042

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gpt2lab.config.schema import ModelConfig, Parallel
 from gpt2lab.config.settings import options_of
+from gpt2lab.model.counts import count_matmul_parameters
 from gpt2lab.planner import communication
 from gpt2lab.planner.estimate import Estimate
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.interval import Z80
-from gpt2lab.planner.plan import count_matmul_parameters
 from gpt2lab.planner.timing import KINDS, muon_flops
 
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from gpt2lab.config.schema import Config, Parallel, Recompute
 from gpt2lab.config.settings import options_of
 from gpt2lab.errors import ConfigError
-from gpt2lab.model.adapters import count_adapters
+from gpt2lab.model.counts import (
+    count_adapters,
+    count_parameters,
+    flops_per_token,
+    training_flops_per_token,
+)
 from gpt2lab.planner.memory import Dtype, Sharing
-from gpt2lab.planner.plan import count_parameters, flops_per_token, training_flops_per_token
 from gpt2lab.planner.progress import count_due, frequencies
 from gpt2lab.planner.timing import work
 

@@ -26,9 +26,9 @@ from gpt2lab.planner.ask import Ask
 from gpt2lab.planner.contention import Watch
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.profiles import Profile
-from gpt2lab.planner.remaining import read_json
 from gpt2lab.planner.setting import Setting
 from gpt2lab.runs import history
+from gpt2lab.runs.history import read_json
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 REFUSED = 0.5  # share of the machine in other hands from which no number is given

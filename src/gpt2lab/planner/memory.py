@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.config.schema import ModelConfig, Optimizer, Parallel, Recompute, TuningConfig
-from gpt2lab.model.adapters import count_adapters
+from gpt2lab.model.counts import (
+    count_adapters,
+    count_block_parameters,
+    count_matmul_parameters,
+    count_parameters,
+)
 from gpt2lab.planner.block_bytes import BlockBytes, count_block_bytes
-from gpt2lab.planner.plan import count_block_parameters, count_matmul_parameters, count_parameters
 
 Dtype = Literal["fp32", "bf16"]
 BUCKET_BYTES = 25 * 2**20  # of new weights that zero1 sends at once

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.errors import ConfigError
+from gpt2lab.files import replace_durably
 from gpt2lab.planner import (
     alternatives,
     explain,

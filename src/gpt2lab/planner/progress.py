@@ -21,11 +21,6 @@ _EVENTS_COUNT = 10  # newest events of a kind that count
 _EVENT_SPREAD = 0.1  # what events may be off by, relative
 
 
-def is_due(step: int, freq: int, last: int) -> bool:
-    """Tell whether something with frequency `freq` happens after update `step` of `last`; always after the last."""
-    return step == last or (freq > 0 and step % freq == 0)
-
-
 def count_due(step: int, freq: int, last: int) -> int:
     """Count how often it will still happen after `step`, the last step included."""
     if step >= last:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
+from gpt2lab.model.counts import count_parameters, training_flops_per_token
 from gpt2lab.planner import memory
 from gpt2lab.planner.interval import Interval
-from gpt2lab.planner.plan import count_parameters, training_flops_per_token
 from gpt2lab.planner.progress import Progress, frequencies
 from gpt2lab.planner.report_json import blank, bounds
 from gpt2lab.runs import history
+from gpt2lab.runs.history import read_json, spent_seconds
 
 MILESTONES = (0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -54,18 +55,9 @@ class Remaining:
 
 def last_written_run(checkpoint_dir: Path) -> Path | None:
     """Return the run that wrote to its metrics last, or None."""
-    files = checkpoint_dir.glob(f"*/{history.METRICS}")
+    files = checkpoint_dir.glob(f"*/{catalog.METRICS}")
     newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
     return newest.parent if newest else None
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return an object that another part of the run wrote, None if it is missing or damaged."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def estimate_remaining(run_dir: Path) -> Remaining:
@@ -80,7 +72,7 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     begin, steps = begun[-1], history.current(events, "step")
     if begin["tokens_per_step"] != config.batch.total_batch_size:
         raise ConfigError(
-            f"{run_dir}: {history.METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "
+            f"{run_dir}: {catalog.METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "
             f"{config.batch.total_batch_size}: a log from another config; restore the run's own files"
         )
     last_step, attempt = begin["max_steps"], history.last_attempt(events)
@@ -104,18 +96,6 @@ def estimate_remaining(run_dir: Path) -> Remaining:
         environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
         estimated=read_json(run_dir / "estimate.json"),
     )
-
-
-def spent_seconds(events: list[dict[str, Any]]) -> float:
-    """Return the time of all starts, each from its beginning, without the pauses between them."""
-    spent: dict[int, float] = {}
-    for event in events:
-        attempt = event["attempt"]
-        if event["event"] == "step":  # counts all that came before it in this start
-            spent[attempt] = event.get("elapsed_seconds") or event["step_seconds"]
-        elif event["event"] != "done":
-            spent[attempt] = spent.get(attempt, 0.0) + (event.get("seconds") or 0.0)
-    return sum(spent.values())
 
 
 def feed(progress: Progress, events: list[dict[str, Any]], attempt: int) -> None:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner.deadline import Window, verdict
 from gpt2lab.planner.estimate import Estimate
 from gpt2lab.planner.interval import Interval
 from gpt2lab.planner.memory import PARTS
-from gpt2lab.planner.plan import count_parameters
 
 SCHEMA = "gpt2-estimate/1"
 KEYS = (

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from gpt2lab import fmt
+from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.planner.deadline import Window, verdict
 from gpt2lab.planner.estimate import EVENTS, Estimate, loss_of_gpt2
 from gpt2lab.planner.interval import Z80, Interval
-from gpt2lab.planner.plan import checkpoint_bytes
 
 GIB = 2**30
 

@@ -12,8 +12,8 @@ from gpt2lab import fmt
 from gpt2lab.config.schema import Config
 from gpt2lab.planner.interval import Interval
 from gpt2lab.planner.progress import Progress, frequencies
-from gpt2lab.planner.remaining import spent_seconds
 from gpt2lab.runs import history
+from gpt2lab.runs.history import spent_seconds
 
 _LINE_EVERY = 60.0  # seconds
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.errors import GPT2LabError
+from gpt2lab.files import replace_durably
 from gpt2lab.planner import calibration, hardware, profiles, report_json
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.here import Seen, here, look
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.memory import Dtype
-from gpt2lab.planner.remaining import read_json, spent_seconds
 from gpt2lab.runs import history
+from gpt2lab.runs.history import read_json, spent_seconds
 from gpt2lab.training.start import Start
 
 FILE = "estimate.json"

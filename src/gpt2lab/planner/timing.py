@@ -15,9 +15,9 @@ import numpy as np
 
 from gpt2lab.config.schema import ModelConfig, Optimizer, Recompute
 from gpt2lab.errors import ConfigError
+from gpt2lab.model.counts import count_matmul_parameters, count_parameters
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.interval import Interval
-from gpt2lab.planner.plan import count_matmul_parameters, count_parameters
 
 # FLOPs in matrices | FLOPs in attention | channels streamed through the blocks | logits | parameters updated |
 # blocks run (a constant cost of many small calls)

@@ -16,10 +16,10 @@ from typing import IO, Any
 
 from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
+from gpt2lab.files import replace_durably
 from gpt2lab.paths import REPOSITORY
 
 

@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import paths
+from gpt2lab.checkpoint.catalog import METRICS, find_folder
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, GPT2LabError
 
-METRICS = "metrics.jsonl"
 _KEYS = {"event", "time", "attempt", "step"}
-
-
-def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
-    """Return the folder that a run's name (also RUN/step_...) or a path means, None if there is none.
-
-    A run's name wins over a folder of the working directory, so that it means the same everywhere; ./NAME is a path.
-    """
-    path = paths.from_working_directory(Path(name))
-    places = [path] if name.startswith((".", "~", "/")) else [checkpoint_dir / name, path]
-    return next((place for place in places if place.is_dir()), None)
 
 
 def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
@@ -93,3 +83,24 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
         elif event["event"] == kind:
             by_step[event["step"]] = event
     return by_step
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return an object that another part of the run wrote, None if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def spent_seconds(events: list[dict[str, Any]]) -> float:
+    """Return the time of all starts, each from its beginning, without the pauses between them."""
+    spent: dict[int, float] = {}
+    for event in events:
+        attempt = event["attempt"]
+        if event["event"] == "step":  # counts all that came before it in this start
+            spent[attempt] = event.get("elapsed_seconds") or event["step_seconds"]
+        elif event["event"] != "done":
+            spent[attempt] = spent.get(attempt, 0.0) + (event.get("seconds") or 0.0)
+    return sum(spent.values())

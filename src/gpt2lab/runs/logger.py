@@ -19,8 +19,8 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
-from gpt2lab.runs.history import METRICS
 from gpt2lab.runs.tags import tags_of
 from gpt2lab.runs.wandb_mirror import WandbMirror, is_installed
 

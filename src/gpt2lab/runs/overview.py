@@ -122,7 +122,7 @@ def _read_status(run_dir: Path) -> dict[str, Any]:
 
 def _last_write(run_dir: Path) -> float:
     try:
-        return (run_dir / history.METRICS).stat().st_mtime
+        return (run_dir / catalog.METRICS).stat().st_mtime
     except OSError:
         return 0.0
 

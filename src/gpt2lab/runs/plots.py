@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.errors import ConfigError
+from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 
 if TYPE_CHECKING:

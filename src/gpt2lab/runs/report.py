@@ -16,14 +16,14 @@ from typing import Any
 
 from gpt2lab import __version__, fmt, paths
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.manifest import replace_durably
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, data_name, is_path, to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner.plan import count_parameters
-from gpt2lab.planner.remaining import read_json, spent_seconds
+from gpt2lab.files import replace_durably
+from gpt2lab.model.counts import count_parameters
 from gpt2lab.runs import history, overview, plots, summary
+from gpt2lab.runs.history import read_json, spent_seconds
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 _STYLE = Path(__file__).with_suffix(".css")

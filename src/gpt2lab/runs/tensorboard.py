@@ -8,6 +8,7 @@ import shutil
 import uuid
 from pathlib import Path
 
+from gpt2lab.checkpoint import catalog
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, SaveError
 from gpt2lab.runs import history
@@ -22,8 +23,8 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
 
     Raises: ConfigError if the run is being trained or has no metrics, GPT2LabError if they are damaged, SaveError.
     """
-    if not (run_dir / history.METRICS).exists():
-        raise ConfigError(f"{run_dir}: no {history.METRICS}; not the folder of a run")
+    if not (run_dir / catalog.METRICS).exists():
+        raise ConfigError(f"{run_dir}: no {catalog.METRICS}; not the folder of a run")
     config = history.read_config(run_dir)
     with contextlib.closing(RunFolder(run_dir)):  # refused while a trainer writes there
         events = history.read_events(run_dir)

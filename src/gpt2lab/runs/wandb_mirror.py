@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpt2lab import paths
-from gpt2lab.runs.history import METRICS
+from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.runs.tags import tags_of
 
 _SOURCE = paths.REPOSITORY / "src"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gpt2lab.config.derived import is_due
 from gpt2lab.model.gpt import GPT
-from gpt2lab.planner.progress import is_due
 from gpt2lab.runs.logger import Histogram, Telemetry
 
 _BINS = 64

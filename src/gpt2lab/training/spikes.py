@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 
-WINDOW = 128  # losses that a new one is compared with; OLMo, levanter and llm.c use the same
 FEWEST = 64  # before there are as many, nothing is a spike: a young run falls fast
 LIMIT = 6.0  # standard deviations
 _LEAST_SPREAD = 1e-3  # of the mean: a flat curve is not a licence to call noise a spike
@@ -31,8 +30,3 @@ def is_spike(loss: float, recent: tuple[float, ...]) -> bool:
     """Tell whether a finite loss is a spike; what is not finite has its own rule."""
     z = z_score(loss, recent) if math.isfinite(loss) else None
     return z is not None and z > LIMIT
-
-
-def extend(recent: tuple[float, ...], loss: float) -> tuple[float, ...]:
-    """Return the window with one loss more. Spikes enter too: what lasts is no spike."""
-    return (*recent, loss)[-WINDOW:] if math.isfinite(loss) else recent

@@ -118,7 +118,7 @@ def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
     hellaswag, no_hellaswag = _choose_hellaswag(command, config)
     events = history.read_events(run_dir)
     saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
-    room = look_for_room(run_dir, plan)
+    room = look_for_room(run_dir, plan.disk_bytes)
     start = Start(
         config=config,
         run_dir=run_dir,

@@ -8,12 +8,12 @@ import torch
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.order import Order
 from gpt2lab.distributed.compile_cache import compiled_so_far
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.planner.hardware import peak_flops
-from gpt2lab.planner.progress import is_due
 from gpt2lab.planner.run_clock import RunClock
 from gpt2lab.runs.logger import Telemetry
 from gpt2lab.training.start import Start

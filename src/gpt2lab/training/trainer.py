@@ -16,6 +16,7 @@ from torch import nn
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
+from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch, Loader
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -23,7 +24,6 @@ from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError, is_lost_pee
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.schedule import lr_at
-from gpt2lab.planner.progress import is_due
 from gpt2lab.planner.run_clock import RunClock
 from gpt2lab.runs.logger import Telemetry
 from gpt2lab.training.control import Control

@@ -362,7 +362,7 @@ def test_a_hostile_tensor_file_is_refused_in_one_line_and_little_memory(
     reseal(folder, files=files)
     code = (
         "import resource, sys\nfrom pathlib import Path\n"
-        "from gpt2lab.checkpoint import checkpoint\nfrom gpt2lab.errors import CheckpointError\n"
+        "from gpt2lab.checkpoint import store\nfrom gpt2lab.errors import CheckpointError\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n    store._read(Path(sys.argv[1]) / 'model.safetensors')\n"
         "except CheckpointError as error:\n    print('refused', '\\n' in str(error))\n"

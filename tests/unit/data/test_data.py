@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from corpora import TEXTS, run_prepare, snapshot, write_jsonl
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
-from gpt2lab.planner.plan import BatchPlan
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from tiny import CONTEXT, TRAIN_SHARDS, VOCAB, write_shards
 

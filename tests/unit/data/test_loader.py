@@ -16,6 +16,7 @@ from numpy.lib import format as npy
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order, Shuffle
 from gpt2lab.data.shards import Shard, open_data
@@ -23,7 +24,6 @@ from gpt2lab.data.verifier import Verifier
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.planner.contention import BUSY, Watch
-from gpt2lab.planner.plan import BatchPlan
 from gpt2lab.training.pretrain import pretrain
 from tiny import VOCAB, write_shards
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import GlobalBatch, Loader
 from gpt2lab.data.order import Order, Shuffle
 from gpt2lab.data.shards import Shard, open_shard
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
-from gpt2lab.planner.plan import BatchPlan
 from tiny import CONTEXT, VOCAB, make_tokens
 
 SHUFFLES: tuple[Shuffle, ...] = ("shards", "windows", "none")

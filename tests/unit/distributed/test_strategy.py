@@ -15,9 +15,9 @@ import torch
 import launch
 from gpt2lab.config.schema import ModelConfig, Parallel, Recompute
 from gpt2lab.model.activation_checkpointing import recompute_activations
+from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
 from gpt2lab.planner.communication import step_bytes
-from gpt2lab.planner.plan import count_parameters
 
 STEPS = 20
 WORKERS = Path(__file__).parents[2] / "workers"

@@ -13,15 +13,13 @@ from test_evaluate import door
 from transformers import AutoTokenizer
 
 from conversations import CONTEXT, finetune, flags_of, write_model
-from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.target import find_target, was_tuned
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer
 from gpt2lab.evaluation.style import Style
-from gpt2lab.finetuning.beginning import was_tuned
 from gpt2lab.finetuning.chat import Chat
-from gpt2lab.finetuning.conversations import Turn
 from gpt2lab.finetuning.rows import Rows, last_exchanges, lay_out
-from gpt2lab.finetuning.template import encode
+from gpt2lab.tokenizers.chat_template import Turn, encode
 from launch import REPOSITORY, environment
 
 SCRIPTS = REPOSITORY / "scripts"

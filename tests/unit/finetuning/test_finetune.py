@@ -15,19 +15,19 @@ import torch
 from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.schema import Config, Recompute, TuningConfig
 from gpt2lab.config.settings import override
 from gpt2lab.errors import DataError
-from gpt2lab.finetuning.conversations import Turn, read_conversations
+from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.loader import RowLoader, order_of
 from gpt2lab.finetuning.packed import PackedGPT, hidden_of_rows
 from gpt2lab.finetuning.rows import NOBODY, Rows, choose_held_out, open_instructions
-from gpt2lab.finetuning.template import encode
 from gpt2lab.model.activation_checkpointing import recompute_activations
 from gpt2lab.model.gpt import GPT, Block
 from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
-from gpt2lab.planner.plan import BatchPlan
+from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 

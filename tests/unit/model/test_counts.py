@@ -11,17 +11,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig, OptimConfig
 from gpt2lab.config.settings import override
-from gpt2lab.model.adapters import count_adapters
-from gpt2lab.model.gpt import GPT
-from gpt2lab.model.lora import add_lora
-from gpt2lab.optim.muon import ROUNDS
-from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.planner.plan import (
+from gpt2lab.model.counts import (
+    count_adapters,
     count_matmul_parameters,
     count_parameters,
     flops_per_token,
     tuning_flops_per_token,
 )
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.lora import add_lora
+from gpt2lab.optim.muon import ROUNDS
+from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner.timing import MUON_ROUNDS, muon_flops
 
 

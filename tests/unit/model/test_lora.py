@@ -15,6 +15,7 @@ import launch
 from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.schema import Config, TuningConfig
 from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
@@ -27,7 +28,6 @@ from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
 from gpt2lab.optim.optimizers import BETAS, EPS, build_optimizers
-from gpt2lab.planner.plan import BatchPlan
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.training.train_step import train_step
 

@@ -11,8 +11,8 @@ import torch
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import override
+from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import GPT, Attention, build_model
-from gpt2lab.planner.plan import count_parameters
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, context_length=24, vocab_size=211)

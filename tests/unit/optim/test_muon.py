@@ -16,11 +16,11 @@ from gpt2lab.config.command_line import parse
 from gpt2lab.config.schema import Config, ModelConfig, OptimConfig
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
+from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim import muon
 from gpt2lab.optim.muon import Muon, orthogonalize
 from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
-from gpt2lab.planner.plan import checkpoint_bytes
 from gpt2lab.training.pretrain import pretrain
 
 CPU = torch.device("cpu")

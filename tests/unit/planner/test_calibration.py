@@ -14,7 +14,7 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Optimizer
 from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
-from gpt2lab.model.adapters import count_adapters
+from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
 from gpt2lab.planner import calibration, measuring, profiles, setting, timing
 from gpt2lab.planner.ask import Ask
 from gpt2lab.planner.calibration import Kind
@@ -22,7 +22,6 @@ from gpt2lab.planner.events import EventCosts, event_costs
 from gpt2lab.planner.here import Seen, here
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import GpuState
-from gpt2lab.planner.plan import count_parameters, training_flops_per_token
 from gpt2lab.planner.timing import Measured, Rates, fit, work
 
 pytestmark = pytest.mark.usefixtures("no_user_file")

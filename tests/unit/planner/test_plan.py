@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from gpt2lab.config.command_line import Command, parse
+from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, ModelConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner.plan import BatchPlan, count_parameters, count_steps, make_plan, plan_batches
+from gpt2lab.model.counts import count_parameters
+from gpt2lab.planner.plan import make_plan
 from gpt2lab.training.start import decide
 
 

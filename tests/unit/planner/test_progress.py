@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2lab.planner.progress import Progress, count_due, is_due
+from gpt2lab.config.derived import is_due
+from gpt2lab.planner.progress import Progress, count_due
 
 examples = settings(derandomize=True, max_examples=200, deadline=None)
 COSTS = {"eval": 7.0, "sample": 1.5, "checkpoint": 4.0}

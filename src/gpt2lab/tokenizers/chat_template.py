@@ -9,8 +9,8 @@ in a row, and nothing else, are the end of one conversation and the beginning of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from gpt2lab.finetuning.conversations import Turn
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 NAME = "gpt2lab-instruction/1"  # part of the data's fingerprint
@@ -47,3 +47,11 @@ def encode(turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
         ids += piece
         is_answer += [turn.role == "assistant"] * len(piece)
     return ids, is_answer
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side said."""
+
+    role: str  # user | assistant; the first may be of the system
+    text: str

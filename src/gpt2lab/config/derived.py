@@ -1,0 +1,85 @@
+"""Numbers that follow from settings alone: how a batch is divided, how many steps a run has, what is due after one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gpt2lab.config.schema import BatchConfig, LengthConfig
+from gpt2lab.errors import ConfigError
+
+CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is cut: samples = world_size * accumulation * mini_batch_size."""
+
+    samples: int
+    mini_batch_size: int
+    accumulation: int
+    world_size: int
+    context_length: int
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens of one optimizer step."""
+        return self.samples * self.context_length
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:,} = B {self.mini_batch_size} x T {self.context_length} "
+            f"x accumulation {self.accumulation} x world {self.world_size}"
+        )
+
+
+def plan_batches(batch: BatchConfig, *, context_length: int, world_size: int) -> BatchPlan:
+    """Derive gradient accumulation from the total batch size.
+
+    Raises: ConfigError naming the nearest total batch sizes that divide.
+    """
+    unit = batch.mini_batch_size * context_length * world_size
+    accumulation, rest = divmod(batch.total_batch_size, unit)
+    if rest:
+        nearest = (
+            f"{accumulation * unit} or {(accumulation + 1) * unit}" if accumulation else f"{unit}"
+        )
+        raise ConfigError(
+            f"total_batch_size {batch.total_batch_size} is not a multiple of mini_batch_size x context_length x world "
+            f"= {batch.mini_batch_size} x {context_length} x {world_size} = {unit}; nearest: {nearest}"
+            f" (or another --mini_batch_size)"
+        )
+    samples = batch.total_batch_size // context_length
+    return BatchPlan(samples, batch.mini_batch_size, accumulation, world_size, context_length)
+
+
+def count_steps(
+    length: LengthConfig, batch: BatchConfig, *, context_length: int, windows_per_epoch: int
+) -> int:
+    """Return max_steps, from whichever of steps, tokens and epochs was given.
+
+    Raises: ConfigError if that is less than one step.
+    """
+    samples = batch.total_batch_size // context_length
+    if length.max_steps is not None:
+        return length.max_steps
+    if length.max_tokens is not None:
+        steps, given = (
+            length.max_tokens // batch.total_batch_size,
+            f"max_tokens {length.max_tokens}",
+        )
+    else:
+        epochs = 1.0 if length.num_epochs is None else length.num_epochs
+        steps = math.floor(epochs * windows_per_epoch / samples)
+        given = f"num_epochs {epochs:g} of {windows_per_epoch} windows"
+    if steps < 1:
+        raise ConfigError(
+            f"{given} is less than one step of {batch.total_batch_size} tokens; "
+            f"lower --total_batch_size or train longer"
+        )
+    return steps
+
+
+def is_due(step: int, freq: int, last: int) -> bool:
+    """Tell whether something with frequency `freq` happens after update `step` of `last`; always after the last."""
+    return step == last or (freq > 0 and step % freq == 0)

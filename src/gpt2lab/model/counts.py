@@ -1,0 +1,110 @@
+"""Sizes of a model in closed form: parameters, floating-point operations, bytes. No torch.
+
+The dry run, the planner, the MFU column and the trainer call these same functions.
+"""
+
+from __future__ import annotations
+
+from gpt2lab.config.schema import Config, ModelConfig, TuningConfig
+from gpt2lab.errors import ConfigError
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Count trainable parameters.
+
+    Equals 124,439,808 / 354,823,168 / 774,030,080 / 1,557,611,200 for the four GPT-2 sizes at V = 50257, T = 1024.
+    """
+    V, T, C, L = model.vocab_size, model.context_length, model.n_embd, model.n_layer
+    positions = T * C if model.positions == "learned" else 0
+    return V * C + positions + L * count_block_parameters(model) + _count_norm_parameters(model)
+
+
+def count_block_parameters(model: ModelConfig) -> int:
+    """Count the parameters of one block: matrices, their biases, norms."""
+    C = model.n_embd
+    heads = 0 if model.qk_norm == "none" else 2 * C // model.n_head
+    return 12 * C * C + 9 * C + 2 * _count_norm_parameters(model) + heads
+
+
+def _count_norm_parameters(model: ModelConfig) -> int:
+    """Count a norm's gain and bias, or gain alone."""
+    return 2 * model.n_embd if model.norm == "layernorm" else model.n_embd
+
+
+def count_matmul_parameters(model: ModelConfig) -> int:
+    """Count the weights that take part in a matrix product per token: all matrices and the head, no look-ups."""
+    return 12 * model.n_layer * model.n_embd**2 + model.vocab_size * model.n_embd
+
+
+def flops_per_token(model: ModelConfig) -> int:
+    """Count floating-point operations to train on one token: 6 N_matmul + 12 L C T.
+
+    Forward and backward; attention as the full T x T score matrix, no causal discount; look-ups, norms and softmax
+    are not counted. Source: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B.
+    """
+    attention = 12 * model.n_layer * model.n_embd * model.context_length
+    return 6 * count_matmul_parameters(model) + attention
+
+
+def training_flops_per_token(config: Config) -> int:
+    """Count them for a run, with adapters or without."""
+    return tuning_flops_per_token(config) if config.tuning.lora_r else flops_per_token(config.model)
+
+
+def tuning_flops_per_token(config: Config) -> int:
+    """Count them where adapters are trained: frozen matrices need no gradient, 4 N_matmul + 6 N_adapters + 12 L C T."""
+    spared = 2 * count_matmul_parameters(config.model)
+    return flops_per_token(config.model) - spared + 6 * count_adapters(config.model, config.tuning)
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the tensor bytes of one checkpoint: weights and the optimizer's state, fp32.
+
+    AdamW keeps two moments of a weight, Muon one of each in a block's matrix; with adapters, theirs alone. The files
+    are larger by their headers and state, about 200 bytes a tensor and 10 kB a process.
+    """
+    model = config.model
+    if config.tuning.lora_r:
+        return 4 * count_parameters(model) + 12 * count_adapters(model, config.tuning)
+    in_blocks = 12 * model.n_layer * model.n_embd**2 if config.optim.optimizer == "muon" else 0
+    return 12 * count_parameters(model) - 4 * in_blocks
+
+
+# Of each matrix of a block, rows plus columns, in widths C.
+_SIDES = {"attn.c_attn": 1 + 3, "attn.c_proj": 1 + 1, "mlp.c_fc": 1 + 4, "mlp.c_proj": 4 + 1}
+
+
+def targets_of(config: TuningConfig) -> list[str]:
+    """Return the names in `lora_targets`."""
+    return [word.strip() for word in config.lora_targets.split(",")]
+
+
+def is_named(layer: str, target: str) -> bool:
+    """Tell whether a target means a layer: its full name, or the end of it after a dot."""
+    return target != "" and f".{layer}".endswith(f".{target}")
+
+
+def refuse_targets(model: ModelConfig, config: TuningConfig) -> None:
+    """Refuse a target that means no layer.
+
+    Raises: ConfigError naming the layers there are.
+    """
+    layers = [f"blocks.{block}.{name}" for block in range(model.n_layer) for name in _SIDES]
+    for target in targets_of(config):
+        if not any(is_named(layer, target) for layer in layers):
+            ends = sorted({layer.rpartition(".")[2] for layer in layers})
+            raise ConfigError(
+                f"lora_targets {target!r} matches no linear layer of the model; there are {', '.join(ends)} "
+                f"(one of a kind: {layers[0]}, and so on)"
+            )
+
+
+def count_adapters(model: ModelConfig, config: TuningConfig) -> int:
+    """Count the numbers in all adapters: r (rows + columns) beside each matrix that is a target."""
+    sides = sum(
+        widths
+        for block in range(model.n_layer)
+        for name, widths in _SIDES.items()
+        if any(is_named(f"blocks.{block}.{name}", target) for target in targets_of(config))
+    )
+    return config.lora_r * sides * model.n_embd
