@@ -5,11 +5,195 @@ python scripts/estimate_time.py --gpu H100 --gpus 8 --model gpt2 --tokens 10B
 python scripts/estimate_time.py --measure --deadline 12h
 """
 
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gpt2lab import fmt
+from gpt2lab.config.command_line import run_tyro
+from gpt2lab.errors import ConfigError
+from gpt2lab.files import replace_durably
+from gpt2lab.optim.schedule import default_warmup
+from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, reports, run_clock
+from gpt2lab.planner.ask import Ask, Predictor, check, start_of, window_of
+from gpt2lab.planner.estimate import Estimate, verdict
+from gpt2lab.planner.hardware import Hardware
+
+DOES_NOT_FIT = 3
+_EVENT_SHARE = 0.05  # of the time, from which a hint names a longer evaluation interval
+_WANTED_SHARE = 0.02  # of the time that evaluations take with it
+
 
 def main(argv: list[str]) -> int:
     """Answer the question on the command line."""
-    from gpt2lab.config.command_line import run_tyro
-    from gpt2lab.planner.ask import Ask
-    from gpt2lab.planner.planner import answer
-
     return answer(run_tyro(Ask, argv))
+
+
+def answer(ask: Ask) -> int:
+    """Print one report, or one JSON object, and return the exit code: 0, or 3 if the run does not fit.
+
+    Raises: GPT2LabError with its exit code.
+    """
+    check(ask)
+    known = hardware.load()
+    if ask.list_gpus:
+        return _print_hardware(known, as_json=ask.json)
+    if ask.accuracy:
+        return forecast.print_history(ask.folder(), as_json=ask.json)
+    if ask.self_test:
+        return measuring.self_test(ask.folder(), as_json=ask.json)
+    if not ask.names_a_job:
+        folder = ask.folder()
+        run_dir = folder / ask.run_name if ask.run_name else run_clock.last_written_run(folder)
+        if run_dir is not None:
+            now, left = time.time(), run_clock.estimate_remaining(run_dir)
+            _deliver(ask, run_clock.as_json(left, now), run_clock.describe(left, now))
+            return 0
+    return _print_job(ask, known)
+
+
+def _print_job(ask: Ask, known: Hardware) -> int:
+    predictor = Predictor(ask, known)
+    profile = hardware.find_profile(ask.profile, known)
+    now = time.time()
+    begins, window = start_of(ask, now), window_of(ask, now)
+    batch_search, advice = None, None
+    if ask.measure or ask.find_batch_size:
+        ask, batch_search = measuring.measure(predictor, profile)
+        predictor = Predictor(ask, known)
+    if ask.compare is not None:
+        return alternatives.print_comparison(predictor, profile, ask.compare, window)
+    estimated = alternatives.fit_memory if ask.mini_batch_size is None else Predictor.predict
+    found = estimated(predictor, predictor.job(profile), profile)
+    job, warnings = found.job, _warnings(found)
+    rows = alternatives.scaling(predictor, found, profile)
+    judged = verdict(found, window) if window else None
+    no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
+    options: list[str] = []
+    if no_memory:
+        options = alternatives.where_it_fits(found, known)
+    elif window and judged != "fits":
+        options = alternatives.what_fits(predictor, found, profile, window)
+    extra = ["", alternatives.scaling_table(rows)] if len(rows) > 1 else []
+    extra += ["", "to make it fit", *(f"  {line}" for line in options)] if options else []
+    extra += ["", *reports.formulas(found, known)] if ask.explain else []
+    if job.unique_tokens is not None:
+        listed = hardware.profiles(known).values()
+        advice = hardware.advise_profile(job.unique_tokens, parameters=job.parameters, known=listed)
+        extra += [f"{'data':<12} {advice}"]
+    typed = ask.max_lr is not None
+    extra.append(alternatives.learning_rate_line(job.config, ask.lr_rule, typed=typed))
+    batch = job.config.batch.total_batch_size
+    milestones = [
+        run_clock.milestone(at, found.seconds.scaled(share), tokens_per_step=batch, now=begins)
+        for share in run_clock.MILESTONES
+        if (at := round(share * job.max_steps)) > 0
+    ]
+    document = reports.as_json(
+        found,
+        profile_name=profile.name,
+        window=window,
+        scaling=rows,
+        milestones=milestones,
+        warnings=warnings,
+    )
+    document |= {"data_advice": advice, "batch_search": batch_search}
+    document["learning_rate"] = alternatives.learning_rates(job.config)
+    text = reports.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
+    _deliver(ask, document, text)
+    return DOES_NOT_FIT if judged in ("borderline", "does_not_fit") or no_memory else 0
+
+
+def _warnings(found: Estimate) -> list[str]:
+    """Name settings that can run but do not make sense together, and what makes the estimate doubtful."""
+    job, config, steps = found.job, found.job.config, found.job.max_steps
+    warnings = []
+    warmup, eval_freq = config.optim.warmup_steps, config.eval.eval_freq
+    if warmup is not None and warmup >= steps:
+        warnings.append(
+            f"warm-up of {warmup:,} steps in a run of {steps:,}: the rate never decays; "
+            f"try {default_warmup(steps):,}"
+        )
+    checkpoint_freq = config.checkpoint.checkpoint_freq
+    for name, freq in (("eval_freq", eval_freq), ("checkpoint_freq", checkpoint_freq)):
+        if freq > steps:
+            warnings.append(
+                f"{name} {freq:,} is longer than the run of {steps:,} steps: it happens only at the end"
+            )
+    if job.epochs is not None and job.epochs > 4:
+        warnings.append(
+            f"{job.epochs:.1f} passes over the data: beyond about 4, repeated tokens teach little (arXiv:2305.16264)"
+        )
+    evals, total = found.breakdown["eval"].value, found.seconds.value
+    if found.event_share > _EVENT_SHARE and evals > _WANTED_SHARE * total:
+        wanted = (eval_freq or steps) * evals / (_WANTED_SHARE * (total - evals))
+        better = min(steps, -(-round(wanted) // 50) * 50)
+        warnings.append(
+            f"evaluations take {evals / total:.0%} of the time; --eval_freq {better} makes it 2 %"
+        )
+    if found.memory.fits is False and found.memory.largest_micro_batch:
+        warnings.append(
+            f"mini_batch_size {job.micro_batch} does not fit; "
+            f"--mini_batch_size {found.memory.largest_micro_batch} does"
+        )
+    if found.cost is not None and found.cost.is_old(datetime.date.today()):
+        warnings.append(f"the price is of {found.cost.date}: older than half a year; give --price")
+    load, cores = machine.load_average(), machine.cores()
+    if found.machine.is_cpu and job.world_size == 1 and load > cores * 0.75:
+        busy = f"machine busy: load {load:.1f} on {cores} cores"
+        warnings.append(f"{busy}; times hold for an idle one")
+    return warnings
+
+
+def _deliver(ask: Ask, document: Mapping[str, Any], text: str) -> None:
+    """Print the text, or exactly one JSON object; write the report file durably.
+
+    Raises: ConfigError if the report cannot be written.
+    """
+    if ask.report is not None:
+        try:
+            replace_durably(ask.report, json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--report {ask.report}: cannot write there ({error.strerror})"
+            ) from error
+    print(json.dumps(document, allow_nan=False) if ask.json else text)
+
+
+def _print_hardware(known: Hardware, *, as_json: bool) -> int:
+    """List cards and links with their numbers."""
+    if as_json:
+        document = dataclasses.asdict(known)
+        listed = ("version", "gpus", "links", "sources")
+        print(json.dumps({name: document[name] for name in listed}))
+        return 0
+
+    def number(value: float | None, unit: float, places: int = 0) -> str:
+        return "n/a" if value is None else f"{value / unit:,.{places}f}"
+
+    rows = [
+        [
+            gpu.name,
+            number(gpu.peak_flops, 1e12),
+            number(gpu.matmul_flops, 1e12),
+            number(gpu.memory_bytes, 2**30, 1),
+            number(gpu.bandwidth, 1e9),
+            gpu.link or "n/a",
+            number(gpu.usd_per_hour, 1, 2),
+            gpu.price_date or "",
+            gpu.note or "",
+        ]
+        for gpu in known.gpus.values()
+    ]
+    header = ["card", "bf16 TFLOP/s", "best matmul", "GiB", "GB/s", "link", "$/h", "price of", ""]
+    print(fmt.table(header, rows))
+    links = known.links.values()
+    rows = [[link.name, number(link.rate(2**25), 1e9, 1), link.title] for link in links]
+    print("\n" + fmt.table(["interconnect", "GB/s at 32 MiB", ""], rows))
+    print(f"\nhardware.json version {known.version}; every number's source stands there")
+    return 0

@@ -3,21 +3,101 @@
 python scripts/gpu_info.py
 """
 
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
 from dataclasses import dataclass
 
+from gpt2lab import fmt
 from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.distributed import processor
+from gpt2lab.planner import hardware, machine
+from gpt2lab.planner.machine import GpuState
+from gpt2lab.planner.reports import GIB
+
+_NOT_THROTTLED = (None, "0x0000000000000000", "0x0000000000000001")  # no event, or idle
 
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """Show the devices of this machine; says so where there is no GPU."""
+    """Show the GPUs and the processor of this machine."""
 
     json: bool = option(False, "print one JSON object")
 
 
 def main(argv: list[str]) -> int:
-    """Print the devices."""
+    """Print the GPUs with the peak used for MFU, and the processor; or that there is no GPU."""
     flags = run_tyro(GpuInfo, argv)
-    from gpt2lab.planner.gpu_report import print_devices
+    found = machine.look().gpus
+    available, cores, load = machine.available_memory(), machine.cores(), machine.load_average()
+    if flags.json:
+        document = {
+            "gpus": [_as_json(gpu) for gpu in found],
+            "topology": _topology(found) or None,
+            "cpu": {
+                "name": processor.cpu_name(),
+                "cores": cores,
+                "bf16": processor.has_bf16(),
+                "memory_available": available,
+                "load_average": load,
+            },
+        }
+        print(json.dumps(document))
+        return 0
+    if found:
+        _print_gpus(found)
+    else:
+        has_tool = shutil.which("nvidia-smi")
+        why = "nvidia-smi names none" if has_tool else "nvidia-smi is not on the PATH"
+        print(f"no GPU: {why}; training would use the processor")
+    memory = "unknown" if available is None else f"{available / GIB:.1f} GiB free"
+    bf16 = "bf16 in hardware" if processor.has_bf16() else "no bf16 in hardware: fp32"
+    print(
+        f"CPU  {processor.cpu_name()}, {cores} cores, {bf16}, memory {memory}, load average {load:.2f}"
+    )
+    return 0
 
-    return print_devices(as_json=flags.json)
+
+def _print_gpus(found: tuple[GpuState, ...]) -> None:
+    header = ["GPU", "name", "capability", "bf16", "free GiB", "of", "busy", "clock"]
+    print(fmt.table([*header, "peak TFLOP/s"], [_cells(gpu) for gpu in found]))
+    print(f"driver {found[0].driver}; peak = dense bf16 of hardware.json, used for MFU")
+    for gpu in found:
+        if gpu.throttle not in _NOT_THROTTLED:
+            why = f"event reasons {gpu.throttle} (nvidia-smi -q -d PERFORMANCE)"
+            print(f"GPU {gpu.index} is throttled: {why}")
+    if text := _topology(found):
+        print(text)
+
+
+def _cells(gpu: GpuState) -> list[str]:
+    peak = hardware.peak_flops(gpu.name)
+    return [
+        str(gpu.index),
+        gpu.name,
+        gpu.capability or "n/a",
+        _bf16(gpu),
+        f"{gpu.memory_free / GIB:.1f}",
+        f"{gpu.memory_total / GIB:.1f}",
+        "n/a" if gpu.utilization is None else f"{gpu.utilization:.0f} %",
+        "n/a" if gpu.clock is None else f"{gpu.clock} MHz",
+        "n/a" if peak is None else f"{peak / 1e12:,.0f}",
+    ]
+
+
+def _as_json(gpu: GpuState) -> dict[str, object]:
+    names = ("index", "name", "capability", "driver", "memory_total", "memory_free", "utilization")
+    seen = {name: value for name, value in dataclasses.asdict(gpu).items() if name in names}
+    return seen | {"bf16": _bf16(gpu), "peak_flops": hardware.peak_flops(gpu.name)}
+
+
+def _bf16(gpu: GpuState) -> str:
+    if gpu.capability is None:
+        return "n/a"
+    return "yes" if float(gpu.capability) >= 8.0 else "no"
+
+
+def _topology(found: tuple[GpuState, ...]) -> str:
+    return machine.smi("topo", "-m").rstrip() if len(found) > 1 else ""

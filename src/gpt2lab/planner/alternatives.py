@@ -1,4 +1,4 @@
-"""Tables of alternatives: cards, models, profiles, numbers of processes; and what would make a run fit."""
+"""Alternatives to a run: tables of cards, models, profiles and world sizes; what fits instead; learning rates."""
 
 from __future__ import annotations
 
@@ -8,64 +8,50 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.config.schema import ModelName
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
-from gpt2lab.planner import profiles, report_json
-from gpt2lab.planner.ask import Comparison
-from gpt2lab.planner.deadline import Window, steps_that_fit, verdict
-from gpt2lab.planner.estimate import Estimate
-from gpt2lab.planner.job import Job, cut_batch
+from gpt2lab.planner import reports
+from gpt2lab.planner.ask import LENGTHS, Comparison, LrRule, Predictor
+from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
+from gpt2lab.planner.hardware import Hardware, Profile, find_profile, profiles
+from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
-from gpt2lab.planner.profiles import Profile
-from gpt2lab.planner.report_text import dollars, seconds
-from gpt2lab.planner.setting import Setting
+from gpt2lab.planner.reports import GIB, dollars, hours, seconds
 
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
-def with_micro_batch(job: Job, size: int) -> Job:
-    """Return the job cut into other micro-batches; the curve is the same."""
-    batch = dataclasses.replace(job.config.batch, mini_batch_size=size)
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, batch=batch))
+# -- world sizes -------------------------------------------------------------------------------------------------
 
 
-def with_world(job: Job, world: int) -> Job:
-    """Return the job shared by another number of processes.
+def scaling(predictor: Predictor, found: Estimate, profile: Profile) -> list[dict[str, Any]]:
+    """Return one row for each world size of --scaling, at a fixed number of tokens a step.
 
-    Raises: ConfigError if the batch does not divide.
+    Raises: ConfigError if --scaling is not a list of numbers.
     """
-    config = cut_batch(job.config, world, typed=False)
-    return dataclasses.replace(job, config=config, world=world)
-
-
-# -- numbers of cards --------------------------------------------------------------------------------------------
-
-
-def scaling(setting: Setting, found: Estimate, profile: Profile) -> list[dict[str, Any]]:
-    """Return one row for each number of cards of --scaling, at a fixed number of tokens a step."""
-    ask, job = setting.ask, found.job
-    if found.machine.is_cpu or setting.gpu is None:
+    ask, job = predictor.ask, found.job
+    if predictor.gpu is None:
         return []
     try:
-        counts = sorted({int(text) for text in ask.scaling.split(",")} | {job.world})
+        counts = sorted({int(text) for text in ask.scaling.split(",")} | {job.world_size})
     except ValueError:
         raise ConfigError(f"--scaling {ask.scaling!r} is not a list like 1,2,4,8") from None
     rows, one = [], None
     for count in counts:
-        nodes = ask.nodes if count == job.world else 1
+        nodes = ask.nodes if count == job.world_size else 1
         try:
-            shared = with_world(job, count)
             on = named(
-                setting.gpu,
-                setting.hardware,
+                predictor.gpu,
+                predictor.hardware,
                 gpus=count,
+                compiled=job.compiled,
                 nodes=nodes,
                 interconnect=ask.interconnect if nodes > 1 or ask.nodes == 1 else None,
-                rates=found.machine.rates,
             )
+            there = predictor.predict(job.with_world_size(count), profile, on=on)
         except ConfigError:
             continue
-        there = setting.predict_on(on, {}, shared, profile)
         one = there.step.value if count == 1 else one
         rows.append(
             {
@@ -100,53 +86,42 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def print_comparison(
-    setting: Setting, profile: Profile, what: Comparison, window: Window | None
+    predictor: Predictor, profile: Profile, what: Comparison, window: Window | None
 ) -> int:
-    """Print one table and return 0, or 3 if nothing in it fits the window."""
-    rows = {"gpus": _gpus, "models": _models, "profiles": _profiles}[what](setting, profile, window)
+    """Print one table and return 0, or 3 if nothing in it fits the window.
+
+    Raises: NoSourceError if nothing could be estimated.
+    """
+    rows = _rows(predictor, profile, what, window)
     if not rows:
         raise NoSourceError(f"--compare {what}: nothing to compare could be estimated")
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
-    if setting.ask.json:
-        document = report_json.blank() | {"comparison": {"by": what, "rows": rows}}
+    if predictor.ask.json:
+        document = reports.blank() | {"comparison": {"by": what, "rows": rows}}
         document |= {"max_training_hours": window.seconds / 3600 if window else None}
         document["profile_name"] = profile.name
         document["model"] = rows[0]["model_counts"] if what == "gpus" else None
         print(json.dumps(document, allow_nan=False))
         return 0 if fits else 3
-    best = min(
-        (row for row in fits if row["loss"] is not None), key=lambda row: row["loss"], default=None
-    )
-    cells = [_cells(row, best if what == "models" and window else None) for row in rows]
-    header = [
-        what[:-1],
-        "tokens",
-        "tok/param",
-        "time",
-        "80 %",
-        "cost",
-        "$/B tok",
-        "loss",
-        "verdict",
-    ]
-    print(fmt.table(header, cells))
+    is_search = what == "models" and window is not None
+    known = [row for row in fits if row["loss"] is not None]
+    best = min(known, key=lambda row: float(row["loss"]), default=None)
+    cells = [_cells(row, is_best=is_search and row is best) for row in rows]
+    header = [what[:-1], *("tokens", "tok/param", "time", "80 %", "cost", "$/B tok")]
+    print(fmt.table([*header, "loss", "verdict"], cells))
     if window:
-        print(
-            f"window {fmt.duration(window.seconds)} less {fmt.duration(window.margin)}; "
-            + (
-                "tokens chosen so that the upper bound fits"
-                if what != "gpus"
-                else "the upper bound decides"
-            )
-        )
-    if best is not None and what == "models" and window:
+        how = "the upper bound decides"
+        if what != "gpus":
+            how = "tokens chosen so that the upper bound fits"
+        print(f"window {fmt.duration(window.seconds)} less {fmt.duration(window.margin)}; {how}")
+    if is_search and best is not None:
         print("* lowest predicted loss; differences below 0.10 are within its uncertainty")
     return 0 if fits else 3
 
 
-def _cells(row: dict[str, Any], best: dict[str, Any] | None) -> list[str]:
+def _cells(row: dict[str, Any], *, is_best: bool) -> list[str]:
     return [
-        row["name"] + (" *" if row is best else ""),
+        row["name"] + (" *" if is_best else ""),
         fmt.count(row["tokens"]),
         f"{row['tokens_per_parameter']:.0f}",
         fmt.duration(3600 * row["hours"]),
@@ -157,6 +132,37 @@ def _cells(row: dict[str, Any], best: dict[str, Any] | None) -> list[str]:
         {"does_not_fit": "no"}.get(row["verdict"], row["verdict"])
         or ("no memory" if row["fits_memory"] is False else ""),
     ]
+
+
+def _rows(
+    predictor: Predictor, profile: Profile, what: Comparison, window: Window | None
+) -> list[dict[str, Any]]:
+    """Return a row for each alternative that can be estimated; cards as many as asked for, fastest first.
+
+    Models and profiles train on as many tokens as fit the window, unless the length was asked for.
+    """
+    ask, known, all_profiles = predictor.ask, predictor.hardware, profiles(predictor.hardware)
+    others: dict[str, dict[str, Any]]
+    if what == "gpus":
+        others = {gpu: {"gpu": gpu, "gpus": ask.gpus or 1} for gpu in known.gpus}
+    elif what == "models":
+        others = {model: {"model": model} for model in MODELS}
+    else:
+        others = {name: {"profile": name} for name in all_profiles}
+    given = any(getattr(ask, length) is not None for length in LENGTHS)
+    skipped = ConfigError if what == "gpus" else GPT2LabError
+    rows = []
+    for name, other in others.items():
+        there = Predictor(dataclasses.replace(ask, **other), known)
+        one = all_profiles[name] if what == "profiles" else profile
+        try:
+            found = fit_memory(there, there.job(one), one)
+        except skipped:
+            continue
+        if what != "gpus" and window and not given and found.memory.fits is not False:
+            found = _longest(there, found, one, window) or found
+        rows.append(_row(found.machine.title if what == "gpus" else name, found, window))
+    return sorted(rows, key=lambda row: float(row["hours"])) if what == "gpus" else rows
 
 
 def _row(name: str, found: Estimate, window: Window | None) -> dict[str, Any]:
@@ -178,70 +184,140 @@ def _row(name: str, found: Estimate, window: Window | None) -> dict[str, Any]:
     }
 
 
-def _gpus(setting: Setting, profile: Profile, window: Window | None) -> list[dict[str, Any]]:
-    """Every card of hardware.json, as many as asked for, fastest first."""
-    rows = []
-    for gpu in setting.hardware.gpus.values():
+def fit_memory(predictor: Predictor, job: Job, profile: Profile) -> Estimate:
+    """Estimate the job; a mini batch that does not fit gives way to the largest that does."""
+    found = predictor.predict(job, profile)
+    if found.memory.fits is False and found.memory.largest_micro_batch:
+        smaller = job.with_settings(mini_batch_size=found.memory.largest_micro_batch)
+        return predictor.predict(smaller, profile)
+    return found
+
+
+def _longest(
+    predictor: Predictor, found: Estimate, profile: Profile, window: Window
+) -> Estimate | None:
+    """Estimate the same run with as many steps as fit the window; None if not even one does."""
+    steps = steps_that_fit(found.job, window, lambda job: predictor.predict(job, profile))
+    return predictor.predict(found.job.with_steps(steps), profile) if steps else None
+
+
+# -- what fits instead -------------------------------------------------------------------------------------------
+
+
+def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: Window) -> list[str]:
+    """Return what would fit the window, each with its hours: fewer tokens, profile, more or other cards, model."""
+    if found.memory.fits is False:
+        return where_it_fits(found, predictor.hardware)
+    job, text = found.job, []
+    fewer = _longest(predictor, found, profile, window)
+    what = "not even one step fits"
+    if fewer:
+        what = f"--tokens {fmt.count(fewer.job.tokens)} ({fewer.job.max_steps:,} steps): {hours(fewer.seconds)}"
+    text.append(f"fewer tokens     {what}")
+    if profile.name != "fast" and predictor.ask.context_length is None:
+        fast = find_profile("fast", predictor.hardware)
+        config = fast.applied(job.config, typed=())
+        quick = dataclasses.replace(job, config=fit_mini_batch(config, job.world_size, typed=False))
+        there = predictor.predict(quick, fast)
+        T = config.model.context_length
+        text.append(f"faster profile   --profile fast, T {T}: {hours(there.seconds)}")
+    if predictor.gpu is not None:
+        text += _more_cards(predictor, found, profile, window)
+        text += _other_card(predictor, found, profile, window)
+    return [*text, *_smaller_model(predictor, found, profile)]
+
+
+def _more_cards(
+    predictor: Predictor, found: Estimate, profile: Profile, window: Window
+) -> list[str]:
+    assert predictor.gpu is not None
+    for count in (2, 4, 8):
+        if count <= found.job.world_size:
+            continue
         try:
-            ask = dataclasses.replace(setting.ask, gpu=gpu.name, gpus=setting.ask.gpus or 1)
-            there = type(setting)(ask, setting.hardware)
-            found = _cut_to_fit(there, there.job(profile), profile)
+            on = named(predictor.gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
+            more = predictor.predict(found.job.with_world_size(count), profile, on=on)
+        except ConfigError:
+            break
+        if verdict(more, window) == "fits":
+            return [f"more cards       --gpus {count}: {hours(more.seconds)}"]
+    return []
+
+
+def _other_card(
+    predictor: Predictor, found: Estimate, profile: Profile, window: Window
+) -> list[str]:
+    """Return the cheapest other card that fits the window."""
+    assert predictor.gpu is not None
+    job, fitting = found.job, []
+    for other in predictor.hardware.gpus.values():
+        if other.name == predictor.gpu.name:
+            continue
+        try:
+            on = named(other, predictor.hardware, gpus=job.world_size, compiled=job.compiled)
         except ConfigError:
             continue
-        rows.append(_row(found.machine.title, found, window))
-    return sorted(rows, key=lambda row: float(row["hours"]))
+        there = predictor.predict(job, profile, on=on)
+        if verdict(there, window) == "fits":
+            cost = there.cost.usd.value if there.cost else float("inf")
+            fitting.append((cost, f"other card       --gpu {other.name}: {hours(there.seconds)}"))
+    return [line for _, line in sorted(fitting)[:1]]
 
 
-def _models(setting: Setting, profile: Profile, window: Window | None) -> list[dict[str, Any]]:
-    """The GPT-2 sizes; with a window, each with as many tokens as fit it."""
+def _smaller_model(predictor: Predictor, found: Estimate, profile: Profile) -> list[str]:
+    config = found.job.config
+    for name in reversed(MODELS):
+        model = dataclasses.replace(preset(name).model, context_length=config.model.context_length)
+        small = dataclasses.replace(found.job, config=dataclasses.replace(config, model=model))
+        if small.parameters < found.job.parameters:
+            there = predictor.predict(small, profile)
+            return [f"smaller model    --model {name}, as many tokens: {hours(there.seconds)}"]
+    return []
+
+
+def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
+    """Return what memory one sequence at a time needs, and which cards have it."""
+    job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
+    for gpu in known.gpus.values():
+        on = dataclasses.replace(found.machine, is_cpu=False, memory_bytes=gpu.memory_bytes)
+        need = device_memory(job, on, known, found.memory.target)
+        needed = need.needed
+        if need.fits and gpu.peak_flops:
+            fitting.append(gpu.name)
+    cards = f"fits {', '.join(fitting)}" if fitting else "it fits no known card"
     return [
-        row
-        for name in MODELS
-        if (
-            row := _sized(
-                setting, dataclasses.replace(setting.ask, model=name), profile, name, window
-            )
-        )
+        f"one sequence at a time needs {needed / GIB:.1f} GiB: {cards}; a shorter --context_length or a smaller "
+        f"--model needs less"
     ]
 
 
-def _profiles(setting: Setting, profile: Profile, window: Window | None) -> list[dict[str, Any]]:
-    """All profiles, the user's own too."""
-    found = profiles.profiles(setting.hardware).values()
-    return [
-        row
-        for one in found
-        if (
-            row := _sized(
-                setting, dataclasses.replace(setting.ask, profile=one.name), one, one.name, window
-            )
-        )
-    ]
+# -- learning rates ----------------------------------------------------------------------------------------------
+
+# Square root for AdamW: Malladi et al. 2022 (arXiv:2205.10287). Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD.
+_CLAMP = (0.25, 2.0)  # times the reference rate: beyond, no rule was seen to hold
+_SURGE = 4.0  # reference batches from which the best rate may fall again (arXiv:2405.14578)
 
 
-def _sized(
-    setting: Setting, ask: Any, profile: Profile, name: str, window: Window | None
-) -> dict[str, Any] | None:
-    there = type(setting)(ask, setting.hardware)
-    try:
-        found = _cut_to_fit(there, there.job(profile), profile)
-    except GPT2LabError:
-        return None
-    given = any(
-        getattr(ask, length) is not None for length in ("tokens", "steps", "epochs", "num_samples")
-    )
-    if window is not None and not given and found.memory.fits is not False:
-        on, ratios = there.machine_for(found.job)
-        steps = steps_that_fit(
-            found.job, window, lambda job: there.predict_on(on, ratios, job, profile)
-        )
-        if steps:
-            found = there.predict_on(on, ratios, found.job.with_steps(steps), profile)
-    return _row(name, found, window)
+def learning_rates(config: Config) -> dict[str, Any]:
+    """Return each rule's learning rate for the batch size, and the reference: the preset's rate and tokens a step."""
+    base = preset(config.model.model)
+    rate, batch = base.optim.max_lr, base.batch.total_batch_size
+    ratio = config.batch.total_batch_size / batch
+    low, high = _CLAMP
+    return {
+        "sqrt": rate * min(high, max(low, ratio**0.5)),
+        "linear": rate * min(high, max(low, ratio)),
+        **{"none": rate, "reference_rate": rate, "reference_batch": batch},
+    }
 
 
-def _cut_to_fit(setting: Setting, job: Job, profile: Profile) -> Estimate:
-    found = setting.predict(job, profile)
-    if found.memory.fits is False and found.memory.largest_micro_batch:
-        found = setting.predict(with_micro_batch(job, found.memory.largest_micro_batch), profile)
-    return found
+def learning_rate_line(config: Config, rule: LrRule, *, typed: bool) -> str:
+    """Write the learning rates in one line; where nobody typed one, with the rule's flag."""
+    found, size = learning_rates(config), config.batch.total_batch_size
+    batch = found["reference_batch"]
+    text = f"learning rate {config.optim.max_lr:g} at {size:,} tokens a step"
+    text += "" if typed else f"; --lr_rule {rule}: --max_lr {found[rule]:.2g}"
+    text += f" (sqrt {found['sqrt']:.2g}, linear {found['linear']:.2g}; reference {found['none']:g} at {batch:,})"
+    if size > _SURGE * batch:
+        text += f"; above {_SURGE:g} times the reference batch the best rate may fall again"
+    return text

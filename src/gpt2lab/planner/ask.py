@@ -1,4 +1,4 @@
-"""What a user asks the planner: its flags, and the job that they mean. No torch."""
+"""What a user asks the planner: its flags, the job that they mean, and the machine that is asked about. No torch."""
 
 from __future__ import annotations
 
@@ -10,114 +10,115 @@ from typing import Any, Literal
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import option
-from gpt2lab.config.derived import CPU_COMPILE_FROM_STEPS
+from gpt2lab.config.derived import compiles
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import Config, ModelName, Optimizer, Parallel, Recompute
+from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, Optimizer, Parallel
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
-from gpt2lab.optim.schedule import default_warmup
-from gpt2lab.planner.job import Job, cut_batch
+from gpt2lab.planner import calibration
+from gpt2lab.planner.estimate import Estimate, Window, estimate
+from gpt2lab.planner.hardware import Hardware, Profile
+from gpt2lab.planner.job import Job, fit_mini_batch
+from gpt2lab.planner.machine import Machine, Seen, look, named
 from gpt2lab.planner.memory import Dtype
-from gpt2lab.planner.profiles import Profile
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
 DEFAULT_TOKENS = 10_000_000_000  # the real run of the README, where nothing else is said
-# Flags of this door that are settings of the trainer under the same name.
+# Flags that are settings of the trainer under the same name.
 SETTINGS = (
     *("n_layer", "n_head", "n_embd", "context_length", "vocab_size"),
     *("total_batch_size", "mini_batch_size", "max_lr", "warmup_steps"),
     *("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq"),
     *("optimizer", "parallel", "activation_checkpointing"),
 )
+# Flags that describe a run to come, rather than one that exists.
+_OF_A_JOB = (
+    *(*SETTINGS, *LENGTHS, "gpu", "gpus", "model", "data_dir", "deadline", "compare"),
+    *("measure", "find_batch_size", "profile", "nodes"),
+)
 Comparison = Literal["gpus", "models", "profiles"]
+LrRule = Literal["sqrt", "linear", "none"]
 
 
 @dataclass(frozen=True)
 class Ask:
     """Predict a run: time, memory, cost and loss before it starts; without flags, the newest run's remaining time."""
 
-    run_name: str | None = option(None, "the run to project; default the one that wrote last")
+    run_name: str | None = option(None, "run to project; default the one written to last")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     gpu: str | None = option(None, "predict for this card, e.g. H100, RTX-4090 (see --list_gpus)")
-    gpus: int | None = option(None, "cards in all; default 1, or all of this machine")
-    nodes: int = option(1, "machines that the cards are spread over")
-    interconnect: str | None = option(None, "what connects them, e.g. ib400 (see --list_gpus)")
+    gpus: int | None = option(None, "world size: cards in all; default 1, or all of this machine")
+    nodes: int = option(1, "number of machines that hold the cards")
+    interconnect: str | None = option(None, "network between nodes, e.g. ib400 (see --list_gpus)")
 
-    model: ModelName | None = option(None, "preset; default gpt2")
+    model: ModelName | None = option(None, "model preset; default gpt2")
     n_layer: int | None = option(None, "transformer blocks")
     n_head: int | None = option(None, "attention heads per block")
     n_embd: int | None = option(None, "width of the residual stream")
-    context_length: int | None = option(None, "tokens per training window")
-    vocab_size: int | None = option(None, "rows of the embedding")
+    context_length: int | None = option(None, "tokens per training sequence")
+    vocab_size: int | None = option(None, "rows of the token embedding")
 
     tokens: str | None = option(None, "length of the run in tokens, e.g. 10B")
-    steps: str | None = option(None, "... in optimizer steps")
-    epochs: float | None = option(None, "... in passes over --data_dir")
-    num_samples: str | None = option(None, "... in samples of --avg_tokens_per_sample tokens")
-    avg_tokens_per_sample: float | None = option(None, "with --num_samples")
-    data_dir: Path | None = option(None, "folder of token shards, to count epochs")
+    steps: str | None = option(None, "length of the run in optimizer steps")
+    epochs: float | None = option(None, "length of the run in passes over --data_dir")
+    num_samples: str | None = option(
+        None, "length of the run in samples of --avg_tokens_per_sample tokens"
+    )
+    avg_tokens_per_sample: float | None = option(None, "mean tokens per sample of --num_samples")
+    data_dir: Path | None = option(None, "folder of token shards; counts epochs")
 
     total_batch_size: int | None = option(None, "tokens per optimizer step")
-    mini_batch_size: int | None = option(None, "sequences per forward pass of one process")
+    mini_batch_size: int | None = option(None, "sequences per forward pass of one rank")
     max_lr: float | None = option(None, "peak learning rate")
     warmup_steps: int | None = option(None, "linear warm-up steps")
     eval_freq: int | None = option(None, "steps between validation losses")
-    val_tokens: int | None = option(None, "tokens of one validation")
+    val_tokens: int | None = option(None, "tokens per validation")
     sample_freq: int | None = option(None, "steps between text samples")
     checkpoint_freq: int | None = option(None, "steps between checkpoints")
     optimizer: Optimizer | None = option(None, "adamw | muon; default the preset's")
-    parallel: Parallel | None = option(None, "how several processes share a run; default ddp")
-    activation_checkpointing: Recompute | None = option(
-        None, "what is computed again instead of kept; default none"
+    parallel: Parallel | None = option(
+        None,
+        "ddp: full replica; zero1: optimizer state sharded; fsdp: everything sharded; default ddp",
+    )
+    activation_checkpointing: ActivationCheckpointing | None = option(
+        None, "activations that backward recomputes: none | selective | block; default none"
     )
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "matmul precision")
     compile: Literal["auto", "on", "off"] = option("auto", "torch.compile")
 
-    measure: bool = option(False, "time real steps of the real trainer on this machine first")
-    seconds: float = option(60.0, "how long --measure may train")
+    measure: bool = option(False, "first time real training steps on this machine")
+    seconds: float = option(60.0, "training time of --measure")
     find_batch_size: bool = option(
-        False, "find the mini batch that fits and is fast, and verify it"
+        False, "search and verify the fastest mini batch that fits this machine's memory"
     )
     max_batch: int = option(128, "largest mini batch that --find_batch_size tries")
 
     deadline: str | None = option(None, "window: 12h, 1d6h, or a time like '2026-12-24 18:00'")
-    margin: str = option("30m", "kept free at the end of the window")
+    margin: str = option("30m", "time kept free at the end of the window")
     start: str | None = option(None, "when the run starts, e.g. '2026-12-24 08:00'; default now")
     profile: str | None = option(
         None, "fast | balanced | quality | memory_efficient | one of your own hardware.json"
     )
-    compare: Comparison | None = option(None, "a table of the alternatives")
-    scaling: str = option("1,2,4,8", "numbers of cards for the scaling table")
-    price: float | None = option(None, "US dollars per GPU-hour, instead of the list's")
+    compare: Comparison | None = option(None, "print a table of alternatives")
+    scaling: str = option("1,2,4,8", "world sizes of the scaling table")
+    price: float | None = option(None, "US dollars per GPU-hour; default the listed price")
     kwh: float | None = option(None, "own hardware: price of a kilowatt-hour")
-    lr_rule: Literal["sqrt", "linear", "none"] = option("sqrt", "how the rate follows the batch")
+    lr_rule: LrRule = option("sqrt", "how the learning rate scales with the batch size")
 
     json: bool = option(False, "print one JSON object")
-    report: Path | None = option(None, "write the JSON object to this file too")
+    report: Path | None = option(None, "also write the JSON object to this file")
     explain: bool = option(False, "print every formula with its numbers")
-    list_gpus: bool = option(False, "list the cards and links that are known, with sources")
-    accuracy: bool = option(False, "how well earlier predictions did")
-    self_test: bool = option(False, "predict, train for real, compare; about two minutes")
+    list_gpus: bool = option(False, "list the known cards and links")
+    accuracy: bool = option(False, "print the accuracy of earlier forecasts")
+    self_test: bool = option(False, "predict, train and compare; about two minutes")
 
     @property
     def names_a_job(self) -> bool:
-        """Tell whether anything was typed that speaks of a run to come."""
-        plain = Ask()
-        about: tuple[str, ...] = (
-            *SETTINGS,
-            *LENGTHS,
-            "gpu",
-            "gpus",
-            "model",
-            "data_dir",
-            "deadline",
-            "compare",
-        )
-        about += ("measure", "find_batch_size", "profile", "nodes")
-        return any(getattr(self, name) != getattr(plain, name) for name in about)
+        """Tell whether a flag describes a run to come."""
+        return any(getattr(self, name) != getattr(Ask(), name) for name in _OF_A_JOB)
 
     def folder(self) -> Path:
         """Return the folder of the runs."""
@@ -127,7 +128,7 @@ class Ask:
 
 
 def check(ask: Ask) -> None:
-    """Refuse what cannot be meant.
+    """Check flags that exclude or need each other, and their bounds.
 
     Raises: ConfigError with one line.
     """
@@ -137,9 +138,7 @@ def check(ask: Ask) -> None:
     if (ask.num_samples is None) != (ask.avg_tokens_per_sample is None):
         raise ConfigError("--num_samples and --avg_tokens_per_sample go together")
     if ask.epochs is not None and ask.data_dir is None:
-        raise ConfigError(
-            "--epochs needs --data_dir: without data, how long an epoch is would be a guess"
-        )
+        raise ConfigError("--epochs needs --data_dir: it says how long an epoch is")
     if ask.measure and ask.gpu is not None:
         raise ConfigError("--measure times this machine; leave out --gpu, or leave out --measure")
     if ask.run_name is not None and ask.names_a_job:
@@ -174,10 +173,10 @@ def count_of(ask: Ask, name: str) -> int | None:
     return number
 
 
-def window_of(ask: Ask, now: float) -> tuple[float, float] | None:
-    """Return (seconds of the window, seconds of margin), None without --deadline.
+def window_of(ask: Ask, now: float) -> Window | None:
+    """Return the window of --deadline and --margin, None without --deadline.
 
-    Raises: ConfigError if it is not a time, lies in the past, or is all margin.
+    Raises: ConfigError if it is not a time, lies in the past, or leaves nothing after the margin.
     """
     try:
         margin = fmt.parse_duration(ask.margin)
@@ -190,12 +189,12 @@ def window_of(ask: Ask, now: float) -> tuple[float, float] | None:
     except ValueError:
         seconds = _moment("deadline", ask.deadline) - start_of(ask, now)
     if seconds <= 0:
-        raise ConfigError(f"--deadline {ask.deadline} is in the past of the start of the run")
+        raise ConfigError(f"--deadline {ask.deadline} is in the past, before the run starts")
     if not 0 <= margin < seconds:
         raise ConfigError(
             f"--margin {ask.margin} leaves nothing of the window {ask.deadline}; make it smaller"
         )
-    return seconds, margin
+    return Window(seconds, margin)
 
 
 def start_of(ask: Ask, now: float) -> float:
@@ -209,62 +208,50 @@ def _moment(name: str, text: str) -> float:
             return time.mktime(time.strptime(text, form))
         except (ValueError, OverflowError):
             continue
-    raise ConfigError(
-        f"--{name} {text!r} is neither a time span (12h) nor a time (2026-12-24 18:00)"
-    )
+    raise ConfigError(f"--{name} {text!r} is neither a span (12h) nor a time (2026-12-24 18:00)")
 
 
-def settings_of(ask: Ask, base: Config | None = None) -> Config:
-    """Return the trainer's settings that the flags mean.
+def settings_of(ask: Ask, typed: dict[str, Any]) -> Config:
+    """Return the trainer's settings that the flags mean; `typed`: those of SETTINGS that have a value.
 
     Raises: ConfigError with every problem of them.
     """
-    config = base or preset(ask.model or "gpt2")
-    typed: dict[str, Any] = {
-        name: value for name in SETTINGS if (value := getattr(ask, name)) is not None
-    }
+    config = override(preset(ask.model or "gpt2"), typed | {"compile": ask.compile})
     if ask.data_dir is not None:
-        typed["data_dir"] = paths.from_working_directory(ask.data_dir)
-    config = override(config, typed)
-    absurd = [
-        name
-        for name in ("n_layer", "n_embd", "context_length", "vocab_size", "total_batch_size")
-        if (typed.get(name) or 0) > 10**9
-    ]
+        config = override(config, {"data_dir": paths.from_working_directory(ask.data_dir)})
+    sizes = ("n_layer", "n_embd", "context_length", "vocab_size", "total_batch_size")
+    absurd = [name for name in sizes if typed.get(name, 0) > 10**9]
     problems = [f"{name} {typed[name]} is absurd" for name in absurd] + find_problems(config)
     if problems:
         raise ConfigError("; ".join(problems))
     return config
 
 
-def job_of(ask: Ask, profile: Profile, *, world: int, is_cpu: bool, native_bf16: bool) -> Job:
-    """Return the job that the flags mean on so many processes.
+def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_bf16: bool) -> Job:
+    """Return the job that the flags mean at a world size.
 
     Raises: ConfigError, DataError.
     """
-    config = settings_of(ask)
-    if world == 1 and ask.parallel not in (None, "ddp"):
+    typed = {name: value for name in SETTINGS if (value := getattr(ask, name)) is not None}
+    config = settings_of(ask, typed)
+    if world_size == 1 and ask.parallel not in (None, "ddp"):
         raise ConfigError(
-            f"--parallel {ask.parallel} shares what one process holds among several, and there is one; add --gpus N"
+            f"--parallel {ask.parallel} shards what one rank holds over several, and the world size is 1; add --gpus N"
         )
     if ask.profile is not None:
-        config = profile.applied(config, typed={n for n in SETTINGS if getattr(ask, n) is not None})
-    config = cut_batch(config, world, typed=ask.mini_batch_size is not None)
+        config = profile.applied(config, typed=typed)
+    config = fit_mini_batch(config, world_size, typed=ask.mini_batch_size is not None)
     batch, unique, dataset = config.batch.total_batch_size, None, {}
     if ask.data_dir is not None:
         data = open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
         T = config.model.context_length
         unique = sum((shard.tokens - 1) // T for shard in data.splits["train"]) * T
         dataset = {"tokens": float(unique)}
-    tokens = count_of(ask, "tokens")
-    steps = count_of(ask, "steps")
-    samples = count_of(ask, "num_samples")
+    tokens, steps, samples = (count_of(ask, name) for name in ("tokens", "steps", "num_samples"))
     if samples is not None and ask.avg_tokens_per_sample is not None:
-        tokens = round(samples * ask.avg_tokens_per_sample * 1.0)
-        dataset |= {
-            "num_samples": float(samples),
-            "avg_tokens_per_sample": ask.avg_tokens_per_sample,
-        }
+        tokens = round(samples * ask.avg_tokens_per_sample)
+        dataset["num_samples"] = float(samples)
+        dataset["avg_tokens_per_sample"] = ask.avg_tokens_per_sample
         unique = unique or tokens
     if ask.epochs is not None and unique is not None:
         tokens = int(ask.epochs * unique)
@@ -283,35 +270,72 @@ def job_of(ask: Ask, profile: Profile, *, world: int, is_cpu: bool, native_bf16:
                 f"{tokens:,} tokens are less than one step of {batch:,}; lower --total_batch_size or train longer"
             )
     dataset |= {"tokens": dataset.get("tokens", float(steps * batch))}
-    compiled = ask.compile == "on" or (
-        ask.compile == "auto" and not (is_cpu and steps < CPU_COMPILE_FROM_STEPS)
-    )
-    dtype: Dtype = (
-        "bf16" if ask.dtype == "bf16" or (ask.dtype == "auto" and native_bf16) else "fp32"
-    )
-    return Job(config, steps, world, dtype, compiled, unique, tuple(dataset.items()))
+    compiled = compiles(config.system, on_gpu=not is_cpu, max_steps=steps)
+    bf16 = ask.dtype == "bf16" or (ask.dtype == "auto" and native_bf16)
+    dtype: Dtype = "bf16" if bf16 else "fp32"
+    return Job(config, steps, world_size, dtype, compiled, unique, tuple(dataset.items()))
 
 
-def nonsense(job: Job) -> list[str]:
-    """Name settings that do not make sense together, though they could be run."""
-    config, steps = job.config, job.max_steps
-    found = []
-    warmup = config.optim.warmup_steps
-    if warmup is not None and warmup >= steps:
-        found.append(
-            f"warm-up of {warmup:,} steps in a run of {steps:,}: the rate never decays; "
-            f"try {default_warmup(steps):,}"
+class Predictor:
+    """The machine that is asked about, this one or a named card, and its predictions of jobs."""
+
+    def __init__(self, ask: Ask, known: Hardware) -> None:
+        """Look at this machine, unless a card is named."""
+        self.ask, self.hardware = ask, known
+        self.gpu = known.gpu(ask.gpu) if ask.gpu else None
+        self.seen = look() if self.gpu is None else Seen(())
+        self.records = calibration.read(ask.folder())
+        self.is_cpu = self.gpu is None and self.seen.is_cpu
+        self.world_size = ask.gpus or max(1, len(self.seen.gpus))
+        self._machines: dict[tuple[Any, ...], tuple[Machine, dict[str, float]]] = {}
+
+    def job(self, profile: Profile) -> Job:
+        """Return the job that the flags mean here.
+
+        Raises: ConfigError, DataError.
+        """
+        return job_of(
+            self.ask,
+            profile,
+            world_size=self.world_size,
+            is_cpu=self.is_cpu,
+            native_bf16=self.gpu is not None or self.seen.native_bf16,
         )
-    for name, freq in (
-        ("eval_freq", config.eval.eval_freq),
-        ("checkpoint_freq", config.checkpoint.checkpoint_freq),
-    ):
-        if freq > steps:
-            found.append(
-                f"{name} {freq:,} is longer than the run of {steps:,} steps: it happens only at the end"
-            )
-    if job.epochs is not None and job.epochs > 4:
-        found.append(
-            f"{job.epochs:.1f} passes over the data: beyond about 4, repeated tokens teach little (arXiv:2305.16264)"
+
+    def machine_for(self, job: Job) -> tuple[Machine, dict[str, float]]:
+        """Return the machine with rates for this job's dtype and compilation, and the ratios of its event costs.
+
+        Raises: ConfigError, NoSourceError.
+        """
+        kind = (job.world_size, job.dtype, job.compiled, job.parallel)
+        if kind not in self._machines:
+            self._machines[kind] = self._find_machine(job)
+        return self._machines[kind]
+
+    def _find_machine(self, job: Job) -> tuple[Machine, dict[str, float]]:
+        if self.gpu is None:
+            return calibration.this_machine(self.seen, self.hardware, self.records, job)
+        on = named(
+            self.gpu,
+            self.hardware,
+            gpus=job.world_size,
+            compiled=job.compiled,
+            nodes=self.ask.nodes,
+            interconnect=self.ask.interconnect,
         )
-    return found
+        return on, {}
+
+    def predict(self, job: Job, profile: Profile, *, on: Machine | None = None) -> Estimate:
+        """Estimate one job, on another machine than the one asked about if given."""
+        ratios: dict[str, float] = {}
+        if on is None:
+            on, ratios = self.machine_for(job)
+        return estimate(
+            job,
+            on,
+            self.hardware,
+            ratios=ratios,
+            price=self.ask.price,
+            kwh=self.ask.kwh,
+            memory_target=profile.memory_target,
+        )

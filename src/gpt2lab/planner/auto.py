@@ -1,117 +1,196 @@
-"""What a start may settle by itself: `--preset`, `--mini_batch_size auto` and `--fit_schedule`. No torch.
+"""What a start chooses by itself: `--preset`, `--mini_batch_size auto` and `--fit_schedule`. No torch.
 
-Each ends as a plain number on the command line, so that the checkpoint stores it and a resume uses it again.
+Each ends as a plain setting, so that the checkpoint stores it and a resume uses it again. A preset such as `8xh100`
+only decides how its cards divide a step: tokens per step, and with them the curve, stay as they are.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from gpt2lab.config.command_line import Command
-from gpt2lab.config.derived import CPU_COMPILE_FROM_STEPS
-from gpt2lab.config.schema import LENGTHS
+from gpt2lab.config.derived import compiles, mini_batch_sizes
+from gpt2lab.config.schema import ActivationCheckpointing, Config, SystemConfig
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner import calibration, card_presets, hardware, machine, measuring, profiles
-from gpt2lab.planner.deadline import Window, steps_that_fit
-from gpt2lab.planner.estimate import MEMORY_TARGET, estimate
-from gpt2lab.planner.here import Seen, here, look
-from gpt2lab.planner.job import Job
-from gpt2lab.planner.scoring import job_of_start
-from gpt2lab.training.start import Start
+from gpt2lab.planner import calibration, hardware, measuring
+from gpt2lab.planner.estimate import MEMORY_TARGET, Estimate, Window, estimate, steps_that_fit
+from gpt2lab.planner.hardware import Gpu, Hardware
+from gpt2lab.planner.job import Job, Plan
+from gpt2lab.planner.machine import Seen, look, named
+from gpt2lab.planner.reports import GIB
 
-MAX_BATCH = 128
+MAX_BATCH = 128  # largest mini batch that a search tries
+PRESET_MAX_BATCH = 64  # sequences; more only takes memory, once every matmul fills the card
+_ENOUGH = 4  # sequences from which recomputing costs more than a larger mini batch saves
+# The cheapest in time first.
+_MODES: tuple[ActivationCheckpointing, ...] = ("none", "selective", "block")
 _MARGIN = 0.02  # of the window, besides what the interval's upper bound leaves
 
 
-def free_memory(command: Command, start: Start) -> float | None:
-    """Return the bytes that this process could use, for a search; None where none is asked for, or unknown."""
-    if not _finds(command, start):
-        return None
-    seen = _look(start)
-    if not seen.is_cpu:
-        return min(gpu.memory_free for gpu in seen.gpus)  # the fullest card of this node
-    available = machine.available_memory()
-    return available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if available else None
+@dataclass(frozen=True)
+class OpenSettings:
+    """What the command line of a start leaves open."""
+
+    preset: str | None
+    find_mini_batch: bool
+    fit_schedule: bool
+    typed: frozenset[str]  # flags with a value of their own: a preset does not change them
 
 
-def fitted(command: Command, start: Start, memory: Sequence[float | None]) -> Command | None:
-    """Return the command with what it left open settled, None if it left nothing open.
+def free_memory(system: SystemConfig) -> float | None:
+    """Return the bytes that this rank could use, None where unknown."""
+    return _look(system).free_memory(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
-    `memory`: what `free_memory` said on each process; what the poorest can do, all can.
 
-    Raises: ConfigError or NoSourceError if that cannot be done here.
+def choose_settings(
+    wanted: OpenSettings,
+    config: Config,
+    plan: Plan,
+    *,
+    run_dir: Path,
+    train_tokens: int,
+    memory: Sequence[float | None],
+) -> dict[str, Any]:
+    """Return the settings that the planner chooses for a start, by their flat names; {} if nothing is open.
+
+    `memory`: `free_memory` of every rank; the smallest decides for all. `train_tokens`: of the training split.
+
+    Raises: ConfigError or NoSourceError if the machine or the preset cannot do it.
     """
-    preset = card_presets.fitted(command, start)
-    finds = _finds(command, start)
-    if not finds and not command.verbs.fit_schedule:
-        return preset
-    command, seen = preset or command, _look(start)
-    if finds:
-        least = min((some for some in memory if some is not None), default=None)
-        command = command.with_flags(f"--mini_batch_size={_find_mini_batch(start, seen, least)}")
-    if command.verbs.fit_schedule:
-        command = command.with_flags(
-            f"--max_steps={_steps_in_window(start, seen)}", instead_of=LENGTHS
+    chosen: dict[str, Any] = {}
+
+    def job(*, on_gpu: bool, bf16: bool) -> Job:
+        return Job.of_run(
+            config,
+            plan,
+            train_tokens=train_tokens,
+            dtype="bf16" if bf16 else "fp32",
+            compiled=compiles(config.system, on_gpu=on_gpu, max_steps=plan.max_steps),
         )
-    return command
+
+    dtype = config.system.dtype
+    if wanted.preset is not None:
+        chosen |= _preset_settings(wanted.preset, wanted, job(on_gpu=True, bf16=dtype != "fp32"))
+    if wanted.find_mini_batch or wanted.fit_schedule:
+        seen = _look(config.system)
+        bf16 = dtype == "bf16" or (dtype == "auto" and seen.native_bf16)
+        here = job(on_gpu=not seen.is_cpu, bf16=bf16)
+        if wanted.find_mini_batch:
+            found = measuring.find_batch_size(
+                here,
+                run_dir.parent,
+                max_batch=MAX_BATCH,
+                memory_bytes=min((some for some in memory if some is not None), default=None),
+                target=MEMORY_TARGET,
+            )
+            chosen["mini_batch_size"] = int(found["mini_batch_size"])
+        if wanted.fit_schedule:
+            chosen["max_steps"] = _steps_in_window(here, seen, run_dir.parent)
+    return chosen
 
 
-def _finds(command: Command, start: Start) -> bool:
-    return command.finds_mini_batch and start.checkpoint is None
+def _look(system: SystemConfig) -> Seen:
+    return Seen(()) if system.device == "cpu" else look()
 
 
-def _look(start: Start) -> Seen:
-    return Seen(()) if start.config.system.device == "cpu" else look()
-
-
-def _job(start: Start, seen: Seen) -> Job:
-    system, steps = start.config.system, start.plan.max_steps
-    bf16 = system.dtype == "bf16" or (system.dtype == "auto" and seen.native_bf16)
-    compiled = system.compile == "on" or (
-        system.compile == "auto" and not (seen.is_cpu and steps < CPU_COMPILE_FROM_STEPS)
-    )
-    return job_of_start(start, dtype="bf16" if bf16 else "fp32", compiled=compiled)
-
-
-def _find_mini_batch(start: Start, seen: Seen, free: float | None) -> int:
-    found = measuring.find_batch_size(
-        _job(start, seen),
-        start.run_dir.parent,
-        max_batch=MAX_BATCH,
-        memory_bytes=free,
-        target=MEMORY_TARGET,
-    )
-    return int(found["mini_batch_size"])
-
-
-def _steps_in_window(start: Start, seen: Seen) -> int:
-    hours = start.config.length.max_hours
+def _steps_in_window(job: Job, seen: Seen, checkpoint_dir: Path) -> int:
+    hours = job.config.length.max_hours
     if hours is None:
         raise ConfigError("--fit_schedule needs --max_hours: the window that the run must end in")
-    known, job = hardware.load(), _job(start, seen)
-    on, ratios = here(
-        seen,
-        known,
-        calibration.read(start.run_dir.parent),
-        processes=job.world,
-        dtype=job.dtype,
-        compiled=job.compiled,
-        parallel=job.parallel,
-    )
+    known = hardware.load()
+    on, ratios = calibration.this_machine(seen, known, calibration.read(checkpoint_dir), job)
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
             "--fit_schedule: this machine was not measured yet, and a guess would waste the window or miss it; first "
             f"python scripts/estimate_time.py --measure --model {job.config.model.model}"
         )
-    window = Window(3600 * hours, _MARGIN * 3600 * hours)
-    target = profiles.find(None, known).memory_target
     steps = steps_that_fit(
         job,
-        window,
-        lambda other: estimate(other, on, known, ratios=ratios, memory_target=target),
+        Window(3600 * hours, _MARGIN * 3600 * hours),
+        lambda other: estimate(other, on, known, ratios=ratios),
         at_most=job.max_steps,
     )
     if steps < 1:
         raise ConfigError(f"--max_hours {hours:g} is too short for a single step of this run")
     return steps
+
+
+# -- presets -----------------------------------------------------------------------------------------------------
+
+
+def _preset_settings(name: str, wanted: OpenSettings, job: Job) -> dict[str, Any]:
+    """Return the preset's mini batch and activation checkpointing, as far as nobody typed them.
+
+    Says on stderr what to expect of the preset's cards, and how this machine differs from them.
+
+    Raises: ConfigError if the preset is for another world size, or the model does not fit its card.
+    """
+    count, _, card = name.partition("x")
+    known = hardware.load()
+    gpu = known.gpu(card)
+    if job.world_size != int(count):
+        raise ConfigError(
+            f"--preset {name} is for world size {count}, one rank per GPU, and this start has {job.world_size}: use "
+            f"torchrun --nproc_per_node={count}, or --mini_batch_size auto instead of a preset"
+        )
+    chosen: dict[str, Any] = {}
+    found = _on_card(job, gpu, known)
+    if "mini_batch_size" not in wanted.typed and not wanted.find_mini_batch:
+        typed_mode = "activation_checkpointing" in wanted.typed
+        modes = (job.recompute,) if typed_mode else _MODES
+        jobs = (job.with_settings(activation_checkpointing=mode) for mode in modes)
+        ways = [_on_card(one, gpu, known) for one in jobs]
+        found = _on_card(_largest_fitting(ways, name), gpu, known)
+        chosen["mini_batch_size"] = found.job.micro_batch
+        if not typed_mode:
+            chosen["activation_checkpointing"] = found.job.recompute
+    need = found.memory
+    measuring.say(
+        f"--preset {name}: mini_batch_size {found.job.micro_batch}, activation_checkpointing "
+        f"{found.job.recompute}, {need.needed / GIB:.1f} of "
+        f"{(need.available or 0) / GIB:.1f} GiB, expect {found.throughput.value:,.0f} tokens/s "
+        f"({found.throughput.low:,.0f} ... {found.throughput.high:,.0f}, 80 %)"
+    )
+    if need.fits is False:
+        measuring.say(
+            f"warning: mini_batch_size {found.job.micro_batch} does not fit {gpu.name}; "
+            f"the largest that does is {need.largest_micro_batch or 0}"
+        )
+    _compare_with_this_machine(name, gpu, known)
+    return chosen
+
+
+def _on_card(job: Job, gpu: Gpu, known: Hardware) -> Estimate:
+    return estimate(job, named(gpu, known, gpus=job.world_size, compiled=job.compiled), known)
+
+
+def _largest_fitting(ways: list[Estimate], name: str) -> Job:
+    """Return the job with the largest micro-batch that fits the card, in the cheapest mode that has room enough.
+
+    Raises: ConfigError if not even one sequence fits.
+    """
+    largest = [way.memory.largest_micro_batch or 0 for way in ways]
+    job = ways[0].job
+    enough = min(_ENOUGH, job.sequences, max(largest))
+    if not enough:
+        raise ConfigError(
+            f"--preset {name}: {job.config.model.model} does not fit, not even one sequence at a time; "
+            f"python scripts/memory_check.py shows what it needs; a larger card, or a smaller --context_length"
+        )
+    fitting, way = next((n, way) for n, way in zip(largest, ways, strict=True) if n >= enough)
+    sizes = mini_batch_sizes(job.sequences, at_most=min(fitting, PRESET_MAX_BATCH))
+    return way.job.with_settings(mini_batch_size=sizes[-1])
+
+
+def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:
+    seen = look().gpus
+    if not seen:
+        measuring.say(f"warning: --preset {name}, but this machine shows no GPU")
+    elif known.recognise(seen[0].name) != gpu:
+        measuring.say(
+            f"warning: --preset {name} is for {gpu.name}, and this machine has {seen[0].name}; "
+            f"--mini_batch_size auto finds what fits"
+        )

@@ -1,45 +1,54 @@
-"""What this machine's own runs say about its speed: one line a finished run in `<checkpoint_dir>/calibration.jsonl`.
+"""This machine as a Machine: calibrated by its own runs, else by hardware.json, else by one small matmul. No torch.
 
-The file stands beside the runs that it was learned from: visible, movable, deletable with them, one per set of runs.
-Every line names its device, so that a folder shared between machines does not mix them. No torch.
+Every finished run adds one line to `<checkpoint_dir>/calibration.jsonl`. The file stands beside the runs that it was
+learned from: visible, movable and deletable with them. Every line names its device, so that a folder shared between
+machines does not mix them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpt2lab.config.schema import ModelConfig, Parallel
 from gpt2lab.config.settings import ARCHITECTURE, SIZES
-from gpt2lab.planner import contention
+from gpt2lab.distributed import processor
+from gpt2lab.errors import NoSourceError
+from gpt2lab.planner import machine, timing
+from gpt2lab.planner.hardware import Hardware
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import Machine, Seen
 from gpt2lab.planner.timing import Measured, Rates, fit, work
 from gpt2lab.runs import history
 
 FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start
 WINSOR = 8.0  # a step longer than this many medians counts as that
-_KEY = ("device", "world", "threads", "dtype", "compile", "parallel")
+SPREAD = {"roofline-prior": 0.25, "cpu-matmul": 1.0, "unknown": 1.0}  # of single rates, relative
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What must agree for one run's speed to speak for another's."""
+    """What two runs must share for the speed of one to predict the other's."""
 
     device: str
     world: int
     threads: int | None
     dtype: str
     compile: bool
-    parallel: Parallel = "ddp"  # of one process, too
+    parallel: Parallel = "ddp"  # at world size 1, too
 
 
 def mean_step(seconds: Sequence[float]) -> float:
-    """Return the mean of step times, each clipped at eight medians: sums need means, one stall is not a pace."""
+    """Return the mean of step times, each clipped at eight medians, so that one stall does not set the pace."""
     ceiling = WINSOR * statistics.median(seconds)
     return statistics.fmean(min(value, ceiling) for value in seconds)
 
@@ -67,9 +76,10 @@ def record_of(
     step = mean_step(later)
     tokens = config["total_batch_size"]
     micro = environment["mini_batch_size"]
-    evals = [e for e in mine if e["event"] == "eval" and e["seconds"] > 0]
-    scored = [e for e in mine if e["event"] == "hellaswag" and e["seconds"] > 0]
-    saves = [e for e in mine if e["event"] == "checkpoint" and e["seconds"] > 0]
+    evals, scored, saves = (
+        [e for e in mine if e["event"] == kind and e["seconds"] > 0]
+        for kind in ("eval", "hellaswag", "checkpoint")
+    )
     world = environment["world_size"]
     ratios = {"compile": max(0.0, steps[0]["step_seconds"] - step)}
     token = step / (tokens / world)
@@ -111,7 +121,7 @@ def record_of(
 
 
 def append(checkpoint_dir: Path, record: Mapping[str, Any]) -> None:
-    """Add one line, whole or not at all.
+    """Add one complete line.
 
     Raises: OSError.
     """
@@ -120,7 +130,7 @@ def append(checkpoint_dir: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
-    """Return the usable lines, oldest first; others (torn, edited) are passed over: they only teach."""
+    """Return the usable lines, oldest first; torn or edited lines are skipped."""
     path = checkpoint_dir / FILE
     if not path.is_file():
         return []
@@ -143,12 +153,12 @@ def calibrate(
         record
         for record in records
         if all(
-            record.get(key, "ddp") == getattr(kind, key)  # parallel is absent in older lines
-            for key in _KEY
-            if getattr(kind, key) is not None
+            record.get(key, "ddp") == value  # parallel is absent in older lines
+            for key, value in asdict(kind).items()
+            if value is not None
         )
     ]
-    quiet = [record for record in mine if (record.get("others") or 0.0) <= contention.BUSY]
+    quiet = [record for record in mine if (record.get("others") or 0.0) <= machine.BUSY]
     used = (quiet or mine)[-200:]
     rates = fit(prior, [_measured(record) for record in used], spread=spread)
     ratios: dict[str, float] = {}
@@ -174,5 +184,82 @@ def _measured(record: Mapping[str, Any]) -> Measured:
     seconds = float(record["step_seconds"])
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError("step_seconds")
-    noisy = (record.get("others") or 0.0) > contention.BUSY
+    noisy = (record.get("others") or 0.0) > machine.BUSY
     return Measured(amount, seconds, sigma=0.3 if noisy else 0.05)
+
+
+def this_machine(
+    seen: Seen,
+    hardware: Hardware,
+    records: Sequence[Mapping[str, Any]],
+    job: Job,
+    *,
+    device: str | None = None,
+    threads: int | None = None,
+) -> tuple[Machine, dict[str, float]]:
+    """Return this machine with the best known rates for a job, and the ratios of event costs from its runs.
+
+    `device`, `threads`: the GPU's name and a rank's threads where the caller (the trainer) knows them.
+
+    Raises: NoSourceError for a GPU that neither hardware.json nor a run knows.
+    """
+    on_cpu, world_size = seen.is_cpu and device is None, job.world_size
+    if on_cpu:
+        name, gpu = processor.cpu_name(), None
+        available = machine.available_memory()
+        memory = available / world_size if available else None
+        title = f"this machine's CPU, {machine.cores()} cores"
+    else:
+        name = device or seen.gpus[0].name
+        gpu = hardware.recognise(name)
+        memory = seen.gpus[0].memory_free if seen.gpus else (gpu.memory_bytes if gpu else None)
+        title = name if world_size == 1 else f"{world_size} x {name}"
+    used = (threads or _threads(world_size)) if on_cpu else None
+    kind = Kind(name, world_size, used, job.dtype, job.compiled, job.parallel)
+    same = [record for record in records if record.get("device") == name]
+    if on_cpu:
+        cores = min(used or 1, machine.cores())
+        speed = cores * machine.core_flops()
+        prior = timing.processor(speed, hardware, bf16=job.dtype == "bf16" and seen.native_bf16)
+        note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {machine.cores()} cores"
+    elif gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
+        prior = timing.roofline(gpu, hardware, compiled=job.compiled)
+        note = f"hardware.json version {hardware.version}"
+    elif same:
+        reference = timing.roofline(hardware.gpu("H100"), hardware, compiled=job.compiled)
+        prior = Rates(reference.seconds_per_unit, np.full((6, 6), 9.0), "unknown")
+        note = "no data sheet known"
+    else:
+        raise NoSourceError(
+            f"gpu {name!r} is not in hardware.json and no run of it was measured here: "
+            f"python scripts/estimate_time.py --measure"
+        )
+    rates, ratios = calibrate(prior, records, kind, spread=SPREAD[prior.source])
+    if prior.source == "unknown" and not rates.observations:
+        raise NoSourceError(
+            f"gpu {name!r}: its measured runs had another dtype, compile or world size; --measure this one"
+        )
+    if rates.observations:
+        note = f"{rates.observations} measured runs of this machine"
+    link = hardware.link(gpu.link) if gpu and gpu.link and world_size > 1 else None
+    return (
+        Machine(
+            title=title,
+            is_cpu=on_cpu,
+            gpu=gpu,
+            world_size=world_size,
+            link=link,
+            memory_bytes=memory,
+            rates=rates,
+            note=note,
+        ),
+        ratios,
+    )
+
+
+def _threads(world_size: int) -> int:
+    """Return the threads of one rank: torchrun gives each of several ranks one."""
+    typed = os.environ.get("OMP_NUM_THREADS", "")
+    if typed.isdigit():
+        return int(typed)
+    return 1 if world_size > 1 else machine.cores()

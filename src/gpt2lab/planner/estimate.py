@@ -1,137 +1,52 @@
-"""A run before it starts: time, memory, cost and loss, each with its interval and where it comes from. No torch.
+"""A run before it starts: time, memory, cost and loss, each with its interval and its source. No torch.
 
-The planner, the trainer's estimate.json, --fit_schedule and the deadline search all call `estimate`.
+The planner's reports, the trainer's estimate.json, --fit_schedule and the search for what fits a window all call
+`estimate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+import datetime
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from gpt2lab.planner import communication, cost, memory
-from gpt2lab.planner.cost import Cost
-from gpt2lab.planner.events import EventCosts, event_costs
+from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
+from gpt2lab.planner import communication
 from gpt2lab.planner.hardware import Hardware
-from gpt2lab.planner.interval import Interval, total
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.loss_prediction import predicted_loss
 from gpt2lab.planner.machine import Machine
 from gpt2lab.planner.memory import Memory
-from gpt2lab.planner.timing import work
+from gpt2lab.planner.timing import Interval, total, work
 
-MEMORY_TARGET = 0.92  # of what a process may use; the rest is for what nobody foresaw
+MEMORY_TARGET = 0.92  # of what a rank may use; the rest is for what the formula does not know
 EVENTS = ("eval", "sample", "hellaswag", "checkpoint")
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
-    """What one process needs of its device."""
-
-    tensors: Memory
-    overhead: float  # fragmentation, driver context, NCCL; bytes
-    available: float | None
-    largest_micro_batch: (
-        int | None
-    )  # that fits; None if one sequence does not, or the memory is not known
-    target: float
-
-    @property
-    def needed(self) -> float:
-        """Bytes on the device."""
-        return self.tensors.tensors + self.overhead
-
-    @property
-    def fits(self) -> bool | None:
-        """Tell whether it fits the target share, None where the memory is not known."""
-        return None if self.available is None else self.needed <= self.target * self.available
-
-
-@dataclass(frozen=True)
 class Estimate:
-    """Everything that is foretold of one job on one machine."""
+    """Everything that is predicted of one job on one machine."""
 
     job: Job
     machine: Machine
     step: Interval  # seconds
-    throughput: Interval  # tokens/s of all processes
+    throughput: Interval  # tokens/s of all ranks
     sigma: float  # deviation of the logarithm of the step time
-    communication_seconds: float  # if nothing hid it; 0 where it is part of measured steps
+    communication_seconds: float  # if nothing hid it; 0 where measured steps contain it
     memory: MemoryNeed
     costs: EventCosts
     breakdown: Mapping[str, Interval]  # seconds by part; `train` is the steps
     seconds: Interval
     cost: Cost | None
-    loss: Interval | None  # None where no law speaks of it: see loss_prediction.py
+    loss: Interval | None  # None where the scaling law says nothing
     mfu: float | None
 
     @property
     def event_share(self) -> float:
-        """Share of the whole time that is not steps."""
+        """Share of the total time that is not steps."""
         return 1 - self.breakdown["train"].value / self.seconds.value
-
-
-def loss_of_gpt2(job: Job) -> Interval | None:
-    """Return the loss of a GPT-2 of as many parameters on as many tokens, trained with AdamW."""
-    return predicted_loss(job.parameters, job.tokens, unique_tokens=job.unique_tokens)
-
-
-def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float) -> MemoryNeed:
-    """Return what a process needs and the largest micro-batch that fits."""
-    k = hardware.constants
-    distributed = job.world > 1
-    tensors = memory.predict(
-        job.config.model,
-        micro_batch=job.micro_batch,
-        accumulation=job.accumulation,
-        dtype=job.dtype,
-        sharing=job.sharing,
-        optimizer=job.config.optim.optimizer,
-        tuning=job.config.tuning,
-    )
-    if machine.is_cpu:
-        fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
-    else:
-        fixed = (k["context_gib"] + (k["nccl_gib"] if distributed else 0.0)) * 2**30
-        fragmentation = k["fragmentation"]
-    largest = None
-    if machine.memory_bytes is not None:
-        budget = (target * machine.memory_bytes - fixed) / (1 + fragmentation)
-        largest = memory.largest_micro_batch(
-            job.config.model,
-            sequences=job.sequences,
-            budget=budget,
-            dtype=job.dtype,
-            sharing=job.sharing,
-            optimizer=job.config.optim.optimizer,
-            tuning=job.config.tuning,
-        )
-    overhead = fixed + fragmentation * tensors.tensors
-    return MemoryNeed(tensors, overhead, machine.memory_bytes, largest, target)
-
-
-def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
-    """Return seconds of a step, its sigma, and what its communication would take if nothing hid it."""
-    amount = job.work
-    one = work(
-        job.config.model, micro_batch=job.micro_batch, accumulation=1, recompute=job.recompute
-    )
-    micro = machine.rates.seconds((*one[:4], 0.0, one[5]))
-    visible = communication.exposed(
-        job.config.model,
-        parallel=job.parallel,
-        world=job.world,
-        # What was learned from runs of as many processes holds what they waited for each other.
-        link=None if machine.rates.observations else machine.link,
-        accumulation=job.accumulation,
-        micro_batch_seconds=micro,
-    )
-    extra = 0.0
-    if job.world > 1 and machine.link is not None:
-        extra = 0.02 if machine.link.is_nvlink else 0.08
-    alone = machine.rates.interval(amount, extra_sigma=extra)
-    value = alone.value + visible.seconds
-    sigma = (machine.rates.sigma(amount) ** 2 + extra**2) ** 0.5
-    return Interval.log_normal(value, sigma), sigma, visible.in_all
 
 
 def estimate(
@@ -144,11 +59,11 @@ def estimate(
     kwh: float | None = None,
     memory_target: float = MEMORY_TARGET,
 ) -> Estimate:
-    """Foretell a job on a machine.
+    """Predict a job on a machine.
 
     `price`: US dollars for one GPU-hour instead of the list's; `kwh`: for owned hardware, the price of a kilowatt-hour.
     """
-    step, sigma, in_all = step_time(job, machine)
+    step, sigma, unhidden = step_time(job, machine)
     costs = event_costs(job, machine, hardware, ratios=ratios)
     breakdown = {
         "start": costs.interval("start", 1),
@@ -165,12 +80,262 @@ def estimate(
         step=step,
         throughput=throughput,
         sigma=sigma,
-        communication_seconds=in_all,
+        communication_seconds=unhidden,
         memory=device_memory(job, machine, hardware, memory_target),
         costs=costs,
         breakdown=breakdown,
         seconds=seconds,
-        cost=cost.of_run(machine, seconds, price=price, kwh=kwh),
-        loss=loss_of_gpt2(job) if job.is_gpt2 else None,
-        mfu=None if not peak else throughput.value * job.flops_per_token / (peak * job.world),
+        cost=cost_of_run(machine, seconds, price=price, kwh=kwh),
+        loss=predicted_loss(job.parameters, job.tokens, job.unique_tokens) if job.is_gpt2 else None,
+        mfu=None if not peak else throughput.value * job.flops_per_token / (peak * job.world_size),
+    )
+
+
+def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
+    """Return seconds of a step, its sigma, and the seconds of its communication if nothing hid it."""
+    amount = job.work
+    visible, unhidden = communication.exposed(
+        job.config.model,
+        parallel=job.parallel,
+        world_size=job.world_size,
+        # Rates learned from runs at this world size contain the communication.
+        link=None if machine.rates.observations else machine.link,
+        accumulation=job.accumulation,
+        micro_batch_seconds=_micro_batch_seconds(job, machine, recomputes=True),
+    )
+    extra = 0.0
+    if job.world_size > 1 and machine.link is not None:
+        extra = 0.02 if machine.link.is_nvlink else 0.08
+    value = machine.rates.seconds(amount) + visible
+    sigma = (machine.rates.sigma(amount) ** 2 + extra**2) ** 0.5
+    return Interval.log_normal(value, sigma), sigma, unhidden
+
+
+def _micro_batch_seconds(job: Job, machine: Machine, *, recomputes: bool) -> float:
+    """Return the seconds of one micro-batch, without the update."""
+    one = work(
+        job.config.model,
+        micro_batch=job.micro_batch,
+        accumulation=1,
+        recompute=job.recompute if recomputes else "none",
+    )
+    return machine.rates.seconds((*one[:4], 0.0, one[5]))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What one rank needs of its device."""
+
+    tensors: Memory
+    overhead: float  # fragmentation, driver context, NCCL; bytes
+    available: float | None
+    largest_micro_batch: int | None  # that fits; None if not even one, or memory is unknown
+    target: float
+
+    @property
+    def needed(self) -> float:
+        """Bytes on the device."""
+        return self.tensors.tensors + self.overhead
+
+    @property
+    def fits(self) -> bool | None:
+        """Tell whether it fits the target share, None where the memory is not known."""
+        return None if self.available is None else self.needed <= self.target * self.available
+
+
+def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float) -> MemoryNeed:
+    """Return what a rank needs and the largest micro-batch that fits."""
+    k, tensors = hardware.constants, job.memory()
+    if machine.is_cpu:
+        fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
+    else:
+        fixed = (k["context_gib"] + (k["nccl_gib"] if job.world_size > 1 else 0.0)) * 2**30
+        fragmentation = k["fragmentation"]
+    available, largest = machine.memory_bytes, None
+    if available is not None:
+        largest = job.largest_micro_batch((target * available - fixed) / (1 + fragmentation))
+    overhead = fixed + fragmentation * tensors.tensors
+    return MemoryNeed(tensors, overhead, available, largest, target)
+
+
+# -- events ------------------------------------------------------------------------------------------------------
+
+HELLASWAG_ITEMS = 10_042
+# Of an item in one of its two texts, its context once: the mean of 200 items.
+HELLASWAG_TOKENS = 155
+# Uncertainty of an event's cost, as the deviation of its logarithm.
+GUESS, MEASURED = 0.5, 0.1
+
+
+@dataclass(frozen=True)
+class EventCosts:
+    """Seconds of one event of each kind; those in `measured` were seen on this machine."""
+
+    seconds: Mapping[str, float]
+    measured: frozenset[str]
+
+    def interval(self, kind: str, count: float) -> Interval:
+        """Return what `count` events cost."""
+        sigma = MEASURED if kind in self.measured else GUESS
+        return Interval.log_normal(max(self.seconds.get(kind, 0.0) * count, 1e-9), sigma)
+
+
+def event_costs(
+    job: Job, machine: Machine, hardware: Hardware, *, ratios: Mapping[str, float] | None = None
+) -> EventCosts:
+    """Return the cost of start, compilation, evaluations, samples and checkpoints.
+
+    `ratios` come from runs of this machine (calibration.py): eval: seconds of evaluating a token relative to training
+    on it; hellaswag: the same of one item in one text; checkpoint: bytes a second; sample: relative to reading all
+    weights once a token; compile, start: seconds.
+    """
+    known, k = dict(ratios or {}), hardware.constants
+    model, evals = job.config.model, job.config.eval
+    training_token = _micro_batch_seconds(job, machine, recomputes=False) / (
+        job.micro_batch * model.context_length
+    )
+    forward = training_token / 3 * (k["eager_factor"] if job.compiled else 1.0)
+    forward = training_token * known["eval"] if "eval" in known else forward
+    least = model.n_layer * k["sample_seconds_per_layer"]
+    sampled_token = max(
+        # Short rows multiply slowly: 16 times a large product's seconds.
+        2 * count_matmul_parameters(model) * machine.rates.seconds_per_unit[0] * 16,
+        least,
+    )
+    items = evals.hellaswag_limit or HELLASWAG_ITEMS
+    texts = 2 if evals.hellaswag_metrics == "all" else 1
+    hellaswag_item = texts * max(HELLASWAG_TOKENS * forward, least)
+    if "hellaswag" in known:
+        hellaswag_item = texts * (training_token * known["hellaswag"])
+    compile_seconds = k["compile_seconds_cpu" if machine.is_cpu else "compile_seconds"]
+    seconds = {
+        "eval": evals.val_tokens / job.world_size * forward,
+        "sample": evals.sample_tokens * sampled_token * known.get("sample", 1.0),
+        "hellaswag": items / job.world_size * hellaswag_item,
+        "checkpoint": checkpoint_bytes(job.config)
+        / known.get("checkpoint", k["checkpoint_bytes_per_second"]),
+        "compile": known.get("compile", compile_seconds) if job.compiled else 0.0,
+        "start": known.get("start", k["start_seconds"]),
+    }
+    return EventCosts(seconds, frozenset(known))
+
+
+# -- cost --------------------------------------------------------------------------------------------------------
+
+_OLD_AFTER_DAYS = 180
+
+
+@dataclass(frozen=True)
+class Cost:
+    """US dollars of a run: price times cards times hours. A price is a convention with a date, never a fact."""
+
+    usd: Interval
+    price_per_gpu_hour: float
+    source: str
+    date: str | None
+    kwh: float | None  # energy, where the cards' power is known
+
+    def is_old(self, today: datetime.date) -> bool:
+        """Tell whether the price is older than half a year."""
+        if self.date is None:
+            return False
+        parts = [int(part) for part in self.date.split("-")]
+        return (today - datetime.date(*([*parts, 1, 1])[:3])).days > _OLD_AFTER_DAYS
+
+
+def cost_of_run(
+    machine: Machine, seconds: Interval, *, price: float | None, kwh: float | None
+) -> Cost | None:
+    """Return the cost of a run, or None where there is no price. `kwh`: own hardware, pay for power alone."""
+    gpu = machine.gpu
+    energy = None
+    if gpu is not None and gpu.watts is not None:
+        energy = gpu.watts * machine.world_size * seconds.value / 3.6e6
+    if kwh is not None:
+        if gpu is None or gpu.watts is None:
+            return None
+        hourly, source, date = gpu.watts / 1000 * kwh, f"power at {kwh:g} a kWh", None
+    elif price is not None:
+        hourly, source, date = price, "--price", None
+    elif gpu is not None and gpu.usd_per_hour is not None:
+        hourly, source, date = gpu.usd_per_hour, gpu.price_source or "", gpu.price_date
+    else:
+        return None
+    usd = seconds.scaled(hourly * machine.world_size / 3600)
+    return Cost(usd, hourly, source, date, energy)
+
+
+# -- loss --------------------------------------------------------------------------------------------------------
+
+# L = E + A / N^ALPHA + B / D'^BETA with the constants that Besiroglu et al. 2024 (arXiv:2404.10102) refitted to
+# Hoffmann et al. Repeated data count for less: D' = U + 15.39 U (1 - e^(-(D/U - 1) / 15.39)), Muennighoff et al. 2023
+# (arXiv:2305.16264). For GPT-2 on FineWeb the law is too low: it says 3.01 for 124M on 10.26B tokens where llm.c's
+# public log ends at 3.272. The offset adds the difference; it moves with data and recipe, hence the band. It ranks
+# sizes and promises nothing. It holds for GPT-2's blocks and AdamW alone: for others no offset is known.
+LAW = "besiroglu2024+offset"
+_E, _A, _B, _ALPHA, _BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
+_FINEWEB_OFFSET = 0.27  # 3.272 (llm.c, 124M, 10.26B tokens of FineWeb) - 3.01
+_REPEAT = 15.3878
+_BAND = 0.10
+_SMALLEST = 40e6  # parameters: the law was fitted from 44M up
+LOSS_FORMULA = (
+    f"{_E} + {_A}/N^{_ALPHA} + {_B}/D^{_BETA} (arXiv:2404.10102) + {_FINEWEB_OFFSET} (FineWeb)"
+)
+
+
+def effective_tokens(tokens: float, unique_tokens: float | None) -> float:
+    """Return what `tokens` are worth if only `unique_tokens` of them differ."""
+    if unique_tokens is None or tokens <= unique_tokens:
+        return tokens
+    repeats = tokens / unique_tokens - 1
+    return unique_tokens * (1 + _REPEAT * (1 - math.exp(-repeats / _REPEAT)))
+
+
+def predicted_loss(
+    parameters: int, tokens: float, unique_tokens: float | None = None
+) -> Interval | None:
+    """Return nats/token of a GPT-2 trained with AdamW on FineWeb, or None where the law says nothing."""
+    if parameters < _SMALLEST or tokens < 1:
+        return None
+    D = effective_tokens(tokens, unique_tokens)
+    value = _E + _A / parameters**_ALPHA + _B / D**_BETA + _FINEWEB_OFFSET
+    return Interval(value, value - _BAND, value + _BAND)
+
+
+# -- windows -----------------------------------------------------------------------------------------------------
+
+Verdict = Literal["fits", "borderline", "does_not_fit"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Seconds from start to deadline, and how many of them stay free."""
+
+    seconds: float
+    margin: float
+
+    @property
+    def budget(self) -> float:
+        """Seconds that may be used."""
+        return self.seconds - self.margin
+
+
+def verdict(estimate: Estimate, window: Window) -> Verdict:
+    """Judge a run: `fits` if even the upper bound does, `borderline` if only the middle does."""
+    if estimate.memory.fits is False or estimate.seconds.value > window.budget:
+        return "does_not_fit"
+    return "fits" if estimate.seconds.high <= window.budget else "borderline"
+
+
+def steps_that_fit(
+    job: Job, window: Window, predict: Callable[[Job], Estimate], *, at_most: int = 10**9
+) -> int:
+    """Return the largest number of steps whose upper bound is within the budget, 0 if not even one is."""
+    return bisect.bisect_left(
+        range(1, at_most + 1),
+        True,
+        key=lambda steps: predict(job.with_steps(steps)).seconds.high > window.budget,
     )

@@ -1,25 +1,32 @@
-"""What is known of GPUs, links and prices: hardware.json, each number with its source and date. No torch.
+"""What is known of GPUs, links, prices and profiles: hardware.json, each number with its source and date. No torch.
 
 A user's own file, ~/.config/gpt2lab/hardware.json (or $XDG_CONFIG_HOME), merges over it. A GPU that neither knows is
-measured or refused, never guessed.
+measured or an error, never guessed. A profile is a named way to trade speed, loss and memory; tokens per step and
+learning rate are the same in all of them, so that their losses can be compared.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import itertools
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpt2lab import paths
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError
 
 SHIPPED = Path(__file__).with_name("hardware.json")
-# Words that make another chip, or a slice of one, of a name that would match without them.
+DEFAULT_PROFILE = "balanced"
+PASSES = 4  # over the same text
+# A device name with one of these words is another chip, or a slice of one, than the name without it.
 _OTHER_CHIPS = {"mig", "laptop", "ti", "super", "d", "max", "mobile"}
 
 
@@ -30,7 +37,7 @@ class Gpu:
     name: str
     peak_flops: float | None  # FLOP/s of the data sheet, no sparsity
     matmul_flops: float | None  # FLOP/s of the best matmul that somebody measured
-    memory_bytes: float | None  # what a process can use
+    memory_bytes: float | None  # what a rank can use
     bandwidth: float | None  # bytes/s
     link: str | None  # between the cards of a machine
     watts: float | None
@@ -61,6 +68,28 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """One way to trade speed, loss and memory."""
+
+    name: str
+    about: str
+    context_length: int | None  # at most; None = the model's own
+    memory_target: float  # share of a device's memory
+    tokens_per_parameter: float
+    eval_interval: float  # times the usual number of steps between evaluations and samples
+
+    def applied(self, config: Config, *, typed: Collection[str]) -> Config:
+        """Return the settings with this profile's values for those that nobody typed."""
+        context, own = self.context_length, config.model.context_length
+        values = {
+            "context_length": own if context is None else min(context, own),
+            "eval_freq": round(config.eval.eval_freq * self.eval_interval),
+            "sample_freq": round(config.eval.sample_freq * self.eval_interval),
+        }
+        return override(config, {name: v for name, v in values.items() if name not in typed})
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Everything hardware.json holds, after merging."""
 
@@ -69,7 +98,7 @@ class Hardware:
     links: dict[str, Link]
     constants: dict[str, float]
     words: dict[str, tuple[frozenset[str], ...]]
-    profiles: dict[str, dict[str, Any]]  # profiles.py
+    profiles: dict[str, dict[str, Any]]
     sources: dict[str, dict[str, str]]
 
     def gpu(self, name: str) -> Gpu:
@@ -98,12 +127,9 @@ class Hardware:
         tokens = set(re.split(r"[^a-z0-9]+", device_name.lower()))
         if tokens & _OTHER_CHIPS:
             return None
-        best, score = None, 0
-        for name, alternatives in self.words.items():
-            for words in alternatives:
-                if words <= tokens and len(words) > score:
-                    best, score = name, len(words)
-        return self.gpus[best] if best else None
+        named = [(words, name) for name, groups in self.words.items() for words in groups]
+        fitting = [(len(words), name) for words, name in named if words and words <= tokens]
+        return self.gpus[max(fitting, key=lambda found: found[0])[1]] if fitting else None
 
     def link(self, name: str) -> Link:
         """Return a link by name.
@@ -192,12 +218,57 @@ def _parse(document: dict[str, Any]) -> Hardware:
     for name, (value, source) in document["constants"].items():
         sources[source]
         constants[name] = float(value)
-    return Hardware(
-        version=document["version"],
-        gpus=gpus,
-        links=links,
-        constants=constants,
-        words=words,
-        profiles=document["profiles"],
-        sources=sources,
-    )
+    version, listed = document["version"], document["profiles"]
+    return Hardware(version, gpus, links, constants, words, listed, sources)
+
+
+def profiles(hardware: Hardware) -> dict[str, Profile]:
+    """Return all profiles by name.
+
+    Raises: ConfigError for a user's profile that is not complete.
+    """
+    fields = [field.name for field in dataclasses.fields(Profile) if field.name != "name"]
+    found = {}
+    for name, entry in hardware.profiles.items():
+        missing = [field for field in fields if field not in entry]
+        unknown = [field for field in entry if field not in fields]
+        if missing or unknown:
+            raise ConfigError(
+                f"profile {name!r} of hardware.json: missing {missing}, unknown {unknown}; it needs {', '.join(fields)}"
+            )
+        found[name] = Profile(name=name, **entry)
+    return found
+
+
+def advise_profile(unique_tokens: int, *, parameters: int, known: Collection[Profile]) -> str:
+    """Name the profile that a dataset of this size has text for.
+
+    Up to four passes over the same text teach nearly as much as new text would (Muennighoff et al. 2023,
+    arXiv:2305.16264), so a profile is within reach if four passes give its tokens a parameter.
+    """
+    reach = PASSES * unique_tokens / parameters
+    size = f"{unique_tokens:,} tokens to train on, {unique_tokens / parameters:.2g} a parameter"
+    fitting = [profile for profile in known if profile.tokens_per_parameter <= reach]
+    if not fitting:
+        least = min(profile.tokens_per_parameter for profile in known)
+        return (
+            f"{size}: even {PASSES} passes are fewer than the {least:g} of the leanest profile; "
+            f"take a model of at most {PASSES * unique_tokens / least:,.0f} parameters, or more text"
+        )
+    best = max(fitting, key=lambda profile: profile.tokens_per_parameter)
+    passes = best.tokens_per_parameter * parameters / unique_tokens
+    return f"{size}: --profile {best.name}, about {passes:.2g} passes"
+
+
+def find_profile(name: str | None, hardware: Hardware) -> Profile:
+    """Return a profile by name, the default for None.
+
+    Raises: ConfigError with the nearest names.
+    """
+    known = profiles(hardware)
+    wanted = name or DEFAULT_PROFILE
+    if wanted not in known:
+        near = difflib.get_close_matches(wanted, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+        raise ConfigError(f"profile {wanted!r} is not known: {hint}")
+    return known[wanted]

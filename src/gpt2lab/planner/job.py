@@ -1,40 +1,144 @@
-"""What is to be trained, in the numbers that time, memory and cost depend on. No torch."""
+"""A run in numbers before it starts, in closed form. No torch.
+
+`Plan` is what the trainer and the dry run need: batches, steps, parameters, disk. `Job` is what time, memory and cost
+depend on, whether a run starts or somebody only asks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from gpt2lab.config.schema import Config, Parallel, Recompute
-from gpt2lab.config.settings import options_of
+from gpt2lab import fmt
+from gpt2lab.config.derived import (
+    BatchPlan,
+    count_due,
+    count_steps,
+    frequencies,
+    mini_batch_sizes,
+    plan_batches,
+)
+from gpt2lab.config.schema import ActivationCheckpointing, Config, Parallel
+from gpt2lab.config.settings import options_of, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import (
+    checkpoint_bytes,
     count_adapters,
     count_parameters,
     flops_per_token,
     training_flops_per_token,
 )
-from gpt2lab.planner.memory import Dtype, Sharing
-from gpt2lab.planner.progress import count_due, frequencies
+from gpt2lab.planner.memory import Dtype, Memory, StepMemory
 from gpt2lab.planner.timing import work
 
 
 @dataclass(frozen=True)
+class Plan:
+    """A run before it starts: all derived numbers."""
+
+    batch: BatchPlan
+    max_steps: int
+    epochs: float
+    parameters: int
+    flops_per_token: int
+    checkpoint_bytes: int
+    retained_checkpoints: int
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens of the full run."""
+        return self.max_steps * self.batch.tokens
+
+    @property
+    def disk_bytes(self) -> int:
+        """Largest disk use of the retained checkpoints."""
+        return self.checkpoint_bytes * self.retained_checkpoints
+
+
+def make_plan(config: Config, *, world_size: int, windows_per_epoch: int) -> Plan:
+    """Derive every number of a run.
+
+    Raises: ConfigError if the batch does not divide or the run has no step.
+    """
+    T = config.model.context_length
+    batch = plan_batches(config.batch, context_length=T, world_size=world_size)
+    max_steps = count_steps(
+        config.length, config.batch, context_length=T, windows_per_epoch=windows_per_epoch
+    )
+    epochs = max_steps * batch.samples / windows_per_epoch
+    return Plan(
+        batch=batch,
+        max_steps=max_steps,
+        epochs=epochs,
+        parameters=count_parameters(config.model),
+        flops_per_token=training_flops_per_token(config),
+        checkpoint_bytes=checkpoint_bytes(config),
+        retained_checkpoints=_count_retained(config, max_steps, math.floor(epochs)),
+    )
+
+
+def _count_retained(config: Config, max_steps: int, full_epochs: int) -> int:
+    """Bound the checkpoints on disk at once: rolling, epoch ends, best and its predecessor, the one being written."""
+    every = config.checkpoint.checkpoint_freq
+    rolling = math.ceil(max_steps / every) if every else 1
+    ends = min(full_epochs, max_steps)  # of tiny data a step may end several
+    if config.checkpoint.epoch_checkpoints == "off":
+        ends = 0
+    return min(rolling, config.checkpoint.keep_checkpoints) + ends + 2 + 1
+
+
+def describe(plan: Plan, config: Config) -> str:
+    """Write the plan for people."""
+    model, optim = config.model, config.optim
+    shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+    shape += f"T {model.context_length}, V {model.vocab_size}"
+    options = options_of(model)
+    rows = [
+        ("model", f"{model.model}: {shape}" + (f"; {options}" if options else "")),
+        ("size", f"{plan.parameters:,} parameters, {plan.flops_per_token / 1e6:,.1f} MFLOP/token"),
+        ("tokens/step", str(plan.batch)),
+        ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),
+        (
+            "learning rate",
+            f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}, {optim.lr_schedule}, "
+            f"warm-up {optim.warmup_steps} steps",
+        ),
+        (
+            "checkpoints",
+            f"{fmt.num_bytes(plan.checkpoint_bytes)} each, at most {plan.retained_checkpoints} at once "
+            f"= {fmt.num_bytes(plan.disk_bytes)} of disk (interrupted starts may add emergency ones)",
+        ),
+    ]
+    return "\n".join(f"{name:<14} {text}" for name, text in rows)
+
+
+@dataclass(frozen=True)
 class Job:
-    """A run: settings, length, and the number of processes that share a batch."""
+    """A run: settings, length, and the number of ranks that share a batch."""
 
     config: Config
     max_steps: int
-    world: int
+    world_size: int
     dtype: Dtype
     compiled: bool
     unique_tokens: int | None = None  # of the training split, None if the data is not known
     dataset: tuple[tuple[str, float], ...] = ()  # how its size was given, for the report
 
+    @staticmethod
+    def of_run(
+        config: Config, plan: Plan, *, train_tokens: int, dtype: Dtype, compiled: bool
+    ) -> Job:
+        """Return the job of a start of the trainer; `train_tokens`: of the training split, leftovers included."""
+        unique, dataset = round(plan.tokens / plan.epochs), (("tokens", float(train_tokens)),)
+        return Job(config, plan.max_steps, plan.batch.world_size, dtype, compiled, unique, dataset)
+
     @property
     def sequences(self) -> int:
-        """Sequences of one process in one step."""
-        return self.config.batch.total_batch_size // self.config.model.context_length // self.world
+        """Sequences of one rank in one step."""
+        T = self.config.model.context_length
+        return self.config.batch.total_batch_size // T // self.world_size
 
     @property
     def micro_batch(self) -> int:
@@ -47,26 +151,21 @@ class Job:
         return self.sequences // self.micro_batch
 
     @property
-    def sharing(self) -> Sharing:
-        """How processes share the run, and what is computed again."""
-        return Sharing(self.world, self.parallel, self.recompute)
-
-    @property
-    def recompute(self) -> Recompute:
+    def recompute(self) -> ActivationCheckpointing:
         """What blocks compute twice."""
         return self.config.system.activation_checkpointing
 
     @property
     def parallel(self) -> Parallel:
-        """How the processes share what they hold."""
-        return self.config.system.parallel if self.world > 1 else "ddp"
+        """How the ranks share what they hold."""
+        return self.config.system.parallel if self.world_size > 1 else "ddp"
 
     @property
     def work(self) -> tuple[float, ...]:
-        """One process's share of a step, in timing.KINDS."""
+        """One rank's share of a step, in timing.KINDS."""
         model, tuning = self.config.model, self.config.tuning
-        updaters = 1 if self.parallel == "ddp" else self.world
-        whole = work(
+        updaters = 1 if self.parallel == "ddp" else self.world_size
+        full = work(
             model,
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
@@ -75,20 +174,20 @@ class Job:
             updaters=updaters,
         )
         if not tuning.lora_r:
-            return whole
+            return full
         tokens = self.sequences * model.context_length
         spared = (flops_per_token(model) - self.flops_per_token) * tokens
         updated = count_adapters(model, tuning) / updaters
-        return (whole[0] - spared, *whole[1:4], updated, whole[5])
+        return (full[0] - spared, *full[1:4], updated, full[5])
 
     @property
     def is_gpt2(self) -> bool:
-        """Tell whether it trains GPT-2 as it is known: blocks without options, AdamW."""
+        """Tell whether it trains GPT-2 as published: blocks without options, AdamW."""
         return not options_of(self.config.model) and self.config.optim.optimizer == "adamw"
 
     @property
     def tokens(self) -> int:
-        """Target tokens of the whole run."""
+        """Target tokens of the full run."""
         return self.max_steps * self.config.batch.total_batch_size
 
     @property
@@ -106,48 +205,80 @@ class Job:
         """FLOPs to train on one token."""
         return training_flops_per_token(self.config)
 
+    def memory(self, *, micro_batch: int | None = None, is_trial: bool = False) -> Memory:
+        """Return the tensor bytes of a rank at the peak of a step; a trial neither accumulates nor has peers."""
+        size = self.micro_batch if micro_batch is None else micro_batch
+        return StepMemory(
+            self.config.model,
+            micro_batch=size,
+            accumulation=1 if is_trial else max(1, self.sequences // size),
+            dtype=self.dtype,
+            world_size=1 if is_trial else self.world_size,
+            parallel=self.parallel,
+            recompute=self.recompute,
+            optimizer=self.config.optim.optimizer,
+            tuning=self.config.tuning,
+        ).peak()
+
+    def largest_micro_batch(self, budget: float) -> int | None:
+        """Return the largest micro-batch whose peak fits `budget` bytes, None if one sequence does not.
+
+        Memory grows with the micro-batch at any fixed accumulation; going from some accumulation to none frees less
+        than one more sequence costs, except for tiny models. So it tries every divisor.
+        """
+        sizes = mini_batch_sizes(self.sequences)
+        fitting = [size for size in sizes if self.memory(micro_batch=size).tensors <= budget]
+        return max(fitting, default=None)
+
     def with_steps(self, steps: int) -> Job:
         """Return the same job at another length."""
         return dataclasses.replace(self, max_steps=steps)
 
-    def count(self, kind: str, done: int = 0) -> int:
-        """Count the events of a kind after step `done`; a fresh run also evaluates before its first step."""
-        freq = frequencies(self.config).get(kind)
-        if freq is None:
-            return 0
-        due = count_due(done, freq, self.max_steps)
-        if kind == "checkpoint":
-            due = self._saves(done)
-        return due + (1 if kind == "eval" and done == 0 else 0)
+    def with_settings(self, **settings: Any) -> Job:
+        """Return the job with other settings, by their flat names."""
+        return dataclasses.replace(self, config=override(self.config, settings))
 
-    def _saves(self, done: int) -> int:
+    def with_world_size(self, world_size: int) -> Job:
+        """Return the job shared by another number of ranks.
+
+        Raises: ConfigError if the batch does not divide.
+        """
+        config = fit_mini_batch(self.config, world_size, typed=False)
+        return dataclasses.replace(self, config=config, world_size=world_size)
+
+    def count(self, kind: str) -> int:
+        """Count the events of a kind in a fresh run, which also evaluates before its first step."""
+        if kind == "checkpoint":
+            return self._count_saves()
+        freq = frequencies(self.config).get(kind)
+        return 0 if freq is None else count_due(0, freq, self.max_steps) + (kind == "eval")
+
+    def _count_saves(self) -> int:
         """Count steps that save: rolling ones, and evaluations, which save when they are the best so far."""
-        every, evals = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
-        steps = {self.max_steps} if done < self.max_steps else set()
-        for freq in (every, evals):
-            if freq and (self.max_steps - done) // freq <= 100_000:
-                steps |= set(range((done // freq + 1) * freq, self.max_steps + 1, freq))
+        steps = {self.max_steps} if self.max_steps > 0 else set()
+        for freq in (self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq):
+            if freq and self.max_steps // freq <= 100_000:
+                steps |= set(range(freq, self.max_steps + 1, freq))
         return len(steps)
 
 
-def cut_batch(config: Config, world: int, *, typed: bool) -> Config:
-    """Return the settings with a mini batch that `world` processes can share, lowered only if nobody typed it.
+def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:
+    """Return the settings with a mini batch that `world_size` ranks can share, lowered only if nobody typed it.
 
-    Raises: ConfigError if the batch cannot be cut.
+    Raises: ConfigError if the batch does not divide.
     """
     batch, T = config.batch, config.model.context_length
-    share, rest = divmod(batch.total_batch_size, T * world)
+    share, rest = divmod(batch.total_batch_size, T * world_size)
     if rest or share == 0:
+        nearest = max(1, round(batch.total_batch_size / (T * world_size))) * T * world_size
         raise ConfigError(
-            f"total_batch_size {batch.total_batch_size} is not a multiple of context_length x processes = "
-            f"{T} x {world}; nearest: {max(1, round(batch.total_batch_size / (T * world))) * T * world}"
+            f"total_batch_size {batch.total_batch_size} is not a multiple of context_length x world size = "
+            f"{T} x {world_size}; nearest: {nearest}"
         )
-    size = batch.mini_batch_size
-    if share % size:
-        if typed:
-            raise ConfigError(
-                f"mini_batch_size {size} does not divide the {share} sequences of a process in a step; "
-                f"try {max(n for n in range(1, min(size, share) + 1) if share % n == 0)}"
-            )
-        size = max(n for n in range(1, min(size, share) + 1) if share % n == 0)
-    return dataclasses.replace(config, batch=dataclasses.replace(batch, mini_batch_size=size))
+    size = mini_batch_sizes(share, at_most=batch.mini_batch_size)[-1]
+    if typed and size != batch.mini_batch_size:
+        raise ConfigError(
+            f"mini_batch_size {batch.mini_batch_size} does not divide the {share} sequences of a rank in a step; "
+            f"try {size}"
+        )
+    return override(config, {"mini_batch_size": size})

@@ -1,40 +1,34 @@
-"""What the work runs on: this machine as far as it can be seen without torch, or one that is only named."""
+"""What a run trains on: this machine as it can be seen without torch, its load, or a machine that is only named."""
 
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner.hardware import Gpu, Hardware, Link
-from gpt2lab.planner.timing import Rates
+from gpt2lab.planner.timing import Rates, roofline
+
+BUSY = 0.10  # share of the machine in other hands from which a measurement is not to be trusted
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Processes of one kind, how fast each is, and what connects them."""
+    """Devices of one kind, how fast each is, and what connects them."""
 
     title: str
-    device: str  # as the driver or the processor names itself
-    kind: Literal["cpu", "gpu"]
+    is_cpu: bool  # it trains on its processor
     gpu: Gpu | None  # None: a CPU, or a GPU that is not in hardware.json
-    processes: int
-    nodes: int
+    world_size: int
     link: Link | None  # the slowest that an all-reduce crosses
-    memory_bytes: float | None  # what one process may use
+    memory_bytes: float | None  # what one rank may use
     rates: Rates
     note: str | None = None  # why these rates
-
-    @property
-    def is_cpu(self) -> bool:
-        """Tell whether it trains on its processor."""
-        return self.kind == "cpu"
 
 
 @dataclass(frozen=True)
@@ -53,14 +47,47 @@ class GpuState:
     throttle: str | None
 
 
+@dataclass(frozen=True)
+class Seen:
+    """The GPUs of this machine, before a job is known."""
+
+    gpus: tuple[GpuState, ...]
+
+    @property
+    def is_cpu(self) -> bool:
+        """Tell whether training here means the processor."""
+        return not self.gpus
+
+    @property
+    def busiest_gpu(self) -> float:
+        """Return how busy the busiest GPU was before our own work, 0 to 1."""
+        return max((gpu.utilization or 0.0 for gpu in self.gpus), default=0.0) / 100
+
+    def free_memory(self, ranks: int) -> float | None:
+        """Return the bytes that each of `ranks` ranks of this machine could use; None where unknown."""
+        if self.gpus:
+            return min(gpu.memory_free for gpu in self.gpus)  # of the fullest card
+        available = available_memory()
+        return available / ranks if available else None
+
+    @property
+    def native_bf16(self) -> bool:
+        """Tell whether bf16 runs in hardware here."""
+        if self.is_cpu:
+            return processor.has_bf16()
+        capability = self.gpus[0].capability
+        return capability is None or float(capability) >= 8.0
+
+
+_PROC_STAT = Path("/proc/stat")
 _QUERY = (
     "index,name,memory.total,memory.free,utilization.gpu,driver_version,compute_cap,power.draw,"
     "clocks.sm,clocks_event_reasons.active"
 )
 
 
-def gpus() -> list[GpuState]:
-    """Ask nvidia-smi; an empty list where there is no GPU, no driver or no answer in five seconds."""
+def look() -> Seen:
+    """Ask nvidia-smi for GPUs; it sees none where there is no driver or no answer in five seconds."""
     text = smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     states = []
     for line in text.splitlines():
@@ -82,7 +109,7 @@ def gpus() -> list[GpuState]:
                 throttle=_known(cells[9]),
             )
         )
-    return states
+    return Seen(tuple(states))
 
 
 def smi(*arguments: str) -> str:
@@ -108,27 +135,12 @@ def _known(cell: str) -> str | None:
     return None if cell in ("", "[N/A]", "N/A", "[Not Supported]") else cell
 
 
-def cpu_name() -> str:
-    """Return the processor's model; platform.processor() is empty or an architecture on most systems."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def cores() -> int:
     """Return the cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
-
-
-def has_bf16() -> bool:
-    """Tell whether the processor multiplies bf16 in hardware: avx512_bf16, amx_bf16 or Arm bf16."""
-    cpuinfo = Path("/proc/cpuinfo")
-    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def available_memory() -> float | None:
@@ -143,17 +155,48 @@ def available_memory() -> float | None:
 
 
 def load_average() -> float:
-    """Return how many processes wanted a core in the last minute; 0 where unknown."""
+    """Return the mean number of processes that wanted a core in the last minute; 0 where unknown."""
     try:
         return os.getloadavg()[0]
     except OSError:
         return 0.0
 
 
-def core_flops(seconds: float = 0.08) -> float:
-    """Multiply fp32 matrices with numpy on one core for `seconds` of its time and return the best FLOP/s.
+class Watch:
+    """Counts the processor time of the machine and of this process with its finished children.
 
-    By processor time and on one thread, so that others on the machine do not make it look slow.
+    Where others use the processor, wall-clock times say nothing about an idle machine.
+    """
+
+    def __init__(self) -> None:
+        """Start counting."""
+        self._began = self._read()
+
+    def others(self) -> float | None:
+        """Return the share of all cores that others used since the start, 0 to 1; None where unknown."""
+        began, now = self._began, self._read()
+        if began is None or now is None:
+            return None
+        machine, own, wall = (new - old for new, old in zip(now, began, strict=True))
+        capacity = wall * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, (machine - own) / capacity)) if capacity > 0 else None
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Return (busy seconds of all cores, stolen ones included; seconds of this process; clock)."""
+        try:
+            cells = [int(cell) for cell in _PROC_STAT.read_text().split("\n", 1)[0].split()[1:]]
+        except (OSError, ValueError):
+            return None
+        user, nice, system, _idle, _wait, irq, softirq, steal = (cells + [0] * 8)[:8]
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return busy, sum(os.times()[:4]), time.monotonic()
+
+
+def core_flops(seconds: float = 0.08) -> float:
+    """Multiply fp32 matrices with numpy for `seconds` of one core's time and return the best FLOP/s.
+
+    It counts processor time on one thread, so that other programs do not make the machine look slow.
     """
     import numpy as np
     from threadpoolctl import threadpool_limits
@@ -171,12 +214,19 @@ def core_flops(seconds: float = 0.08) -> float:
 
 
 def named(
-    gpu: Gpu, hardware: Hardware, *, gpus: int, nodes: int, interconnect: str | None, rates: Rates
+    gpu: Gpu,
+    hardware: Hardware,
+    *,
+    gpus: int,
+    compiled: bool,
+    nodes: int = 1,
+    interconnect: str | None = None,
 ) -> Machine:
-    """Return a machine of `gpus` cards in all on `nodes` nodes that nobody has to own.
+    """Return a machine of `gpus` cards in all on `nodes` nodes, at the rates of the card's roofline.
 
-    Raises: ConfigError if a number is missing that it needs.
+    Raises: ConfigError for numbers that do not fit together, for a card without a rate, or without a known link.
     """
+    rates = roofline(gpu, hardware, compiled=compiled)
     if gpus < 1 or nodes < 1:
         raise ConfigError(f"{gpus} GPUs on {nodes} nodes: both must be at least 1")
     if gpus % nodes:
@@ -185,18 +235,13 @@ def named(
             f"try --gpus {nodes * max(1, round(gpus / nodes))}"
         )
     link = None
-    if nodes > 1:
-        if interconnect is None:
-            raise ConfigError(
-                f"nodes {nodes}: say what connects them with --interconnect; one of {', '.join(hardware.links)}"
-            )
-        link = hardware.link(interconnect)
-    elif gpus > 1:
-        name = interconnect or gpu.link
+    if gpus > 1:
+        name = interconnect or (gpu.link if nodes == 1 else None)
         if name is None:
+            unknown = f"gpu {gpu.name}: no measured all-reduce between its cards"
             raise ConfigError(
-                f"gpu {gpu.name}: no measured all-reduce between its cards; say what connects them with "
-                f"--interconnect ({', '.join(hardware.links)})"
+                f"{unknown if nodes == 1 else f'nodes {nodes}'}: say what connects them with --interconnect; "
+                f"one of {', '.join(hardware.links)}"
             )
         link = hardware.link(name)
     title = gpu.name if gpus == 1 else f"{gpus} x {gpu.name}"
@@ -204,11 +249,9 @@ def named(
         title += f" on {nodes} nodes"
     return Machine(
         title=title,
-        device=gpu.name,
-        kind="gpu",
+        is_cpu=False,
         gpu=gpu,
-        processes=gpus,
-        nodes=nodes,
+        world_size=gpus,
         link=link,
         memory_bytes=gpu.memory_bytes,
         rates=rates,

@@ -1,40 +1,47 @@
-"""Measuring this machine: real steps of the real trainer, in a process of its own, in a folder that is removed."""
+"""Measuring this machine: the trainer takes real steps in a subprocess and a temporary folder.
+
+`probe` times a machine, `find_batch_size` searches the mini batch that fits and is fast, `self_test` compares a
+forecast with a short run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
+from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, NoSourceError
-from gpt2lab.planner import calibration, contention, machine, memory
-from gpt2lab.planner.ask import Ask
-from gpt2lab.planner.contention import Watch
+from gpt2lab.planner import calibration, hardware, machine, reports
+from gpt2lab.planner.ask import Ask, Predictor
+from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.profiles import Profile
-from gpt2lab.planner.setting import Setting
+from gpt2lab.planner.machine import Watch
 from gpt2lab.runs import history
 from gpt2lab.runs.history import read_json
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
-REFUSED = 0.5  # share of the machine in other hands from which no number is given
+TOO_BUSY = 0.5  # share of the machine in other hands from which no number is given
 FEWEST_STEPS = 4
-COMPILE_ALLOWANCE = 60.0  # seconds, so that compiling does not eat the time for steps
+COMPILE_ALLOWANCE = 60.0  # seconds for compiling, besides the time for steps
 TRIAL_SECONDS = 12.0
+_TRAINER = paths.REPOSITORY / "src" / "train.py"
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "DefaultCPUAllocator: can't allocate", "Killed")
 
 
@@ -65,43 +72,41 @@ class Trial:
         return statistics.median(rates) if rates else None
 
 
-def measure(setting: Setting, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
-    """Time this machine (and search the mini batch, if asked) and return the ask to answer now.
+def measure(predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
+    """Search the mini batch and time this machine, as asked; return the flags to answer now, and the search.
 
-    Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer refuses.
+    Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
-    ask, search = setting.ask, None
+    ask, search = predictor.ask, None
     if ask.find_batch_size:
-        job = setting.job(profile)
-        found = find_batch_size(
+        job, seen = predictor.job(profile), predictor.seen
+        search = find_batch_size(
             job,
             ask.folder(),
             max_batch=ask.max_batch,
-            memory_bytes=_free(setting, job),
+            memory_bytes=None if predictor.gpu else seen.free_memory(job.world_size),
             target=profile.memory_target,
         )
-        ask = dataclasses.replace(ask, mini_batch_size=found["mini_batch_size"])
-        search = found
-        setting = type(setting)(ask, setting.hardware)
+        ask = dataclasses.replace(ask, mini_batch_size=search["mini_batch_size"])
+        predictor = Predictor(ask, predictor.hardware)
     if ask.measure:
-        probe(setting, profile, seconds=ask.seconds)
+        probe(predictor, profile, seconds=ask.seconds)
     return dataclasses.replace(ask, measure=False, find_batch_size=False), search
 
 
-def probe(setting: Setting, profile: Profile, *, seconds: float) -> Trial:
-    """Train for about `seconds` and add what was seen to the calibration file.
+def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
+    """Train for about `seconds` and add the measured speed to the calibration file.
 
-    Raises: NoSourceError, ConfigError.
+    Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
-    job = setting.job(profile)
-    accumulation = 1
-    with contextlib.suppress(NoSourceError):  # a GPU that nobody knows: that is why it is measured
-        micro = setting.predict(job, profile).step.value / job.accumulation
+    job, folder, accumulation = predictor.job(profile), predictor.ask.folder(), 1
+    with contextlib.suppress(NoSourceError):  # an unknown GPU is a reason to measure
+        micro = predictor.predict(job, profile).step.value / job.accumulation
         accumulation = max(1, min(job.accumulation, int(seconds / 15 / micro)))
     say(f"measuring: about {seconds:.0f} s of real training of {job.config.model.model} ...")
     trial = run_trial(
         with_accumulation(job, accumulation),
-        setting.ask.folder(),
+        folder,
         seconds=seconds + (COMPILE_ALLOWANCE if job.compiled else 0.0),
     )
     if trial.out_of_memory:
@@ -113,13 +118,11 @@ def probe(setting: Setting, profile: Profile, *, seconds: float) -> Trial:
             f"only {len(trial.steps)} steps in {seconds:.0f} s: too few to go by; raise --seconds or lower "
             f"--mini_batch_size"
         )
-    on_cores, on_gpus = trial.others or 0.0, setting.seen.busiest_gpu
+    on_cores, on_gpus = trial.others or 0.0, predictor.seen.busiest_gpu
     others = max(on_cores, on_gpus)
     busy = f"others used {others:.0%} of its {'cores' if on_cores >= on_gpus else 'GPU'}"
-    if others > REFUSED:
-        raise NoSourceError(
-            f"this machine is busy: {busy} while measuring; measure when it is idle"
-        )
+    if others > TOO_BUSY:
+        raise NoSourceError(f"this machine is busy: {busy} while measuring; wait until it is idle")
     record = calibration.record_of(
         trial.events,
         trial.environment,
@@ -129,77 +132,74 @@ def probe(setting: Setting, profile: Profile, *, seconds: float) -> Trial:
         fewest=FEWEST_STEPS,
     )
     assert record is not None
-    setting.ask.folder().mkdir(parents=True, exist_ok=True)
-    calibration.append(setting.ask.folder(), record)
-    if others > contention.BUSY:
+    folder.mkdir(parents=True, exist_ok=True)
+    calibration.append(folder, record)
+    if others > machine.BUSY:
         say(f"! machine busy: {busy}; the interval is wider")
     return trial
 
 
 def with_accumulation(job: Job, accumulation: int) -> Job:
     """Return the job with fewer micro-batches a step, the micro-batch itself unchanged."""
-    config = job.config
-    tokens = accumulation * job.micro_batch * config.model.context_length * job.world
-    batch = dataclasses.replace(config.batch, total_batch_size=tokens)
-    return dataclasses.replace(job, config=dataclasses.replace(config, batch=batch))
+    T = job.config.model.context_length
+    return job.with_settings(total_batch_size=accumulation * job.micro_batch * T * job.world_size)
 
 
 def say(text: str) -> None:
-    """Tell the user what takes time, beside whatever is printed as the answer."""
+    """Print to stderr what takes time; stdout holds the answer alone."""
     print(text, file=sys.stderr, flush=True)
 
 
 def find_batch_size(
     job: Job, folder: Path, *, max_batch: int, memory_bytes: float | None, target: float
 ) -> dict[str, Any]:
-    """Return the mini batch to use: memory fitted as a line to two sizes, verified once, then the smallest fast one.
+    """Return the mini batch to use: the fastest near the largest that fits.
 
-    Raises: NoSourceError if not even one sequence fits; ConfigError if the trainer refuses.
+    A line through the memory of two trials predicts the largest; a trial verifies it.
+
+    Raises: NoSourceError if not even one sequence fits; ConfigError if the trainer fails.
     """
-    sizes = [n for n in range(1, min(job.sequences, max_batch) + 1) if job.sequences % n == 0]
+    sizes = mini_batch_sizes(job.sequences, at_most=max_batch)
     trials: dict[int, Trial] = {}
 
     def attempt(size: int) -> Trial:
         if size not in trials:
             say(f"trying mini_batch_size {size} ...")
-            batch = dataclasses.replace(job.config.batch, mini_batch_size=size)
-            cut = dataclasses.replace(
-                job, config=dataclasses.replace(job.config, batch=batch), world=1
-            )
+            alone = dataclasses.replace(job.with_settings(mini_batch_size=size), world_size=1)
             trials[size] = run_trial(
-                with_accumulation(cut, 1), folder, seconds=TRIAL_SECONDS, steps=6
+                with_accumulation(alone, 1), folder, seconds=TRIAL_SECONDS, steps=6
             )
         return trials[size]
+
+    def trial_bytes(size: int) -> int:
+        return job.memory(micro_batch=size, is_trial=True).tensors
 
     if attempt(sizes[0]).out_of_memory:
         raise NoSourceError(
             "not even one sequence at a time fits this machine's memory; use a smaller model or context"
         )
-    fitting = sizes
-    line = None
+    fitting, line = sizes, None
     if len(sizes) > 1 and memory_bytes is not None and not attempt(sizes[1]).out_of_memory:
         small, large = sizes[:2]
         slope = (trials[large].peak_memory - trials[small].peak_memory) / (large - small)
-        # A small step may stay below what starting took; the closed form is the floor of the slope.
-        slope = max(slope, _tensor_bytes(job, 2, trial=True) - _tensor_bytes(job, 1, trial=True))
+        # A small step may need less than starting did; the closed form is the floor of the slope.
+        slope = max(slope, trial_bytes(2) - trial_bytes(1))
         offset = trials[small].peak_memory - slope * small
         line = {"bytes_at_0": offset, "bytes_per_sequence": slope}
         fitting = [
             n
             for n in sizes
-            # A trial neither accumulates nor has peers: gradients come on top.
-            if offset + slope * n + _tensor_bytes(job, n) - _tensor_bytes(job, n, trial=True)
+            # A trial neither accumulates nor has peers: the run needs more gradients.
+            if offset + slope * n + job.memory(micro_batch=n).tensors - trial_bytes(n)
             <= target * memory_bytes
         ] or sizes[:1]
-    fastest_useful = _within_time(job, fitting, trials)
-    top = fastest_useful[-1]
+    top = _within_time(job, fitting, trials)[-1]
     while attempt(top).out_of_memory and top > sizes[0]:
         top = max(n for n in fitting if n < top)
-    near = [
-        n for n in fitting if n in (top, *_nearest(fitting, top / 2), *_nearest(fitting, top / 4))
-    ]
-    rates = {n: attempt(n).tokens_per_second or 0.0 for n in near if not attempt(n).out_of_memory}
-    rates |= {
+    lower = (max((n for n in fitting if n <= top / part), default=fitting[0]) for part in (2, 4))
+    for n in sorted({top, *lower}):
+        attempt(n)
+    rates = {
         n: t.tokens_per_second or 0.0 for n, t in trials.items() if not t.out_of_memory and n <= top
     }
     best = max(rates.values())
@@ -213,25 +213,8 @@ def find_batch_size(
     }
 
 
-def _tensor_bytes(job: Job, micro_batch: int, *, trial: bool = False) -> int:
-    """Return the predicted peak of a job, or of its trial on one process without accumulation."""
-    return memory.predict(
-        job.config.model,
-        micro_batch=micro_batch,
-        accumulation=1 if trial else max(1, job.sequences // micro_batch),
-        dtype=job.dtype,
-        sharing=dataclasses.replace(job.sharing, world=1) if trial else job.sharing,
-        optimizer=job.config.optim.optimizer,
-        tuning=job.config.tuning,
-    ).tensors
-
-
-def _nearest(sizes: Sequence[int], wanted: float) -> list[int]:
-    return [max((n for n in sizes if n <= wanted), default=sizes[0])]
-
-
 def _within_time(job: Job, sizes: list[int], trials: dict[int, Trial]) -> list[int]:
-    """Leave out sizes of which two steps alone would outlast a trial: on a slow device larger is not faster."""
+    """Leave out sizes that take too few steps in a trial: on a slow device larger is not faster."""
     rate = max((trial.tokens_per_second or 0.0 for trial in trials.values()), default=0.0)
     if not rate:
         return sizes[:1]
@@ -239,22 +222,19 @@ def _within_time(job: Job, sizes: list[int], trials: dict[int, Trial]) -> list[i
     return [n for n in sizes if n <= most] or sizes[:1]
 
 
-def _free(setting: Setting, job: Job) -> float | None:
-    if setting.is_cpu:
-        available = machine.available_memory()
-        return available / job.world if available else None
-    return min((gpu.memory_free for gpu in setting.seen.gpus), default=None)
-
-
 def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> Trial:
     """Run the trainer on this job for so long, or so many steps, and return what it logged.
 
-    Raises: ConfigError with the trainer's own line if it refuses.
+    Raises: ConfigError with the trainer's own line if it fails; NoSourceError if it does not stop.
     """
-    with _workplace(folder) as place:
+    with _scratch_folder(folder) as place:
         data = data_for(job.config, place)
-        command = [*_launcher(job.world), str(paths.REPOSITORY / "src" / "train.py")]
-        command += _flags(job, place, data, seconds=seconds, steps=steps)
+        launcher = [sys.executable]
+        if job.world_size > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone"]
+            launcher += [f"--nproc_per_node={job.world_size}"]
+        command = [*launcher, str(_TRAINER)]
+        command += _trial_flags(job, place, data, seconds=seconds, steps=steps)
         watch = Watch()
         try:
             answer = subprocess.run(
@@ -263,7 +243,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> 
                 text=True,
                 timeout=10 * seconds + 600,
                 cwd=place,
-                env=_alone(),
+                env=_without_process_group(),
             )
         except subprocess.TimeoutExpired:
             raise NoSourceError(
@@ -272,8 +252,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> 
         others = watch.others()
         run_dir = place / "probe"
         text = answer.stderr + answer.stdout
-        killed = answer.returncode in (-9, 137)
-        exhausted = killed or any(sign in text for sign in _OUT_OF_MEMORY)
+        exhausted = answer.returncode in (-9, 137) or any(sign in text for sign in _OUT_OF_MEMORY)
         if answer.returncode != 0 and not exhausted:
             lines = [line for line in answer.stderr.splitlines() if line.startswith("error: ")]
             why = (
@@ -281,7 +260,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> 
                 if lines
                 else answer.stderr.strip().splitlines()[-1:]
             )
-            raise ConfigError(f"the trainer refused to be measured: {why}")
+            raise ConfigError(f"the trainer rejects this run: {why}")
         return Trial(
             events=history.read_events(run_dir),
             environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
@@ -292,7 +271,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> 
 
 
 @contextlib.contextmanager
-def _workplace(folder: Path) -> Iterator[Path]:
+def _scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a hidden folder beside the runs, so that checkpoints go to the disk that they will go to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -307,23 +286,16 @@ def _workplace(folder: Path) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _alone() -> dict[str, str]:
-    """Return the environment without the process group that a launcher may have put this process into."""
+def _without_process_group() -> dict[str, str]:
+    """Return the environment without the process group of a launcher."""
     group = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
     group |= {"MASTER_ADDR", "MASTER_PORT"}
     others = {name: value for name, value in os.environ.items() if name not in group}
     return {name: value for name, value in others.items() if not name.startswith("TORCHELASTIC")}
 
 
-def _launcher(world: int) -> list[str]:
-    if world == 1:
-        return [sys.executable]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, f"--nproc_per_node={world}"]
-
-
 def data_for(config: Config, place: Path) -> Path:
-    """Return the job's data where it is, else shards of random ids: their content does not change the time."""
+    """Return the job's data where it is, else shards of random ids: the content does not change the time."""
     folder = paths.from_repository(config.data.data_dir)
     if folder.is_dir() and any(folder.glob("*_train_*.npy")) and any(folder.glob("*_val_*.npy")):
         return folder
@@ -331,11 +303,9 @@ def data_for(config: Config, place: Path) -> Path:
     made.mkdir()
     limit = min(config.model.vocab_size, NUM_TOKENS)
     draw = np.random.RandomState(0)
-    tokens = max(4 * config.batch.total_batch_size, 64 * config.model.context_length) + 1
-    for split, count in (
-        ("train", min(tokens, 2**24)),
-        ("val", 64 * config.model.context_length + 1),
-    ):
+    val = 64 * config.model.context_length + 1
+    train = min(max(4 * config.batch.total_batch_size + 1, val), 2**24)
+    for split, count in (("train", train), ("val", val)):
         ids = draw.randint(0, limit, count).astype(np.uint16)
         np.save(made / f"random_{split}_000000.npy", ids)
     return made
@@ -347,24 +317,107 @@ _SHAPE = (
 )
 
 
-def plain_flags(job: Job, place: Path, data: Path) -> list[str]:
-    """Return the trainer's flags for a job as it is, in a run named `self`."""
+def _flags_of(job: Job, place: Path, data: Path, run_name: str, *names: str) -> list[str]:
+    """Return the trainer's flags for the job's shape, and for the settings in `names`."""
     settings = to_flat(job.config)
-    names = (*_SHAPE, "eval_freq", "val_tokens", "sample_freq", "checkpoint_freq")
-    flags = [f"--{name}={settings[name]}" for name in names]
-    flags += [f"--data_dir={data}", f"--checkpoint_dir={place}", "--run_name=self", "--model=gpt2"]
-    flags += [f"--dtype={job.dtype}", f"--compile={'on' if job.compiled else 'off'}"]
-    return [*flags, f"--max_steps={job.max_steps}"]
+    flags = [f"--{name}={settings[name]}" for name in (*_SHAPE, *names)]
+    flags += [f"--data_dir={data}", f"--checkpoint_dir={place}", f"--run_name={run_name}"]
+    flags += ["--model=gpt2", f"--dtype={job.dtype}"]
+    return [*flags, f"--compile={'on' if job.compiled else 'off'}"]
 
 
-def _flags(job: Job, place: Path, data: Path, *, seconds: float, steps: int) -> list[str]:
-    """Return the flags of a short run: few tokens to evaluate, a few checkpoints, so that a slow disk shows."""
-    settings, T = to_flat(job.config), job.config.model.context_length
-    flags = [f"--{name}={settings[name]}" for name in _SHAPE]
-    flags += [f"--data_dir={data}", f"--checkpoint_dir={place}", "--run_name=probe", "--model=gpt2"]
-    flags += [f"--val_tokens={8 * job.micro_batch * T * job.world}", "--eval_freq=20"]
-    flags += ["--sample_freq=0", "--checkpoint_freq=0", "--keep_checkpoints=1", "--warmup_steps=1"]
-    flags += [f"--dtype={job.dtype}", f"--compile={'on' if job.compiled else 'off'}"]
+def _trial_flags(job: Job, place: Path, data: Path, *, seconds: float, steps: int) -> list[str]:
+    """Return the flags of a short run: few tokens to evaluate, and a few checkpoints to time the disk."""
+    tokens = job.micro_batch * job.config.model.context_length * job.world_size
+    flags = _flags_of(job, place, data, "probe")
+    flags += [f"--val_tokens={8 * tokens}", "--eval_freq=20", "--warmup_steps=1"]
+    flags += ["--sample_freq=0", "--checkpoint_freq=0", "--keep_checkpoints=1"]
     flags += [f"--checkpoint_minutes={seconds / 60 / 5}"]
     flags += [f"--max_steps={max(steps, 10)}", f"--max_hours={seconds / 3600}"]
     return [*flags, f"--stop_after_steps={steps}"] if steps < 10**6 else flags
+
+
+# -- the self-test -----------------------------------------------------------------------------------------------
+
+SELF_TEST_STEPS = 120
+GOOD = (90.0, 110.0)  # percent of the actual time that the forecast may be
+
+
+def self_test(folder: Path, *, as_json: bool) -> int:
+    """Predict a run, train it with evaluations, checkpoints and a resume, and print the comparison.
+
+    Returns 0 if the forecast is good or the machine was not idle, else 1.
+
+    Raises: NoSourceError, ConfigError.
+    """
+    known, steps = hardware.load(), SELF_TEST_STEPS
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".self-test-", dir=folder) as name:
+        place = Path(name)
+        ask = Ask(
+            checkpoint_dir=place,
+            model="gpt2-micro",
+            mini_batch_size=8,
+            steps=str(steps),
+            eval_freq=40,
+            val_tokens=16_384,
+            checkpoint_freq=40,
+            sample_freq=0,
+            compile="off",
+        )
+        profile = hardware.find_profile(None, known)
+        probe(Predictor(ask, known), profile, seconds=15.0)
+        predictor = Predictor(ask, known)  # learned from the probe
+        job = predictor.job(profile)
+        found = predictor.predict(job, profile)
+        starts = 2  # the resume starts the program again
+        predicted = found.seconds.value + (starts - 1) * found.breakdown["start"].value
+        say(f"predicted {fmt.duration(predicted)}; training {steps} steps in two starts ...")
+        cadence = ("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq")
+        flags = _flags_of(job, place, data_for(job.config, place), "self", *cadence)
+        watch, began = Watch(), time.monotonic()
+        _train([*flags, f"--max_steps={steps}", f"--stop_after_steps={steps // 2}"])
+        _train([f"--checkpoint_dir={place}", "--run_name=self", "--resume=latest"])
+        actual = time.monotonic() - began
+        actual_parts = _parts(history.read_events(place / "self"), actual)
+        others = watch.others() or 0.0
+    parts = {name: part.value for name, part in found.breakdown.items() if name in actual_parts}
+    parts["start"] *= starts
+    accuracy = 100 * predicted / actual
+    is_idle = others <= machine.BUSY
+    good = GOOD[0] <= accuracy <= GOOD[1]
+    verdict = "good" if good else "NOT WITHIN 90-110 %"
+    if not is_idle:
+        verdict += f"; the machine was not idle: others used {others:.0%} of its cores"
+    if as_json:
+        found_out = {
+            **{"predicted_seconds": predicted, "actual_seconds": actual, "time_accuracy": accuracy},
+            **{"others": others, "foretold_parts": parts, "actual_parts": actual_parts},
+            **{"load_average": machine.load_average(), "good": good},
+        }
+        print(json.dumps(reports.blank() | {"self_test": found_out}))
+    else:
+        print(
+            f"predicted  {predicted:.1f} s for {steps} steps, 4 evaluations, 3 checkpoints, {starts} starts"
+        )
+        for name, seconds in actual_parts.items():
+            print(f"  {name:<10} predicted {parts[name]:>6.1f} s, actual {seconds:>6.1f} s")
+        print(f"actual     {actual:.1f} s, load average {machine.load_average():.2f}")
+        print(f"accuracy   {accuracy:.1f} %: {verdict}")
+    return 0 if good or not is_idle else 1
+
+
+def _parts(events: list[dict[str, Any]], total: float) -> dict[str, float]:
+    """Return the seconds of the two starts by kind of work; the rest went into starting."""
+    parts = {"train": sum(e["step_seconds"] for e in events if e["event"] == "step")}
+    for kind in ("eval", "sample", "checkpoint"):
+        parts[kind] = sum(e["seconds"] for e in events if e["event"] == kind)
+    return parts | {"start": total - sum(parts.values())}
+
+
+def _train(flags: list[str]) -> None:
+    answer = subprocess.run(
+        [sys.executable, str(_TRAINER), *flags], capture_output=True, text=True, timeout=900
+    )
+    if answer.returncode != 0:
+        raise ConfigError(f"the trainer failed in the self-test: {answer.stderr.strip()[-300:]}")

@@ -1,10 +1,10 @@
-"""Bytes that a training step holds, in closed form: what `train_step` does today, candidate peak by candidate peak.
+"""Bytes that a training step holds, in closed form: each moment of `train_step` at which memory can peak. No torch.
 
-Counted on train_step with torch's MemTracker; tests/test_memory.py holds the formulas to 0.5 % of it. Whoever changes
-what a step keeps alive changes the matching candidate here. No torch.
+Counted on train_step with torch's MemTracker; tests/unit/planner/test_memory.py holds the formulas to 0.5 % of it. A
+change of what a step keeps alive needs a change of the matching moment here.
 
 B sequences of T tokens, C channels, L blocks, H heads, V vocabulary rows, N parameters, A micro-batches a step,
-W processes. Of several processes all need the same, up to the rows that do not divide.
+W ranks. All ranks need the same, up to the rows that do not divide.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt2lab.config.schema import ModelConfig, Optimizer, Parallel, Recompute, TuningConfig
+from gpt2lab.config.derived import BUCKET_BYTES
+from gpt2lab.config.schema import (
+    ActivationCheckpointing,
+    ModelConfig,
+    Optimizer,
+    Parallel,
+    TuningConfig,
+)
 from gpt2lab.model.counts import (
     count_adapters,
     count_block_parameters,
     count_matmul_parameters,
     count_parameters,
 )
-from gpt2lab.planner.block_bytes import BlockBytes, count_block_bytes
 
 Dtype = Literal["fp32", "bf16"]
-BUCKET_BYTES = 25 * 2**20  # of new weights that zero1 sends at once
 PRETRAINING = TuningConfig()
 PARTS = ("params", "optimizer", "gradients", "bf16_weights", "activations", "head")
 
@@ -45,152 +50,129 @@ class Memory:
         return sum(getattr(self, part) for part in PARTS)
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How processes share a run, and what the backward pass computes again."""
+class _BlockBytes:
+    """What a block keeps for its backward, and what it holds at moments of it; bytes per channel of a token.
 
-    world: int = 1
-    parallel: Parallel = "ddp"
-    recompute: Recompute = "none"
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What the moments are made of."""
-
-    N: int  # parameters
-    L: int
-    frozen: bool  # all but adapters
-    params: int  # bytes of weights that a process always holds
-    optimizer: int  # of its state
-    rounds: int  # bytes that Muon's step works with
-    shard: int  # bytes of gradients that a process holds after their reduction
-    around: int  # bytes of weights outside the blocks
-    gathers: bool  # fsdp: weights are whole only while they are needed
-    recomputes: bool
-    kept_block: int  # bytes of activations that a block keeps until its backward
-    block: int  # bytes of activations that its backward needs
-    each: BlockBytes
-    tokens: int  # B*T
-    residual: int  # elements, B*T*C
-    scores: int  # elements, B*T*V
-    matrix: int  # elements, C*C; a block has 12 of them
-    vocab: int  # elements, V*C
-    in_block: int  # parameters of one block
-    inputs: int  # bytes of the step's token ids, and of the cosines and sines that turn queries and keys
-    kept: int  # bytes of gradients alive during the forward pass
-    sent: int  # bytes of new weights that zero1 sends at once
-    world: int
-    stale: int  # bytes of a buffer of fsdp's that is still there from the micro-batch before
-    bf16: bool
-
-
-def predict(
-    model: ModelConfig,
-    *,
-    micro_batch: int,
-    accumulation: int,
-    dtype: Dtype,
-    sharing: Sharing,
-    optimizer: Optimizer,
-    tuning: TuningConfig = PRETRAINING,
-) -> Memory:
-    """Return the largest of the moments of a step at which memory can peak.
-
-    Gradients live through the forward pass when micro-batches accumulate, and always under DDP, whose buckets they
-    are views of. Fine-tuning adds masks, and with adapters leaves theirs alone to the optimizer; what adapters compute
-    on the way is not counted.
+    Counted on the uncompiled model on a CPU, where torch computes RMSNorm in several steps that each keep something;
+    a GPU's single kernel should keep less.
     """
-    W, parallel = sharing.world, sharing.parallel if sharing.world > 1 else "ddp"
-    C, tokens = model.n_embd, micro_batch * model.context_length
-    N, bf16 = count_parameters(model), dtype == "bf16"
-    adapters = count_adapters(model, tuning) if tuning.lora_r else 0
-    each = count_block_bytes(model, bf16=bf16, frozen=adapters > 0)
-    # In rows of conversations each block keeps its own mask, a number for each pair of positions.
-    mask = (2 if bf16 else 4) * model.context_length if tuning.instructions is not None else 0
-    block = tokens * (each.saved * C + each.saved_per_token + mask)
-    # Recomputing keeps a block's input alone, or its matrix products and attention's logsumexp besides.
-    products = tokens * ((20 if bf16 else 40) * C + 4 * model.n_head)
-    kept_block = {"none": block, "block": 4 * tokens * C, "selective": 4 * tokens * C + products}
-    in_block = count_block_parameters(model)
-    muon = 12 * C * C * model.n_layer if optimizer == "muon" else 0  # weights with one moment
-    rotation = 4 * model.context_length * C // model.n_head if model.positions == "rotary" else 0
-    trained, share = adapters or N, W if parallel == "fsdp" else 1
-    shard = 4 * trained // share
-    embedding = 0 if adapters else 4 * model.vocab_size * C
-    around = 4 * (N - model.n_layer * in_block)
-    kept = shard if accumulation > 1 or (W > 1 and parallel != "fsdp") else 0
-    if parallel == "fsdp" and accumulation > 1 and not adapters:
-        # Those outside the blocks stay whole until the last micro-batch.
-        kept += around - around // W
-    sizes = _Sizes(
-        N=N,
-        L=model.n_layer,
-        frozen=adapters > 0,
-        params=4 * (N + adapters) // share,
-        optimizer=(8 * trained - 4 * muon) // (1 if parallel == "ddp" else W),
-        rounds=4 * 4 * muon // 3,  # four times the matrices of one shape, a third of all
-        shard=shard,
-        around=around,
-        gathers=parallel == "fsdp",
-        recomputes=sharing.recompute != "none",
-        kept_block=kept_block[sharing.recompute],
-        block=block,
-        each=each,
-        tokens=tokens,
-        residual=tokens * C,
-        scores=tokens * model.vocab_size,
-        matrix=C * C,
-        vocab=model.vocab_size * C,
-        in_block=in_block,
-        inputs=8 * tokens * accumulation + rotation,
-        kept=kept,
-        sent=min(4 * trained, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0,
-        world=W,
-        stale=4 * in_block if accumulation > 1 else 0,
-        bf16=bf16,
-    )
-    copies = 2 * count_matmul_parameters(model) if bf16 else 0
-    moments = [*_around_the_loss(sizes, copies), *_within_the_blocks(sizes), *_at_the_end(sizes)]
-    return max(moments, key=lambda moment: moment.tensors)
+
+    def __init__(self, model: ModelConfig, *, bf16: bool, frozen: bool) -> None:
+        """Count a block of this model; `frozen`: its weights have no gradient, adapters beside them do."""
+        H, rms, wide = model.n_head, model.norm == "rmsnorm", 4 if bf16 else 8
+        # GPT-2: two norms' inputs and outputs, qkv, attention, fc, GELU.
+        self.saved = 36 if bf16 else 64
+        # Of all channels of a token: attention's logsumexp, mean and deviation of two norms.
+        self.saved_per_token = 4 * H + 16
+        # In all: when the gradients of queries, keys and values come; when that of their weight is there.
+        self.attention, self.into_qkv = (26, 16) if bf16 else (44, 24)
+        self.norm = 12  # in all, in a norm's backward
+        self.last_norm = 6 if bf16 else 8  # input and output of the norm before the head
+        self.last_norm_per_token = 8
+        if model.positions == "rotary" or model.qk_norm == "rmsnorm":
+            # Queries and keys beside qkv. Attention's result is laid out like them, so that joining heads is a copy.
+            self.saved += wide + (0 if H == 1 else wide // 2)
+            self.attention += wide
+        if model.qk_norm == "rmsnorm":
+            # Queries and keys divided by their size, and the sizes; under autocast also what was divided, in fp32.
+            self.saved += 16 if bf16 else 8
+            self.attention += 16 if bf16 else 8
+            self.saved_per_token += 8 * H
+        if rms:  # what is divided by its size, before the gain; and no mean
+            self.saved += 8
+            self.saved_per_token -= 8
+            self.attention += 4
+            self.into_qkv += 4
+            self.norm, self.last_norm, self.last_norm_per_token = 24, self.last_norm + 4, 4
+        if frozen:  # a gain without gradient needs no input of its own
+            self.saved -= 8 * rms + 8 * (model.qk_norm == "rmsnorm")
+            self.last_norm -= 4 * rms
+        # Backward of ReLU squared, beyond `saved`: the incoming gradient, and the derivative in three steps. 0 for
+        # GELU: the matrix product before it holds more.
+        self.square = (28 if bf16 else 52) if model.activation == "relu2" else 0
 
 
-def largest_micro_batch(
-    model: ModelConfig,
-    *,
-    sequences: int,
-    budget: float,
-    dtype: Dtype,
-    sharing: Sharing,
-    optimizer: Optimizer,
-    tuning: TuningConfig = PRETRAINING,
-) -> int | None:
-    """Return the largest divisor of a process's `sequences` a step whose peak fits `budget` bytes, None if 1 does not.
+class StepMemory:
+    """The sizes that the moments of a step consist of, in bytes where nothing else is said."""
 
-    Memory grows with the micro-batch at any fixed accumulation; going from some accumulation to none frees less than
-    one more sequence costs, except for tiny models, so all divisors are tried.
-    """
-    fitting = [
-        size
-        for size in range(1, sequences + 1)
-        if sequences % size == 0
-        and predict(
-            model,
-            micro_batch=size,
-            accumulation=sequences // size,
-            dtype=dtype,
-            sharing=sharing,
-            optimizer=optimizer,
-            tuning=tuning,
-        ).tensors
-        <= budget
-    ]
-    return max(fitting, default=None)
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        micro_batch: int,
+        accumulation: int,
+        dtype: Dtype,
+        optimizer: Optimizer,
+        world_size: int = 1,
+        parallel: Parallel = "ddp",
+        recompute: ActivationCheckpointing = "none",
+        tuning: TuningConfig = PRETRAINING,
+    ) -> None:
+        """Derive them from a run's settings; `recompute`: what the backward pass computes again.
+
+        Gradients live through the forward pass when micro-batches accumulate, and always under DDP, where they are
+        views of its buckets. Fine-tuning adds masks. With adapters the optimizer holds state for them alone; the
+        formula does not count what adapters compute on the way.
+        """
+        W, C, L, N = world_size, model.n_embd, model.n_layer, count_parameters(model)
+        self.L, self.N, self.world_size, self.bf16 = L, N, W, dtype == "bf16"
+        parallel = parallel if W > 1 else "ddp"
+        adapters = count_adapters(model, tuning) if tuning.lora_r else 0
+        self.frozen = adapters > 0  # all but adapters
+        self.gathers = parallel == "fsdp"  # weights are full only while they are needed
+        self.recomputes = recompute != "none"
+        self.tokens = tokens = micro_batch * model.context_length
+        # Elements: of a residual stream; of the logits; of C x C, of which a block has 12; of V x C; of one block.
+        self.residual, self.scores = tokens * C, tokens * model.vocab_size
+        self.matrix, self.vocab = C * C, model.vocab_size * C
+        self.in_block = count_block_parameters(model)
+        self.each = _BlockBytes(model, bf16=self.bf16, frozen=self.frozen)
+        # With conversations each block keeps its own mask, a number for each pair of positions.
+        masks = tuning.instructions is not None
+        mask = (2 if self.bf16 else 4) * model.context_length if masks else 0
+        # What a block's backward needs, and what the block keeps until then: all, its input alone, or its matrix
+        # products and attention's logsumexp besides.
+        self.block = tokens * (self.each.saved * C + self.each.saved_per_token + mask)
+        products = tokens * ((20 if self.bf16 else 40) * C + 4 * model.n_head)
+        self.kept_block = {
+            "none": self.block,
+            "block": 4 * tokens * C,
+            "selective": 4 * tokens * C + products,
+        }[recompute]
+        rotation = 4 * model.context_length * C // model.n_head
+        # Of the step's token ids, and of RoPE's cosines and sines.
+        self.inputs = 8 * tokens * accumulation + (rotation if model.positions == "rotary" else 0)
+
+        trained, share = adapters or N, W if self.gathers else 1
+        self.params = 4 * (N + adapters) // share  # that a rank always holds
+        self.around = around = 4 * (N - L * self.in_block)  # weights outside the blocks
+        self.shard = 4 * trained // share  # gradients that a rank holds after their reduction
+        muon = 12 * C * C * L if optimizer == "muon" else 0  # weights with one moment
+        self.optimizer = (8 * trained - 4 * muon) // (1 if parallel == "ddp" else W)
+        self.rounds = (
+            4 * 4 * muon // 3
+        )  # of Muon: four times the matrices of one shape, a third of all
+        # Gradients alive during the forward pass.
+        self.kept = self.shard if accumulation > 1 or (W > 1 and not self.gathers) else 0
+        if self.gathers and accumulation > 1 and not adapters:
+            # Gradients outside the blocks stay full until the last micro-batch.
+            self.kept += around - around // W
+        embedding = 0 if adapters else 4 * self.vocab
+        # New weights that zero1 sends at once.
+        self.sent = min(4 * trained, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0
+        # An fsdp buffer that the micro-batch before left.
+        self.stale = 4 * self.in_block if accumulation > 1 else 0
+        self.copies = 2 * count_matmul_parameters(model) if self.bf16 else 0
+
+    def peak(self) -> Memory:
+        """Return the largest of the moments at which memory can peak."""
+        moments = [*_around_the_loss(self), *_within_the_blocks(self), *_at_the_end(self)]
+        return max(moments, key=lambda moment: moment.tensors)
 
 
 def _moment(
     at: str,
-    s: _Sizes,
+    s: StepMemory,
     *,
     gathered: int = 0,
     rounds: int = 0,
@@ -199,14 +181,14 @@ def _moment(
     activations: int = 0,
     head: int = 0,
 ) -> Memory:
-    """Return a moment; `gathered`: bytes of other processes' weights, under fsdp."""
+    """Return a moment; `gathered`: bytes of other ranks' weights, under fsdp."""
     params = s.params + (gathered if s.gathers else 0)
     gradients = s.shard if s.frozen else gradients
     return Memory(params, s.optimizer + rounds, gradients, copies, activations, head, at)
 
 
-def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
-    """What all blocks keep is alive, and what the head does: V wide, so that it often decides."""
+def _around_the_loss(s: StepMemory) -> list[Memory]:
+    """Return the moments around the loss: all blocks' activations are alive, and the head's tensors are V wide."""
     saved = s.each.last_norm * s.residual + s.each.last_norm_per_token * s.tokens + s.inputs
     forward = (2 + 4 + 4 if s.bf16 else 4 + 4) * s.scores  # logits, fp32 copy, log-softmax
     backward = (4 + 4 + 4) * s.scores  # log-softmax, gradients of the loss and of the softmax
@@ -215,9 +197,9 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
         head = max(2 * s.scores + 2 * weight + 2 * s.residual, 4 * weight)
     else:
         head = 4 * (s.scores + weight + s.residual)
-    # Autocast keeps copies of what is trained until the forward pass ends, a block that keeps them longer does so for
-    # its backward.
-    later = 2 * s.vocab if s.bf16 and s.recomputes else copies
+    # Autocast keeps copies of trained weights until the forward pass ends; a block that is not recomputed keeps its
+    # own until its backward.
+    later = 2 * s.vocab if s.bf16 and s.recomputes else s.copies
     normed = later - 2 * s.vocab if s.bf16 else 0
     return [
         _moment(
@@ -230,7 +212,7 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
             head=held,
         )
         for at, held, gradients, alive in (
-            ("end of forward", saved + forward, 0, later if s.frozen else copies),
+            ("end of forward", saved + forward, 0, later if s.frozen else s.copies),
             ("start of backward", saved + backward, 0, later),
             ("backward of the head", saved + head, 0, later),
             ("backward of the last norm", s.each.norm * s.residual + s.inputs, 4 * s.vocab, normed),
@@ -238,11 +220,11 @@ def _around_the_loss(s: _Sizes, copies: int) -> list[Memory]:
     ]
 
 
-def _within_the_blocks(s: _Sizes) -> list[Memory]:
-    """Backward of the last and of the first block: activations go as gradients come.
+def _within_the_blocks(s: StepMemory) -> list[Memory]:
+    """Return the moments of the last and of the first block's backward: it frees activations and makes gradients.
 
-    The head's gradient waits for the embedding's, because the weight is shared. Under fsdp a block's weights are whole,
-    the next one's are on their way, the gradients of the one above are being sent, and a buffer waits for both.
+    The head's gradient waits for the embedding's, because they share a weight. Under fsdp a block's weights are full,
+    the next block's arrive, the gradients of the block above leave, and both use a buffer.
     """
     moments, matrix = [], 0 if s.frozen else s.matrix  # a frozen matrix has no gradient
     for block in {s.L, max(1, s.L - 1), 1} if s.gathers else {s.L, 1}:
@@ -255,14 +237,14 @@ def _within_the_blocks(s: _Sizes) -> list[Memory]:
             copy = 6 * matrix  # of qkv's weight
         else:
             first, copy = 20 * s.residual + 16 * matrix, 0
-        if s.frozen:  # the gradient that comes by the adapter
+        if s.frozen:  # the gradient through the adapter
             first += (8 if s.bf16 else 16) * s.residual
-        if s.each.square:  # that weight's gradient is whole by then, and its bf16 copy gone
+        if s.each.square:  # that weight's gradient is complete by then, and its bf16 copy gone
             more = (16 if own else 0) - (8 if s.bf16 else 0)
             first = max(first, s.each.square * s.residual + more * matrix)
         middle = s.each.attention * s.residual + s.each.saved_per_token * s.tokens + copy
         last = s.each.into_qkv * s.residual + copy
-        last += 0 if own else 12 * matrix  # else the weight's gradient counts as such
+        last += 0 if own else 12 * matrix  # else the weight's gradient counts as a gradient
         last = max(last, s.each.norm * s.residual)
         buffers = 1 + (block > 1) + 2 * (block < s.L)
         for weights, gradients, activations in (
@@ -284,21 +266,11 @@ def _within_the_blocks(s: _Sizes) -> list[Memory]:
     return moments
 
 
-def _at_the_end(s: _Sizes) -> list[Memory]:
-    """The embedding's gradient, the head's and their sum; then the optimizer, fused, with all gradients."""
+def _at_the_end(s: StepMemory) -> list[Memory]:
+    """Return the moments of the embedding's gradient, the head's and their sum; and of the fused optimizer step."""
     gradients = (s.kept or s.shard - 4 * s.vocab * s.shard // (4 * s.N)) + 12 * s.vocab
+    gathered, sent = s.around + 4 * s.in_block, 2 * s.sent + s.sent // s.world_size
     return [
-        _moment(
-            "backward of the embedding",
-            s,
-            gathered=s.around + 4 * s.in_block,
-            gradients=gradients,
-        ),
-        _moment(
-            "optimizer step",
-            s,
-            rounds=s.rounds,
-            gradients=s.shard,
-            head=2 * s.sent + s.sent // s.world,
-        ),
+        _moment("backward of the embedding", s, gathered=gathered, gradients=gradients),
+        _moment("optimizer step", s, rounds=s.rounds, gradients=s.shard, head=sent),
     ]

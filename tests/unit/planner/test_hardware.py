@@ -10,7 +10,7 @@ import pytest
 
 from forecasting import KNOWN
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner import hardware, profiles
+from gpt2lab.planner import hardware
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 
@@ -95,7 +95,7 @@ def test_a_users_file_merges_over_the_shipped_one(tmp_path: Path) -> None:
     assert (merged.gpu("h100").usd_per_hour, merged.gpu("h100").price_date) == (1.5, "2026-11-01")
     assert merged.gpu("h100").peak_flops == 989e12
     assert merged.gpu("x9").peak_flops == 100e12
-    assert profiles.find("night", merged).context_length == 256
+    assert hardware.find_profile("night", merged).context_length == 256
     own.write_text('{"gpus": {"X9": {"words": [["x9"]], "bf16_tflops": [100, "nobody"]}}}')
     hardware.load.cache_clear()
     with pytest.raises(ConfigError, match=r"own\.json"):

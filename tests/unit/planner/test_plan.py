@@ -15,8 +15,8 @@ from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, ModelConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
-from gpt2lab.planner.plan import make_plan
-from gpt2lab.training.start import decide
+from gpt2lab.planner.job import make_plan
+from gpt2lab.training.resolve import resolve
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_steps_tokens_and_epochs_become_whole_steps(length: dict[str, Any], step
 @pytest.mark.parametrize(
     ("length", "given"), [({"max_tokens": 63}, "max_tokens 63"), ({"num_epochs": 0.15}, "0.15")]
 )
-def test_less_than_one_step_is_refused(length: dict[str, Any], given: str) -> None:
+def test_less_than_one_step_is_rejected(length: dict[str, Any], given: str) -> None:
     batch = BatchConfig(total_batch_size=64)
     with pytest.raises(ConfigError, match=f"{given}.* less than one step of 64 tokens"):
         count_steps(LengthConfig(**length), batch, context_length=16, windows_per_epoch=25)
@@ -116,13 +116,13 @@ def tiny(tiny_flags: list[str], *more: str) -> Command:
     return parse([*tiny_flags, *more])
 
 
-def test_warm_up_longer_than_the_run_is_refused(tiny_flags: list[str]) -> None:
-    start = decide(
+def test_warm_up_longer_than_the_run_is_rejected(tiny_flags: list[str]) -> None:
+    start = resolve(
         tiny(tiny_flags, "--max_steps=9", "--warmup_steps=9"), world_size=1, set_aside=False
     )
     assert start.plan.max_steps == 9
     with pytest.raises(ConfigError, match="warmup_steps 10 is longer than the run of 9 steps"):
-        decide(
+        resolve(
             tiny(tiny_flags, "--max_steps=9", "--warmup_steps=10"), world_size=1, set_aside=False
         )
 
@@ -130,7 +130,7 @@ def test_warm_up_longer_than_the_run_is_refused(tiny_flags: list[str]) -> None:
 def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(
     tiny_flags: list[str], tmp_path: Path
 ) -> None:
-    start = decide(tiny(tiny_flags, "--max_lr=0.01"), world_size=1, set_aside=False)
+    start = resolve(tiny(tiny_flags, "--max_lr=0.01"), world_size=1, set_aside=False)
     flat = to_flat(start.config)
     steps = sum((size - 1) // 16 for size in (1003, 777, 1290)) // 8
     assert start.plan.max_steps == steps
@@ -143,7 +143,7 @@ def test_what_was_left_open_is_decided_at_the_start_and_nothing_is_written(
 
 def test_a_run_without_a_name_is_named_by_model_and_time(tiny_flags: list[str]) -> None:
     flags = [flag for flag in tiny_flags if not flag.startswith("--run_name")]
-    start = decide(parse(flags), world_size=1, set_aside=False)
+    start = resolve(parse(flags), world_size=1, set_aside=False)
     model, date, clock = start.run_dir.name.replace("_", "-").split("-")
     assert (model, len(date), len(clock)) == ("gpt2", 8, 6)
     assert (date + clock).isdigit()

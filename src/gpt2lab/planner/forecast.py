@@ -1,0 +1,206 @@
+"""Forecasts of real runs: written at the start, compared with the actual run at the end, and learned from. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import fmt
+from gpt2lab.config.schema import Config
+from gpt2lab.errors import GPT2LabError
+from gpt2lab.files import replace_durably
+from gpt2lab.planner import calibration, hardware, reports
+from gpt2lab.planner.estimate import estimate
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import Seen, look
+from gpt2lab.runs import history
+from gpt2lab.runs.history import read_json, spent_seconds
+
+FILE = "estimate.json"
+_HOURS = ("estimated_hours", "low_hours", "high_hours")
+Say = Callable[[str], None]
+
+
+def write_forecast(
+    run_dir: Path,
+    job: Job,
+    environment: Mapping[str, Any],
+    *,
+    on_gpu: bool,
+    is_resumed: bool,
+    from_pretrained: bool,
+    say: Say,
+) -> None:
+    """Write the forecast of a fresh run to its estimate.json, and say it.
+
+    A resumed run keeps the forecast of its beginning. A forecast that fails never stops a run. `environment` as in
+    run.json. `from_pretrained`: the run does not begin with random weights, so that the scaling law says nothing.
+    """
+    path = run_dir / FILE
+    if is_resumed and path.exists():
+        return
+    try:
+        known = hardware.load()
+        machine, ratios = calibration.this_machine(
+            look() if on_gpu else Seen(()),
+            known,
+            calibration.read(run_dir.parent),
+            job,
+            device=environment["device"] if on_gpu else None,
+            threads=environment["threads"],
+        )
+        found = estimate(job, machine, known, ratios=ratios)
+        document = reports.as_json(found, profile_name=hardware.DEFAULT_PROFILE, window=None)
+        if from_pretrained:
+            document["loss"] = None
+        replace_durably(path, json.dumps(document, indent=1) + "\n")
+    except (OSError, GPT2LabError) as error:
+        say(f"forecast       n/a: {error}")
+        return
+    value, low, high = (fmt.duration(3600 * document["estimate"][key]) for key in _HOURS)
+    say(f"forecast       {value} ({low} ... {high}, 80 %), from {document['throughput']['source']}")
+
+
+def forecast_seconds(run_dir: Path) -> float | None:
+    """Return the upper bound of a run's forecast in seconds, None without a forecast."""
+    predicted = (read_json(run_dir / FILE) or {}).get("estimate")
+    high = predicted.get("high_hours") if isinstance(predicted, dict) else None
+    return 3600 * high if isinstance(high, int | float) else None
+
+
+def score_forecast(
+    run_dir: Path, config: Config, *, world_size: int, others: float | None, say: Say
+) -> None:
+    """Compare a finished run with its forecast, and let the next forecast learn from it; never fails a run.
+
+    `others`: the share of the machine in other hands, unknown at a world size above 1.
+    """
+    with contextlib.suppress(OSError, GPT2LabError):
+        events = history.read_events(run_dir)
+        if not events or events[-1]["event"] != "done":
+            return
+        if config.tuning.instructions is None:  # its steps and targets are not pretraining's
+            _learn(run_dir, others=None if world_size > 1 else others)
+        actual = complete(run_dir)
+        if actual is not None:
+            inside = "inside" if actual["inside_interval"] else "outside"
+            say(
+                f"forecast was {actual['time_accuracy']:.0f} % of the actual "
+                f"{fmt.duration(3600 * actual['hours'])}, {inside} its 80 % interval"
+            )
+
+
+def complete(run_dir: Path) -> dict[str, Any] | None:
+    """Write the actual numbers into a finished run's estimate.json, and return them; None without a forecast.
+
+    Raises: OSError.
+    """
+    document = read_json(run_dir / FILE)
+    if document is None or not isinstance(document.get("estimate"), dict):
+        return None
+    events = history.read_events(run_dir)
+    predicted = document["estimate"]
+    peak = max((e["peak_memory_bytes"] for e in events if e["event"] == "step"), default=None)
+    needed = (document.get("memory") or {}).get("total")
+    losses = history.current(events, "eval")
+    hours = spent_seconds(events) / 3600
+    actual = {
+        "hours": hours,
+        "steps": max(history.current(events, "step"), default=0),
+        "starts": history.last_attempt(events),
+        "time_accuracy": 100 * predicted["estimated_hours"] / hours,
+        "inside_interval": predicted["low_hours"] <= hours <= predicted["high_hours"],
+        "peak_memory_bytes": peak,
+        "memory_accuracy": 100 * needed / peak if needed and peak else None,
+        "val_loss": losses[max(losses)]["val_loss"] if losses else None,
+    }
+    document["actual"] = actual
+    replace_durably(run_dir / FILE, json.dumps(document, indent=1) + "\n")
+    return actual
+
+
+def scores(checkpoint_dir: Path) -> list[dict[str, Any]]:
+    """Return one row for each run whose forecast was compared with the actual run."""
+    rows = []
+    for path in sorted(checkpoint_dir.glob(f"*/{FILE}")):
+        document = read_json(path)
+        if document is None or not isinstance(document.get("actual"), dict):
+            continue
+        try:
+            actual, predicted = document["actual"], document["estimate"]
+            row = {"run": path.parent.name, "source": document["throughput"]["source"]}
+            row |= {key: predicted[key] for key in _HOURS}
+            row |= {"actual_hours": actual["hours"], "time_accuracy": actual["time_accuracy"]}
+            rows.append(row | {"inside_interval": actual["inside_interval"]})
+        except (KeyError, TypeError):
+            continue
+    return rows
+
+
+def print_history(checkpoint_dir: Path, *, as_json: bool) -> int:
+    """Print the accuracy of earlier forecasts."""
+    rows = scores(checkpoint_dir)
+    by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_source[row["source"]].append(row)
+    summary = [
+        {
+            "source": source,
+            "runs": len(runs),
+            "median_error_percent": 100
+            * statistics.median(abs(math.log(r["time_accuracy"] / 100)) for r in runs),
+            "inside_interval": sum(r["inside_interval"] for r in runs) / len(runs),
+        }
+        for source, runs in by_source.items()
+    ]
+    if as_json:
+        print(json.dumps(reports.blank() | {"accuracy": {"summary": summary, "runs": rows}}))
+        return 0
+    if not rows:
+        print(
+            f"no finished run with a forecast in {checkpoint_dir}; a run writes one when it starts"
+        )
+        return 0
+    cells = [
+        [
+            row["run"],
+            row["source"],
+            fmt.duration(3600 * row["estimated_hours"]),
+            f"{fmt.duration(3600 * row['low_hours'])} ... {fmt.duration(3600 * row['high_hours'])}",
+            fmt.duration(3600 * row["actual_hours"]),
+            f"{row['time_accuracy']:.0f} %",
+            "inside" if row["inside_interval"] else "OUTSIDE",
+        ]
+        for row in rows
+    ]
+    header = ["run", "source", "predicted", "80 %", "actual", "accuracy", "interval"]
+    print(fmt.table(header, cells))
+    for row in summary:
+        print(
+            f"{row['source']}: {row['runs']} runs, median error {row['median_error_percent']:.0f} %, "
+            f"{row['inside_interval']:.0%} inside the 80 % interval"
+        )
+    return 0
+
+
+def _learn(run_dir: Path, *, others: float | None) -> None:
+    """Add a run's line to the calibration file; a run that says too little adds none.
+
+    Raises: OSError.
+    """
+    facts, settings = read_json(run_dir / "run.json"), read_json(run_dir / "config.json")
+    if facts is None or settings is None:
+        return
+    try:
+        events, environment = history.read_events(run_dir), facts["environment"]
+        record = calibration.record_of(events, environment, settings, others=others, source="run")
+    except (KeyError, StopIteration, GPT2LabError):
+        return
+    if record is not None:
+        calibration.append(run_dir.parent, record)

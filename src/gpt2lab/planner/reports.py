@@ -1,0 +1,354 @@
+"""An estimate as a report: one screen for people, one JSON object, every formula with its numbers. No torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gpt2lab import fmt
+from gpt2lab.config.schema import Parallel
+from gpt2lab.config.settings import options_of
+from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
+from gpt2lab.planner.communication import OVERLAP, step_bytes, wire_share
+from gpt2lab.planner.estimate import (
+    EVENTS,
+    LAW,
+    LOSS_FORMULA,
+    Estimate,
+    Window,
+    predicted_loss,
+    verdict,
+)
+from gpt2lab.planner.hardware import Hardware
+from gpt2lab.planner.memory import PARTS
+from gpt2lab.planner.timing import KINDS, Z80, Interval, muon_flops
+
+GIB = 2**30
+
+
+def _row(name: str, value: str, interval: str = "", note: str = "") -> str:
+    """Write one line of the report."""
+    return f"{name:<12} {value:<14} {interval:<21} {note}".rstrip()
+
+
+def hours(interval: Interval) -> str:
+    """Write the bounds of a time span."""
+    return f"{fmt.duration(interval.low)} ... {fmt.duration(interval.high)}"
+
+
+def _title(estimate: Estimate) -> str:
+    """Say what is trained on what."""
+    job, T = estimate.job, estimate.job.config.model.context_length
+    name = job.config.model.model
+    return (
+        f"{name} {fmt.count(job.parameters)}, T {T} | {fmt.count(job.tokens)} tokens = {job.max_steps:,} steps x "
+        f"{job.config.batch.total_batch_size:,} | {estimate.machine.title} | {job.dtype}, "
+        f"{'compiled' if job.compiled else 'not compiled'}"
+    )
+
+
+def _source(estimate: Estimate) -> str:
+    """Say where the speed comes from, and how far to trust it."""
+    machine, spread = estimate.machine, math.exp(Z80 * estimate.sigma)
+    text = {
+        "roofline-prior": "roofline of data sheet and measured matmul, not calibrated",
+        "cpu-matmul": "this CPU's matmul alone, UNCALIBRATED",
+        "calibrated": "calibrated",
+        "probe": "measured just now",
+    }.get(machine.rates.source, machine.rates.source)
+    note = f" ({machine.note})" if machine.note else ""
+    is_prior = machine.rates.source in ("roofline-prior", "cpu-matmul")
+    hint = "; --measure narrows it" if is_prior else ""
+    return f"{'source':<12} {text}{note}: 80 % interval x/÷ {spread:.2f}{hint}"
+
+
+def describe(
+    estimate: Estimate,
+    *,
+    now: float,
+    window: Window | None = None,
+    extra: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+) -> str:
+    """Write the full estimate; `now` is when the run starts, Unix seconds."""
+    lines = [_title(estimate), _source(estimate), *_speed(estimate), *_memory(estimate)]
+    lines += [*_time(estimate, now), *_money(estimate), *_loss(estimate)]
+    if window is not None:
+        lines.append(_verdict(estimate, window))
+    lines += [f"{'warning':<12} {warning}" for warning in warnings]
+    return "\n".join([*lines, *extra])
+
+
+def _speed(estimate: Estimate) -> list[str]:
+    rate, step, job = estimate.throughput, estimate.step, estimate.job
+    peak = estimate.machine.gpu.peak_flops if estimate.machine.gpu else None
+    mfu = ""
+    if estimate.mfu is not None and peak is not None:
+        mfu = f"MFU {estimate.mfu:.0%} of {peak / 1e12:,.0f} TFLOP/s dense bf16 (6 N + 12 L C T)"
+    cut = (
+        f"micro-batch {job.micro_batch} x accumulation {job.accumulation} x world {job.world_size}"
+    )
+    bounds = f"{fmt.count(rate.low)} ... {fmt.count(rate.high)}"
+    return [
+        _row("throughput", f"{fmt.count(rate.value)} tok/s", bounds, mfu),
+        _row("step", seconds(step.value), f"{seconds(step.low)} ... {seconds(step.high)}", cut),
+    ]
+
+
+def seconds(value: float) -> str:
+    """Write a short time span."""
+    return f"{value * 1000:,.0f} ms" if value < 10 else f"{value:,.1f} s"
+
+
+def _memory(estimate: Estimate) -> list[str]:
+    need, parts = estimate.memory, estimate.memory.tensors
+    available = "" if need.available is None else f"of {need.available / GIB:.1f}"
+    state = parts.params + parts.optimizer + parts.gradients
+    shares = [
+        f"state {state / GIB:.1f}",
+        f"activations {parts.activations / GIB:.1f}",
+        f"head {parts.head / GIB:.1f}",
+        f"bf16 copies {parts.bf16_weights / GIB:.1f}",
+        f"overhead {need.overhead / GIB:.1f}",
+    ]
+    peak = f"peak at {parts.peak_at}{', eager formula' if estimate.job.compiled else ''}"
+    lines = [
+        _row("memory", f"{need.needed / GIB:.1f} GiB", available, ", ".join(shares)),
+        _row("", "", "", peak),
+    ]
+    largest = need.largest_micro_batch
+    if need.fits is False and largest is None:
+        lines.append(_row("", "DOES NOT FIT", "", "not even one sequence at a time"))
+    elif need.available is not None:
+        verb = "fits" if need.fits else f"DOES NOT FIT with {estimate.job.micro_batch}"
+        lines[1] += f"; {verb}; largest micro-batch that fits {need.target:.0%}: {largest}"
+    return lines
+
+
+def _time(estimate: Estimate, now: float) -> list[str]:
+    parts, job = estimate.breakdown, estimate.job
+    events = sum(part.value for name, part in parts.items() if name != "train")
+    counts = [f"{job.count(kind):,} {kind}" for kind in EVENTS if job.count(kind)]
+    each = fmt.num_bytes(checkpoint_bytes(job.config))
+    span = estimate.seconds
+    form = "%Y-%m-%d" if span.value > 100 * 86_400 else "%m-%d %H:%M"
+    finish = [
+        time.strftime(form, time.localtime(now + end)) for end in (span.value, span.low, span.high)
+    ]
+    kinds, ends = f"start, compile, {', '.join(counts)} of {each}", f"({finish[1]} ... {finish[2]})"
+    share = f"{estimate.event_share:.0%} of the time"
+    return [
+        _row("training", fmt.duration(parts["train"].value), hours(parts["train"])),
+        _row("events", fmt.duration(events), share, kinds),
+        _row("TOTAL", fmt.duration(span.value), hours(span), f"finishes {finish[0]} {ends}"),
+    ]
+
+
+def _money(estimate: Estimate) -> list[str]:
+    cost = estimate.cost
+    if cost is None:
+        return []
+    dated = f", {cost.date}" if cost.date else ""
+    energy = f"; about {cost.kwh:,.0f} kWh" if cost.kwh else ""
+    bounds = f"{dollars(cost.usd.low)} ... {dollars(cost.usd.high)}"
+    note = f"at ${cost.price_per_gpu_hour:g} per GPU-hour ({cost.source}{dated}; --price){energy}"
+    return [_row("cost", dollars(cost.usd.value), bounds, note)]
+
+
+def dollars(value: float) -> str:
+    """Write an amount of money."""
+    return f"${value:,.0f}" if value >= 10 else f"${value:.2f}"
+
+
+def _loss(estimate: Estimate) -> list[str]:
+    job = estimate.job
+    loss = predicted_loss(job.parameters, job.tokens, job.unique_tokens)
+    ratio = f"{job.tokens / job.parameters:.0f} tokens a parameter"
+    if not job.is_gpt2:
+        said = "" if loss is None else f", and says {loss.low:.2f} ... {loss.high:.2f} of that"
+        return [_row("loss", "n/a", "", f"the law is of GPT-2 with AdamW{said}; {ratio}")]
+    if loss is None:
+        return [_row("loss", "n/a", "", f"the scaling law begins at 40M parameters; {ratio}")]
+    note = f"FineWeb validation, to rank sizes, not a promise; {ratio}"
+    return [_row("loss", f"{loss.value:.2f}", f"{loss.low:.2f} ... {loss.high:.2f}", note)]
+
+
+def _verdict(estimate: Estimate, window: Window) -> str:
+    judged = verdict(estimate, window)
+    meaning = {
+        "fits": "the upper bound is within the window",
+        "borderline": "the estimate is within, the upper bound is not",
+        "does_not_fit": "not within the window"
+        if estimate.memory.fits is not False
+        else "does not fit the memory",
+    }[judged]
+    budget = f"{fmt.duration(window.seconds)} less {fmt.duration(window.margin)}"
+    return _row("window", judged.upper().replace("_", " "), budget, meaning)
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------
+
+SCHEMA = "gpt2-estimate/1"
+KEYS = (
+    *("schema", "timestamp", "max_training_hours", "profile_name", "profile", "estimate"),
+    *("dataset_info", "throughput", "breakdown", "memory", "scaling", "milestones", "cost", "loss"),
+    *("actual", "model", "run", "comparison", "batch_search", "warnings"),
+)
+
+
+def blank() -> dict[str, Any]:
+    """Return an object with every key and nothing known."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return dict.fromkeys(KEYS) | {"schema": SCHEMA, "timestamp": now}
+
+
+def as_json(
+    estimate: Estimate,
+    *,
+    profile_name: str,
+    window: Window | None,
+    scaling: Sequence[Mapping[str, Any]] = (),
+    milestones: Sequence[Mapping[str, Any]] = (),
+    warnings: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the object for one estimate."""
+    job, need, hours = estimate.job, estimate.memory, estimate.seconds.scaled(1 / 3600)
+    judged = verdict(estimate, window) if window else None
+    cost = estimate.cost
+    return blank() | {
+        "max_training_hours": window.seconds / 3600 if window else None,
+        "profile_name": profile_name,
+        "profile": {
+            "batch_size": job.micro_batch,
+            "gradient_accumulation_steps": job.accumulation,
+            "max_length": job.config.model.context_length,
+            "estimated_throughput": estimate.throughput.value,
+            "memory_usage_gb": need.needed / 1e9,
+            "largest_batch_size": need.largest_micro_batch,
+            "processes": job.world_size,
+            "machine": estimate.machine.title,
+            "dtype": job.dtype,
+            "compile": job.compiled,
+        },
+        "estimate": {
+            "total_steps": job.max_steps,
+            "estimated_hours": hours.value,
+            "fits_in_window": None if judged is None else judged == "fits",
+            "verdict": judged,
+            "low_hours": hours.low,
+            "high_hours": hours.high,
+            "sigma_log": estimate.sigma,
+            "step_seconds": asdict(estimate.step),
+            "safety_margin_hours": window.margin / 3600 if window else None,
+        },
+        "dataset_info": dict(job.dataset) | {"epochs": job.epochs, "training_tokens": job.tokens},
+        "throughput": asdict(estimate.throughput)
+        | {"source": estimate.machine.rates.source, "quality": "ok", "mfu": estimate.mfu},
+        "breakdown": {f"{name}_s": part.value for name, part in estimate.breakdown.items()},
+        "memory": {part: getattr(need.tensors, part) for part in PARTS}
+        | {
+            "context": need.overhead,
+            "total": need.needed,
+            "available": need.available,
+            "fits": need.fits,
+            "peak_at": need.tensors.peak_at,
+        },
+        "scaling": list(scaling),
+        "milestones": list(milestones),
+        "cost": None
+        if cost is None
+        else {
+            "usd": cost.usd.value,
+            "usd_low": cost.usd.low,
+            "usd_high": cost.usd.high,
+            "price_per_gpu_hour": cost.price_per_gpu_hour,
+            "price_source": cost.source,
+            "price_date": cost.date,
+            "kwh": cost.kwh,
+        },
+        "loss": None
+        if estimate.loss is None
+        else asdict(estimate.loss) | {"law": LAW, "data": "FineWeb, GPT-2 BPE"},
+        "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
+        "warnings": list(warnings),
+    }
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------
+
+_HIDDEN: dict[Parallel, str] = {
+    "ddp": "hidden behind {share:g} x 2/3 of the last micro-batch, except the embedding's {embedding:,.0f} MB",
+    "zero1": "gradients hidden behind {share:g} x 2/3 of the last micro-batch, except the embedding's "
+    "{embedding:,.0f} MB; new weights not",
+    "fsdp": "hidden behind {share:g} of each micro-batch, except the first block's and what is outside the blocks",
+}
+
+
+def _communication(found: Estimate, link: str) -> str:
+    """Write what a step sends, and what is assumed to hide it."""
+    job, model = found.job, found.job.config.model
+    sent = step_bytes(model, parallel=job.parallel, accumulation=job.accumulation)
+    terms = [
+        f"{kind.replace('_', '-')} {wire_share(kind, world_size=job.world_size):.3g} x {size / 1e6:,.0f} MB"
+        for kind, size in sent.items()
+    ]
+    hidden = _HIDDEN[job.parallel].format(
+        share=OVERLAP, embedding=4 * model.vocab_size * model.n_embd / 1e6
+    )
+    spent = f"{found.communication_seconds * 1000:,.2f} ms"
+    return f"{' + '.join(terms)} over {link} = {spent}, {hidden}"
+
+
+def formulas(found: Estimate, known: Hardware) -> list[str]:
+    """Return every formula with its numbers, line by line."""
+    job, model, on = found.job, found.job.config.model, found.machine
+    L, C, T, V = model.n_layer, model.n_embd, model.context_length, model.vocab_size
+    matrices, options = count_matmul_parameters(model), options_of(model)
+    counted = f"counted with {options}" if options else "VC + TC + L(12 CC + 13 C) + 2C"
+    text = [
+        f"N       = {counted}, V {V}, C {C}, T {T}, L {L} = {job.parameters:,}",
+        f"N_mm    = 12 L CC + VC = {matrices:,}",
+        f"F/token = 6 N_mm + 12 L C T = {job.flops_per_token:,}  (PaLM, arXiv:2204.02311 B)",
+        f"run     = F/token x {job.tokens:,} tokens = {job.flops_per_token * job.tokens:.3g} FLOP",
+    ]
+    gpu = on.gpu
+    if gpu is not None and gpu.peak_flops:
+        best = gpu.matmul_flops
+        measured = f"measured {best / 1e12:.0f}" if best else "no measured matmul: 0.9 of it"
+        k = known.constants
+        text.append(
+            f"roofline: FLOPs / ({k['matmul_efficiency']:g} x matmul), {gpu.name} {gpu.peak_flops / 1e12:.0f} TFLOP/s, "
+            f"{measured}; "
+            f"({k['stream_bytes_per_token_layer_channel']:g} L C + {k['stream_bytes_per_logit']:g} V) bytes / "
+            f"({k['bandwidth_efficiency']:g} x {(gpu.bandwidth or 0) / 1e9:.0f} GB/s)"
+        )
+    for kind, units, rate in zip(KINDS, job.work, on.rates.seconds_per_unit, strict=True):
+        text.append(f"  {kind:<10} {units:.4g} x {rate:.4g} s = {units * rate * 1000:,.2f} ms")
+    if job.config.optim.optimizer == "muon":
+        text.append(f"  of matmul, Muon's 5 rounds: 5 x 60 L CCC = {muon_flops(model):.4g} FLOP")
+    if found.communication_seconds and on.link is not None:
+        text.append(_communication(found, on.link.title))
+    need = found.memory.tensors
+    optimizer = "AdamW 8 N" if job.config.optim.optimizer == "adamw" else "Muon and AdamW"
+    text += [
+        f"step    = {found.step.value * 1000:,.1f} ms; sigma of its logarithm {found.sigma:.3f}, "
+        f"80 % = x/÷ e^({Z80:.2f} sigma)",
+        f"memory  : 4 N {need.params:,} + {optimizer} {need.optimizer:,} + gradients {need.gradients:,} + bf16 copies "
+        f"{need.bf16_weights:,} + activations {need.activations:,} + head {need.head:,} B at {need.peak_at}",
+    ]
+    text += [
+        f"  {name:<10} {job.count(name) if name in EVENTS else 1:>6,} x {found.costs.seconds[name]:,.2f} s"
+        f"{' (measured)' if name in found.costs.measured else ''}"
+        for name in ("start", "compile", *EVENTS)
+        if found.costs.seconds[name]
+    ]
+    if found.loss is not None:
+        text.append(f"loss    = {LOSS_FORMULA} = {found.loss.value:.3f}")
+    if found.cost is not None:
+        text.append(
+            f"cost    = ${found.cost.price_per_gpu_hour:g} x {on.world_size} x {found.seconds.value / 3600:.2f} h"
+        )
+    return text
