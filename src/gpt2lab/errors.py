@@ -1,19 +1,20 @@
-"""The ways a door may refuse. Each carries the exit code that scripts rely on (README, "A run's folder")."""
+"""Errors that end a command with one line and an exit code that scripts rely on: 2 unless a class says otherwise."""
 
 from __future__ import annotations
 
 import errno
+import re
 
 
 class GPT2LabError(Exception):
-    """A refusal: one line that says what, where and the fix."""
+    """An error whose message is one line: what is wrong, where, and the fix."""
 
     exit_code = 2
-    is_local = False  # one of many processes met it alone, so that no other can report it
+    is_local = False  # True if only this rank knows of it, so that it must report it itself
 
 
 class ConfigError(GPT2LabError):
-    """Flags or settings that cannot work, a refused resume, a held lock."""
+    """Flags or settings that cannot work, a rejected resume, a held lock."""
 
 
 class DataError(GPT2LabError):
@@ -21,15 +22,15 @@ class DataError(GPT2LabError):
 
 
 class SourceLostError(DataError):
-    """A source of text broke off (the network, mostly); what was prepared so far is kept."""
+    """A source of text failed midway (mostly the network); what was prepared so far is kept."""
 
 
 class CheckpointError(GPT2LabError):
-    """A checkpoint that is missing, damaged or belongs to another model."""
+    """A checkpoint is missing, damaged or belongs to another model."""
 
 
 class SaveError(GPT2LabError):
-    """The state could not be written when it had to be (at a stop or at the end)."""
+    """The state could not be saved at a stop or at the end."""
 
     exit_code = 75
 
@@ -41,76 +42,72 @@ class NonFiniteError(GPT2LabError):
 
 
 class NoSourceError(GPT2LabError):
-    """Nothing to base a forecast on: no run, no known hardware, no measurement."""
+    """A forecast has no basis: no run, no known hardware, no measurement."""
 
     exit_code = 4
 
 
 class DriftError(GPT2LabError):
-    """Processes that should hold the same weights do not."""
+    """Replicas of the weights differ between ranks."""
 
     exit_code = 1
 
 
 class PeerError(GPT2LabError):
-    """Another process of the run is gone."""
+    """Another rank of the run is gone."""
 
     exit_code = 1
     is_local = True
 
 
 class OutOfMemoryError(GPT2LabError):
-    """The device has no room for what a step needs."""
+    """A step needs more memory than the device has."""
 
     exit_code = 1
     is_local = True
 
 
 class TornUpdateError(Exception):
-    """An error within the optimizer: some weights moved and others did not, so nothing of them may be saved."""
+    """An error within the optimizer step: some weights are updated and others are not, so none may be saved."""
 
 
 class CheckError(GPT2LabError):
-    """Something was computed and compared, and does not hold."""
+    """A comparison of computed values failed."""
 
     exit_code = 1
 
 
-_REFUSED_BY_THE_SYSTEM = {
-    errno.EACCES: "give this user the right to it, or choose another place",
-    errno.EPERM: "give this user the right to it, or choose another place",
-    errno.EROFS: "choose another place",
-    errno.ENOTDIR: "choose another place",
-    errno.ELOOP: "choose another place",
+_FIXES = {  # of system errors that are not bugs
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "give this user the right to it, or choose another place"
+    ),
+    **dict.fromkeys((errno.EROFS, errno.ENOTDIR, errno.ELOOP), "choose another place"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space and start again"),
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ENOSPC: "free space and start again",
-    errno.EDQUOT: "free space and start again",
 }
 
 
-def refusal_of(error: BaseException) -> GPT2LabError | None:
-    """Return an error as a refusal: ours as it is, what the system refuses (no bug) as one of ours; else None."""
+def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
+    """Return one of this project's errors as it is, and a system error that is not a bug as one of them; else None."""
     if isinstance(error, GPT2LabError):
         return error
-    if not isinstance(error, OSError) or error.errno not in _REFUSED_BY_THE_SYSTEM:
+    if not isinstance(error, OSError) or error.errno not in _FIXES:
         return None
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    kind = SaveError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    refusal = (SaveError if is_full else ConfigError)(
-        f"{what}; {_REFUSED_BY_THE_SYSTEM[error.errno]}"
-    )
-    refusal.is_local = True  # the others may have been let
-    refusal.__cause__ = error
-    return refusal
+    found = kind(f"{what}; {_FIXES[error.errno]}")
+    found.is_local = True  # other ranks may have succeeded
+    found.__cause__ = error
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Tell whether an error says that another process is gone: in our words, gloo's or NCCL's."""
-    words = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "remote process",
-    )
-    said_by_library = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return said_by_library or isinstance(error, PeerError)
+    """Tell whether an error says that another rank is gone: a PeerError, or one of gloo's or NCCL's."""
+    words = r"Connection (closed|reset) by peer|Broken pipe|remote process"
+    by_library = isinstance(error, RuntimeError) and re.search(words, str(error)) is not None
+    return by_library or isinstance(error, PeerError)

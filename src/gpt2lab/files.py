@@ -1,4 +1,4 @@
-"""Files that survive a crash: written, flushed to the disk, and only then given their name."""
+"""Hash a file, and write files that survive a crash: flushed to the disk before they get their name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import hashlib
 import os
 import uuid
 from pathlib import Path
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file in hex; the file is read in blocks.
+
+    Raises: OSError.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_durably(path: Path, data: bytes) -> str:

@@ -29,29 +29,28 @@ def parse_count(text: str) -> int:
     return int(value)
 
 
+def number(value: float | None, layout: str = ".4f") -> str:
+    """Write a number; None -> 'n/a'."""
+    return "n/a" if value is None else format(value, layout)
+
+
 def duration(seconds: float | None) -> str:
     """Write seconds in the two largest units: 18_120 -> '5h 02m'; None -> 'n/a'."""
     if seconds is None:
         return "n/a"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 86_400}d {whole % 86_400 // 3600:02d}h"
+    for unit, size, next_unit, next_size in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60)):
+        if whole >= size:
+            return f"{whole // size}{unit} {whole % size // next_size:02d}{next_unit}"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns with two spaces between them; the first column left, the others right."""
-    lines = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
         for line in lines
     )
 
@@ -76,9 +75,5 @@ def count(number: float) -> str:
     """Write a large number with three digits: 124_475_904 -> '124M', 1e10 -> '10B'."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * size:
-            return (
-                f"{number / size:.3g}{unit}"
-                if number < 999.5 * size
-                else f"{number / size:.0f}{unit}"
-            )
+            return f"{number / size:{'.3g' if number < 999.5 * size else '.0f'}}{unit}"
     return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""Where things are when the user does not say: beside the clone, whatever the working directory."""
+"""Paths: defaults relative to the repository, typed ones relative to the working directory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ def from_working_directory(path: Path) -> Path:
     return path.expanduser().absolute()
 
 
-def of_user(variable: str, below_home: str) -> Path:
-    """Return a folder of the user's own: what an XDG variable names, else one below the home folder.
+def runs_folder(typed: Path | None) -> Path:
+    """Return the folder of the runs: the typed one, default checkpoints/ in the repository."""
+    return from_working_directory(typed) if typed else REPOSITORY / "checkpoints"
 
-    In a container a user may have no home; the folder then is one that cannot be made, nor found.
+
+def of_user(variable: str, below_home: str) -> Path:
+    """Return a folder of the user's: the one that an XDG variable names, else one below the home folder.
+
+    For a user without a home folder, as in some containers, it is a folder that cannot be created.
     """
     if named := os.environ.get(variable):
         return Path(named)
@@ -36,14 +41,13 @@ def of_user(variable: str, below_home: str) -> Path:
 def for_people(path: Path) -> str:
     """Show a path relative to the working directory where that is shorter."""
     try:
-        relative = str(path.relative_to(Path.cwd()))
+        return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-    return relative
 
 
 def program(name: str) -> str:
-    """Return how to call a program of this environment from this folder: by name, or by path if not activated."""
+    """Return how to call a program of this Python environment: by name, or by path if it is not activated."""
     ours = Path(sys.executable).parent / name
     if not ours.exists() or shutil.which(name) == str(ours):
         return name

@@ -15,8 +15,9 @@ from typing import Any
 
 from gpt2lab import paths
 from gpt2lab.errors import DataError
+from gpt2lab.files import sync_folder, write_durably
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, token_bytes
 from gpt2lab.tokenizers.gpt2 import NAME as TOKENIZER
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"
@@ -25,7 +26,8 @@ MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 SPLITS = ("train", "val")
 RAW_SUFFIX = ".bin"
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
-SCAN_LIMIT_BYTES = 2 * 1024**3  # a foreign set up to this size is read whole at the start
+SCAN_LIMIT_BYTES = 2 * 1024**3  # a set without manifest up to this size is read in full first
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Shard:
     path: Path
     tokens: int
     offset: int  # bytes before the first token
-    sha256: str | None = None  # of the whole file, where shards.json records it
+    sha256: str | None = None  # of the file, where shards.json records it
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,14 @@ class TokenData:
     fingerprint: str
     splits: dict[str, tuple[Shard, ...]]
     warnings: tuple[str, ...]
-    is_gpt2: bool = True  # whether the ids are known, or taken, to be GPT-2's
+    is_gpt2: bool = True  # whether the ids are GPT-2's, as far as is known
 
     def tokens(self, split: str) -> int:
         """Count the tokens of a split."""
         return sum(shard.tokens for shard in self.splits[split])
 
     def describe(self, unused_targets: int) -> str:
-        """Write the data for people; `unused_targets` at the shards' ends belong to no window."""
+        """Describe the data for people; `unused_targets` at the shards' ends belong to no window."""
         return (
             f"{paths.for_people(self.folder)}, {self.tokens('train'):,} training tokens "
             f"({unused_targets:,} targets at shard ends unused), fingerprint {self.fingerprint[:12]}"
@@ -73,6 +75,16 @@ def fingerprint_of(manifest: dict[str, Any]) -> str:
     ).hexdigest()
 
 
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write shards.json durably; its fingerprint is set in `manifest` too.
+
+    Raises: OSError.
+    """
+    manifest["fingerprint"] = fingerprint_of(manifest)
+    write_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    sync_folder(folder)
+
+
 def open_data(folder: Path, *, vocab_size: int) -> TokenData:
     """Check a folder of shards in milliseconds: manifest, names, sizes, dtype, largest id.
 
@@ -83,42 +95,38 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
     prepare = "prepare one with: python scripts/prepare_data.py python-stdlib (or fineweb-edu, a file, a folder)"
     if not folder.is_dir():
         raise DataError(f"{folder}: no such data folder; {prepare}")
-    if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
+    manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
+    if manifest is None and (folder / JOURNAL).exists():
         raise DataError(
-            f"{folder}: not prepared to the end; repeat the command that prepares it, it goes on where it stopped"
+            f"{folder}: preparation is not finished; repeat its command, it goes on where it stopped"
         )
-    warnings: tuple[str, ...] = ()
-    manifest: dict[str, Any] | None = None
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        names = {
-            split: [file["name"] for file in manifest["files"] if file["split"] == split]
-            for split in SPLITS
-        }
-        fingerprint = manifest["fingerprint"]
-    else:
+    if manifest is None:
         names = {split: names_on_disk(folder, split) for split in SPLITS}
-        fingerprint = ""
-        warnings = (f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes",)
+    else:
+        files = manifest["files"]
+        names = {split: [f["name"] for f in files if f["split"] == split] for split in SPLITS}
     for split in SPLITS:
         if not names[split]:
             raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
     splits = {split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS}
     limit = min(vocab_size, NUM_TOKENS)
     if manifest is None:
-        fingerprint = _fingerprint_of_files(splits)
-        warnings += _scan(splits, limit)
-    else:
-        _check_against_manifest(folder, manifest, splits, limit)
-        hashes = {file["name"]: file["sha256"] for file in manifest["files"]}
-        splits = {
-            split: tuple(replace(shard, sha256=hashes[shard.path.name]) for shard in shards)
-            for split, shards in splits.items()
-        }
-    is_gpt2 = manifest is None or manifest["tokenizer"]["name"] == TOKENIZER
-    if not is_gpt2:
-        warnings += (f"{folder}: the ids are not GPT-2's; text samples would be meaningless",)
-    return TokenData(folder, fingerprint, splits, warnings, is_gpt2)
+        facts = {s: [(shard.path.name, shard.tokens, "<u2") for shard in splits[s]] for s in SPLITS}
+        unknown = f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes"
+        return TokenData(folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, limit)))
+    listed = {file["name"]: file for file in manifest["files"]}
+    splits = {
+        split: tuple(_compare(shard, listed[shard.path.name], limit) for shard in shards)
+        for split, shards in splits.items()
+    }
+    if strays := find_strays(folder, manifest):
+        raise DataError(
+            f"{folder / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
+        )
+    warnings: tuple[str, ...] = ()
+    if not (is_gpt2 := manifest["tokenizer"]["name"] == TOKENIZER):
+        warnings = (f"{folder}: the ids are not GPT-2's; text samples would be meaningless",)
+    return TokenData(folder, manifest["fingerprint"], splits, warnings, is_gpt2)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -170,13 +178,7 @@ def open_shard(path: Path) -> Shard:
         raise DataError(
             f"{path}: {error.strerror}; prepare the data again or restore the file"
         ) from error
-    except (
-        ValueError,
-        TypeError,
-        SyntaxError,
-        EOFError,
-        TokenError,
-    ) as error:  # all of numpy's parsing
+    except (ValueError, TypeError, SyntaxError, EOFError, TokenError) as error:  # numpy's parsing
         raise DataError(f"{path}: not a .npy file ({error})") from error
     if dtype.str != "<u2" or len(shape) != 1:
         raise DataError(
@@ -187,6 +189,34 @@ def open_shard(path: Path) -> Shard:
             f"{path}: {size} bytes, but its header promises {offset + 2 * shape[0]}; truncated copy?"
         )
     return Shard(path, shape[0], offset)
+
+
+def measure_shard(path: Path, *, offset: int) -> dict[str, Any]:
+    """Read every byte of a shard: bytes, sha256, max_id, documents, and text_bytes (None if an id is not GPT-2's).
+
+    `offset`: bytes before the first token.
+    """
+    import numpy as np
+
+    digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
+    lengths = token_bytes()
+    with open(path, "rb") as file:
+        digest.update(file.read(offset))
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            ids = np.frombuffer(block, "<u2")
+            largest = max(largest, int(ids.max()))
+            documents += int(np.count_nonzero(ids == END_OF_TEXT))
+            if largest < len(lengths):
+                text_bytes += int(lengths[ids].sum())
+        size = file.tell()
+    return {
+        "bytes": size,
+        "sha256": digest.hexdigest(),
+        "max_id": largest,
+        "documents": documents,
+        "text_bytes": text_bytes if largest < len(lengths) else None,
+    }
 
 
 def find_strays(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -202,27 +232,17 @@ def names_on_disk(folder: Path, split: str) -> list[str]:
     return [match.string for match in sorted(found, key=lambda m: (m["dataset"], int(m["index"])))]
 
 
-def _check_against_manifest(
-    folder: Path, manifest: dict[str, Any], splits: dict[str, tuple[Shard, ...]], limit: int
-) -> None:
-    listed = {file["name"]: file for file in manifest["files"]}
-    for split in SPLITS:
-        for shard in splits[split]:
-            expected = listed[shard.path.name]
-            if shard.tokens != expected["tokens"]:
-                raise DataError(
-                    f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {expected['tokens']}"
-                )
-            if expected["max_id"] >= limit:
-                raise DataError(f"{shard.path}: {_id_problem(expected['max_id'], limit)}")
-    if strays := find_strays(folder, manifest):
-        raise DataError(
-            f"{folder / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
-        )
+def _compare(shard: Shard, listed: dict[str, Any], limit: int) -> Shard:
+    """Compare a shard with its entry in the manifest; return it with its recorded hash."""
+    if shard.tokens != listed["tokens"]:
+        raise DataError(f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {listed['tokens']}")
+    if listed["max_id"] >= limit:
+        raise DataError(f"{shard.path}: {_id_problem(listed['max_id'], limit)}")
+    return replace(shard, sha256=listed["sha256"])
 
 
 def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
-    """Check the ids of a set without manifest now, if it is small enough to read whole."""
+    """Check the ids of a set without manifest now, if it is small enough to read in full."""
     import numpy as np
 
     shards = [shard for split in SPLITS for shard in splits[split]]
@@ -232,9 +252,7 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
             f"ids of {total / 1e9:.1f} GB without {MANIFEST} are checked batch by batch while training",
         )
     for shard in shards:
-        tokens = np.memmap(
-            shard.path, dtype="<u2", mode="r", offset=shard.offset, shape=(shard.tokens,)
-        )
+        tokens = np.memmap(shard.path, "<u2", mode="r", offset=shard.offset, shape=shard.tokens)
         if shard.tokens and (largest := int(tokens.max())) >= limit:
             raise DataError(f"{shard.path}: {_id_problem(largest, limit)}")
     return ()
@@ -242,12 +260,3 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
 
 def _id_problem(largest: int, limit: int) -> str:
     return f"token id {largest}, but ids must be below min(vocab_size, {NUM_TOKENS}) = {limit}; another tokenizer?"
-
-
-def _fingerprint_of_files(splits: dict[str, tuple[Shard, ...]]) -> str:
-    return fingerprint_of(
-        {
-            split: [(shard.path.name, shard.tokens, "<u2") for shard in splits[split]]
-            for split in SPLITS
-        }
-    )

@@ -1,20 +1,20 @@
-"""Read token windows from memory-mapped shards without keeping them resident."""
+"""Windows of tokens, read from memory-mapped shards that a thread verifies in the background."""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import queue
+import threading
 from collections import OrderedDict
 
 import numpy as np
 
 from gpt2lab.data.shards import Shard
-from gpt2lab.data.verifier import Verifier
 from gpt2lab.errors import DataError
 
-_OPEN_MAPS = (
-    64  # a 100B-token set has a thousand shards, a process has about as many file descriptors
-)
+_OPEN_MAPS = 64  # a 100B-token set has a thousand shards; a process may open about as many files
+_BLOCK = 1 << 22
 
 
 def hash_windows(windows: np.ndarray) -> str:
@@ -43,8 +43,8 @@ class WindowReader:
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) uint16 array.
 
-        Raises: DataError naming the shard if it is gone, changed, found damaged, or an id is out of range (on a GPU
-        that would end in an assertion that names nothing).
+        Raises: DataError naming the shard if it is gone, changed, damaged, or an id is out of range (on a GPU that
+        would end in an assertion that names nothing).
         """
         if self._verifier is not None:
             for shard in np.unique(shards).tolist():
@@ -56,17 +56,19 @@ class WindowReader:
                 source = self._map(shard)
                 windows[row] = np.frombuffer(source, "<u2", count=self._width, offset=start)
             except (OSError, ValueError) as error:
-                raise self._refusal(shard, f"changed while training ({error})") from error
+                raise _shard_error(
+                    self._shards[shard], f"changed while training ({error})"
+                ) from error
         if windows.max(initial=0) >= self._id_limit:
             row = int((windows >= self._id_limit).any(axis=1).argmax())
-            raise self._refusal(
-                int(shards[row]),
+            raise _shard_error(
+                self._shards[shards[row]],
                 f"token id {windows[row].max()} near token {offsets[row]}, ids must be below {self._id_limit}",
             )
         return windows
 
     def wait_until_verified(self) -> None:
-        """Return when all that was read so far is known to be undamaged.
+        """Return when all shards read so far are known to be undamaged.
 
         Raises: DataError naming a damaged shard.
         """
@@ -74,7 +76,7 @@ class WindowReader:
             self._verifier.wait()
 
     def release(self) -> None:
-        """Give the pages read so far back: they stay in the system's cache, but not in this process."""
+        """Release the pages read so far: they stay in the system's cache, but not in this process."""
         for mapped in self._maps.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -85,13 +87,6 @@ class WindowReader:
         while self._maps:
             self._maps.popitem()[1].close()
 
-    def _refusal(self, shard: int, problem: str) -> DataError:
-        error = DataError(
-            f"{self._shards[shard].path}: {problem}; restore the file or prepare the data again"
-        )
-        error.is_local = True  # each process reads its own share
-        return error
-
     def _map(self, shard: int) -> mmap.mmap:
         if shard in self._maps:
             self._maps.move_to_end(shard)
@@ -101,3 +96,81 @@ class WindowReader:
         if len(self._maps) > _OPEN_MAPS:
             self._maps.popitem(last=False)[1].close()
         return self._maps[shard]
+
+
+class Verifier:
+    """A thread that compares shards with the sha256 in shards.json, each when it is first touched.
+
+    Damage found stops the run.
+    """
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        self._shards = shards
+        self._touched: set[int] = set()
+        self._waiting: queue.Queue[Shard | None] = queue.Queue()
+        self._damage: DataError | None = None
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def touch(self, index: int) -> None:
+        """Queue a shard for verification if it is new and has a recorded hash.
+
+        Raises: DataError if any shard touched so far turned out to be damaged.
+        """
+        if self._damage is not None:
+            raise self._damage
+        if index in self._touched or self._shards[index].sha256 is None:
+            return
+        self._touched.add(index)
+        self._waiting.put(self._shards[index])
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="shard verifier", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Return when every shard touched so far is verified: a checkpoint may now rely on them.
+
+        Raises: DataError naming a damaged one.
+        """
+        self._waiting.join()
+        if self._damage is not None:
+            raise self._damage
+
+    def close(self) -> None:
+        """Stop verifying. A shard that a rewound run touches later is verified again."""
+        self._is_closed.set()
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+        self._is_closed.clear()
+        self._waiting = queue.Queue()
+        self._touched.clear()
+
+    def _work(self) -> None:
+        while (shard := self._waiting.get()) is not None:
+            try:
+                if self._damage is None and not self._is_closed.is_set():
+                    self._verify(shard)
+            finally:
+                self._waiting.task_done()
+
+    def _verify(self, shard: Shard) -> None:
+        digest = hashlib.sha256()
+        problem = "damaged (its sha256 is not the one in shards.json)"
+        try:
+            with open(shard.path, "rb", buffering=0) as file:
+                while block := file.read(_BLOCK):
+                    if self._is_closed.is_set():
+                        return
+                    digest.update(block)
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        if digest.hexdigest() != shard.sha256:
+            self._damage = _shard_error(shard, problem)
+
+
+def _shard_error(shard: Shard, problem: str) -> DataError:
+    error = DataError(f"{shard.path}: {problem}; restore the file or prepare the data again")
+    error.is_local = True  # each rank reads windows of its own
+    return error

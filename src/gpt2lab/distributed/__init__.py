@@ -1,1 +1,1 @@
-"""Many processes as one: process group, DDP, ZeRO-1, FSDP, exact reduction, compilation."""
+"""Training on many ranks: process group, DDP, ZeRO-1, FSDP, exact reduction, compilation."""

@@ -1,9 +1,8 @@
-"""Gradients summed in one order, whatever the number of processes: the same bits on 1, 2 or 4 of them.
+"""Gradients summed in one order at any world size: 1, 2 or 4 ranks give the same bits.
 
-A process alone adds its micro-batches' gradients one after another. This does the same across processes: each keeps
-the gradients of its own micro-batches apart; the running sum is handed from process to process, each adds its own in
-order, and the last one tells all. Slow, as the processes add one after another, and it holds one gradient for every
-micro-batch of a process's share; chosen for its promise, not for its speed.
+A single process adds its micro-batches' gradients one after another. This does the same across ranks: each keeps the
+gradients of its micro-batches apart; the running sum goes from rank to rank, each adds its own in order, and the last
+broadcasts the total. It is slow, as one rank adds at a time, and it holds one gradient per micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gpt2lab.distributed.runtime import Runtime
 
 
 class ExactReduction:
-    """Collects the gradients of this process's micro-batches and sums all processes' in global order."""
+    """Collects the gradients of this rank's micro-batches and sums those of all ranks in global order."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -27,17 +26,18 @@ class ExactReduction:
 
     @contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
-        """Around one forward and backward pass; after the last one every process holds the whole sum."""
+        """Wrap one forward and backward pass; after the last one every rank holds the full sum."""
         yield
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._kept.append(torch.cat([_gradient(p).reshape(-1) for p in parameters]))
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self._kept.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         for parameter in parameters:
             parameter.grad = None
         if is_last:
             total, self._kept = self._sum_in_order(self._kept), []
-            pieces = torch.split(total, [parameter.numel() for parameter in parameters])
-            for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter.grad = piece.view_as(parameter)
+            sums = torch.split(total, [parameter.numel() for parameter in parameters])
+            for parameter, gradient in zip(parameters, sums, strict=True):
+                parameter.grad = gradient.view_as(parameter)
 
     def _sum_in_order(self, kept: list[torch.Tensor]) -> torch.Tensor:
         rank, last = self._runtime.rank, self._runtime.world_size - 1
@@ -56,12 +56,4 @@ class ExactReduction:
 
     def sum_losses(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum of all micro-batches' losses, () nats, in global order."""
-        everyone = self._runtime.gather(torch.stack(losses).cpu())
-        total = torch.zeros(())
-        for loss in torch.cat(everyone):
-            total += loss
-        return total
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return sum(torch.cat(self._runtime.gather(torch.stack(losses).cpu())), torch.zeros(()))

@@ -1,10 +1,10 @@
-"""Fully sharded: weights, gradients and optimizer state by rows, gathered block by block while they are needed.
+"""Fully sharded data parallel: weights, gradients and optimizer state sharded by rows, gathered block by block.
 
-PyTorch's `fully_shard` (FSDP2), in the manner of ZeRO stage 3, Rajbhandari et al. 2020, arXiv:1910.02054. A block's
-weights are gathered for its forward pass, dropped, and gathered again for its backward pass, whose gradients are summed
-and split at once. That happens for every micro-batch: held back to the last one, as in the other modes, gradients would
-fill the memory that this mode is for. Embeddings and last norm are needed from a pass's beginning to its end; they and
-their gradients stay whole until a step's last pass has ended.
+PyTorch's `fully_shard` (FSDP2), like ZeRO stage 3: Rajbhandari et al. 2020, arXiv:1910.02054. A block's weights are
+gathered for its forward pass, freed, and gathered again for its backward pass, whose gradients are reduce-scattered at
+once. This repeats for every micro-batch: gradients held until the last one, as in the other modes, would fill the
+memory that this mode saves. Embeddings and the final norm are needed throughout a pass; they and their gradients stay
+unsharded until the last pass of a step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gpt2lab.distributed.sharding import whole
+from gpt2lab.distributed.sharding import full_tensor
 from gpt2lab.model.gpt import GPT
 
 
 def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
-    """Leave of each weight this process's rows, in place.
+    """Shard each weight in place.
 
-    `trained` is the model or holds it: the module whose forward is the whole pass. `offload`: rows, gradients and
-    optimizer state live in the CPU's memory, the GPU holds what it works on.
+    `trained` is the model or contains it: the module whose forward is the full pass. `offload`: rows, gradients and
+    optimizer state live in CPU memory, the GPU holds only the weights in use.
     """
-    # Pinned: so that a GPU copies while it works. Without a GPU torch cannot pin.
+    # Pinned memory lets a GPU copy while it computes; torch cannot pin without a GPU.
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     for block in model.blocks:
@@ -36,10 +36,10 @@ def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) ->
     fully_shard(trained, mesh=mesh, offload_policy=policy)
 
 
-def keep_whole(model: nn.Module, *, after_backward: bool) -> None:
-    """Say whether what is outside the blocks shall stay whole after the coming backward pass, for the next one.
+def keep_unsharded(model: nn.Module, *, after_backward: bool) -> None:
+    """Set whether weights and gradients outside the blocks stay unsharded after the coming backward pass.
 
-    Of both weights and gradients, which are then summed over the processes in the last pass alone.
+    Gradients that stay are summed over the ranks in the last pass only.
     """
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(not after_backward, recurse=False)
@@ -47,10 +47,10 @@ def keep_whole(model: nn.Module, *, after_backward: bool) -> None:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients to at most `max_norm`; return the L2 norm of all processes' rows before, ()."""
+    """Scale the gradients to at most `max_norm`; return their L2 norm before, (), over the rows of all ranks."""
     rows = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
     squares = nn.utils.get_total_norm(rows) ** 2
-    dist.all_reduce(squares)  # of offloaded gradients over gloo: runtime.py's group has both
+    dist.all_reduce(squares)  # offloaded gradients reduce by gloo: the group has both backends
     norm = squares.sqrt()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
     torch._foreach_mul_(rows, scale)
@@ -58,15 +58,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def skeleton(model: GPT) -> GPT:
-    """Return a copy of a plain model's modules, adapters too, whose weights take no memory."""
+    """Return a copy of an unsharded model's modules, with adapters, whose weights take no memory."""
     weights = {id(p): nn.Parameter(p.to("meta")) for p in model.parameters()}
     return copy.deepcopy(model, weights)
 
 
 @torch.no_grad()
 def gather_model(model: GPT, bare: GPT, device: torch.device) -> GPT:
-    """Return a plain model with all weights, shaped as its skeleton `bare`, on every process; all call it together."""
+    """Return an unsharded model with all weights, built from its skeleton `bare`; all ranks call this together."""
     plain = copy.deepcopy(bare).to_empty(device=device)
     for name, parameter in plain.named_parameters():
-        parameter.copy_(whole(model.get_parameter(name)))
+        parameter.copy_(full_tensor(model.get_parameter(name)))
     return plain

@@ -1,7 +1,6 @@
-"""The process among its peers: rank, device, and the few collectives that decisions need.
+"""This process's rank, world size and device, and the few collectives that decisions need.
 
-Every decision is taken once and agreed by all: the first process decides, or every process reports and all see the
-same answer.
+All ranks agree on every decision: rank 0 decides for all, or every rank reports and all see the same answer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,19 +20,20 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from gpt2lab.config.schema import SystemConfig
-from gpt2lab.errors import ConfigError, GPT2LabError, refusal_of
+from gpt2lab.distributed.processor import has_bf16
+from gpt2lab.errors import ConfigError, GPT2LabError, to_gpt2lab_error
 
 T = TypeVar("T")
 Dtype = Literal["auto", "fp32", "bf16"]
 
 
 class Runtime:
-    """Rank, world and device of this process."""
+    """Rank, world size and device of this process, and collectives among the ranks."""
 
     def __init__(self, *, timeout_minutes: float = 60.0) -> None:
-        """Join the process group that torchrun describes in the environment; alone, there is none.
+        """Join the process group that torchrun describes in the environment, if there is one.
 
-        `timeout_minutes`: how long a collective waits for a process; heartbeat.py ends a hang before, and names it.
+        `timeout_minutes`: how long a collective waits for a rank; heartbeat.py ends a hang earlier and names it.
         """
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -42,23 +41,23 @@ class Runtime:
         self.is_distributed = "RANK" in os.environ
         self.device = torch.device("cpu")
         if self.is_distributed:
-            # Decisions travel on gloo between CPUs, gradients on NCCL between GPUs.
+            # Decisions travel by gloo between CPUs, gradients by NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            patience = datetime.timedelta(minutes=timeout_minutes)
-            # torchrun's restarts share one store: without a name of its own a start finds its dead predecessor's
+            timeout = datetime.timedelta(minutes=timeout_minutes)
+            # torchrun's restarts share one store: without a prefix of its own a start finds its dead predecessor's
             # addresses there, and never connects.
             store, rank, world_size = next(iter(rendezvous("env://")))
             count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = PrefixStore(count, store)
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=patience
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
             )
-            self._decisions = dist.new_group(backend="gloo", timeout=patience)
+            self._decisions = dist.new_group(backend="gloo", timeout=timeout)
 
     def use(self, system: SystemConfig) -> None:
         """Choose this process's device.
 
-        Raises: ConfigError if it is not there.
+        Raises: ConfigError if the machine does not have it.
         """
         if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
             _keep_freed_memory()
@@ -73,7 +72,7 @@ class Runtime:
             )
         if self.local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"process {self.local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; "
+                f"local rank {self.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
                 f"lower --nproc_per_node"
             )
         self.device = torch.device("cuda", self.local_rank)
@@ -83,67 +82,63 @@ class Runtime:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if system.deterministic:
             _use_deterministic_cublas()
-            # Inductor else times kernels of which some add in another order, and takes the fastest.
+            # Inductor otherwise times kernels, some of which add in another order, and takes the fastest.
             os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
             _use_deterministic_kernels()
 
-    def decided_by_first(self, decide: Callable[[], T]) -> T:
-        """Run `decide` on the first process and return its result, or raise its refusal, on all."""
-        if not self.is_distributed:
-            return _unwrap(_attempt(decide))
-        answer: list[Any] = [None]
-        if self.rank == 0:
-            answer = [_attempt(decide)]
-        dist.broadcast_object_list(answer, src=0, group=self._decisions)
-        return _unwrap(answer[0])
+    def on_rank_zero(self, act: Callable[[], T]) -> T:
+        """Run `act` on rank 0; return its result, or raise its error, on all ranks."""
+        answer: list[Any] = [_attempt(act) if self.rank == 0 else None]
+        if self.is_distributed:
+            dist.broadcast_object_list(answer, src=0, group=self._decisions)
+        result, error = answer[0]
+        if error is not None:
+            raise error
+        return result
 
-    def everywhere(self, act: Callable[[], T]) -> T:
-        """Run `act` on every process; if one refuses, all raise that refusal instead of waiting for it forever."""
-        mine = _attempt(act)
-        if not self.is_distributed:
-            return _unwrap(mine)
-        refusals: list[Any] = [None] * self.world_size
-        dist.all_gather_object(refusals, mine[1], group=self._decisions)
-        for refusal in refusals:
-            if refusal is not None:
-                raise refusal
-        return _unwrap(mine)
+    def on_all_ranks(self, act: Callable[[], T]) -> T:
+        """Run `act` on every rank; if it fails on one, all raise that error instead of waiting forever for the rank."""
+        result, error = _attempt(act)
+        for first in self.gather(error):
+            if first is not None:
+                raise first
+        return result  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T]:
-        """Return every process's value, by rank, on all."""
+        """Return every rank's value, in the order of ranks, on all ranks."""
         if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._decisions)
         return values
 
-    def largest(self, values: list[int]) -> list[int]:
-        """Return, for each place, the largest value that some process has. About 0.2 ms between CPUs."""
+    def max_over_ranks(self, values: list[int]) -> list[int]:
+        """Return the element-wise maximum of all ranks' values. Takes about 0.2 ms between CPUs."""
         if not self.is_distributed:
             return values
-        votes = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._decisions)
-        return [int(vote) for vote in votes]
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._decisions)
+        return [int(value) for value in tensor]
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `value` over all processes."""
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `value` over all ranks."""
         if self.is_distributed:
             value = value.clone()
             dist.all_reduce(value)
         return value
 
-    def share(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first process's values into every process's tensors."""
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Copy rank 0's values into every rank's tensors, in place."""
         for tensor in tensors if self.is_distributed else []:
             dist.broadcast(tensor, src=0)
 
     def synchronize(self) -> None:
-        """Wait for the GPU's queue, so that a clock read next means something."""
+        """Wait until the GPU's queue is empty, so that clocks measure its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def peak_memory(self) -> int:
-        """Return the largest memory in use so far: allocated on the GPU, resident on a CPU; bytes."""
+        """Return the peak memory so far in bytes: allocated on a GPU, resident on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -152,8 +147,8 @@ class Runtime:
     def close(self) -> None:
         """Leave the process group together.
 
-        Without the barrier the first process's peers can hang in destroy while it still writes; without destroy
-        gloo sometimes aborts at exit, and a finished run reports failure.
+        Without the barrier the other ranks can hang in destroy while rank 0 still writes; without destroy gloo
+        sometimes aborts at exit, and a finished run reports failure.
         """
         if self.is_distributed and dist.is_initialized():
             dist.barrier(group=self._decisions)
@@ -161,30 +156,22 @@ class Runtime:
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, GPT2LabError | None]:
+    """Return the result of `act` or the error that it raised; errors that are bugs still propagate."""
     try:
         return act(), None
     except (GPT2LabError, OSError) as error:
-        refusal = refusal_of(error)
-        if refusal is None:
+        known = to_gpt2lab_error(error)
+        if known is None:
             raise
-        refusal.is_local = False  # all raise it, and the first process says it for them
-        return None, refusal
-
-
-def _unwrap(answer: tuple[T | None, GPT2LabError | None]) -> T:
-    result, refusal = answer
-    if refusal is not None:
-        raise refusal
-    return result  # type: ignore[return-value]
+        known.is_local = False  # all ranks raise it, and rank 0 prints it for them
+        return None, known
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Tell whether bf16 matmuls run in hardware: CUDA from sm80, CPUs with avx512_bf16, amx_bf16 or Arm bf16."""
+    """Tell whether bf16 matmuls run in hardware: CUDA from sm80; a CPU with the instructions."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    cpuinfo = Path("/proc/cpuinfo")
-    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+    return has_bf16()
 
 
 def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
@@ -205,10 +192,10 @@ def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
 
 
 def use_fast_fp32_matmul() -> bool:
-    """Let a CPU multiply fp32 matrices in oneDNN instead of MKL where that stays fp32; tell whether it does.
+    """Make a CPU multiply fp32 matrices with oneDNN instead of MKL where the result stays fp32; tell whether it does.
 
-    MKL leaves half of an AMD core's vector units idle. torch's switch allows oneDNN to round to bf16 besides, which it
-    does on processors with bf16 tiles (AMX): there it is turned back.
+    MKL leaves half of an AMD core's vector units idle. But torch's switch also allows oneDNN to round to bf16, which it
+    does on processors with bf16 tiles (AMX); there the switch is reset.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
@@ -222,16 +209,16 @@ def use_fast_fp32_matmul() -> bool:
 
 
 def _use_deterministic_kernels() -> None:
-    """Have torch choose kernels whose sums do not depend on the order in which threads arrive."""
+    """Make torch choose kernels whose sums do not depend on the order of threads."""
     torch.use_deterministic_algorithms(True)
-    # We read no uninitialised memory, and filling it costs time.
+    # No code here reads uninitialised memory, and filling it costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _use_deterministic_cublas() -> None:
-    """Have cuBLAS work in buffers of its own, without which its sums may differ; it reads this when it is first used.
+    """Give cuBLAS buffers of its own, without which its sums may differ; it reads the variable at its first use.
 
-    Raises: ConfigError if the environment says otherwise; torch would end in a traceback at the first product.
+    Raises: ConfigError if the environment sets another value; torch would fail at the first product.
     """
     buffers = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if buffers not in (":4096:8", ":16:8"):
@@ -241,16 +228,16 @@ def _use_deterministic_cublas() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep freed pages instead of returning them to the kernel after every step.
+    """Make glibc keep freed pages instead of returning them to the kernel after every step.
 
-    A training step frees and asks for the same large blocks each time, and a fresh 4 KiB page costs about a
-    microsecond: without this, page faults take a large part of a CPU step. The cost is resident memory.
+    Every training step frees and allocates the same large blocks, and a fresh 4 KiB page costs about a microsecond:
+    without this, page faults take a large part of a CPU step. The cost is resident memory.
     """
     if sys.platform != "linux":
         return
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # musl: no such knob, only slower
+    except (OSError, AttributeError):  # musl has no mallopt: only slower
         return
     M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
     mallopt(M_MMAP_MAX, 0)

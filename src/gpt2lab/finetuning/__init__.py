@@ -1,1 +1,1 @@
-"""The second recipe: conversations instead of shards, adapters instead of weights."""
+"""Fine-tuning: conversations instead of shards, optionally adapters instead of all weights."""

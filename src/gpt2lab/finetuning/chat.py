@@ -1,4 +1,4 @@
-"""A conversation with a fine-tuned model: what was said before is its context."""
+"""A conversation with a fine-tuned model; earlier turns are its context."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gpt2lab.tokenizers.chat_template import Turn
 
 @dataclass
 class Chat:
-    """What was said, as far as it fits into the context together with the next answer."""
+    """The turns so far, as many as fit into the context together with the next answer."""
 
     completer: Completer
     turns: list[Turn] = field(default_factory=list)
-    number: int = 0  # of the answer: each draws from a generator of its own
+    number: int = 0  # of answers: each draws from a generator of its own
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer piece by piece; question and answer are remembered.
+        """Yield the answer as it is generated; question and answer join the turns.
 
-        The oldest exchanges are forgotten until `max_new_tokens`, or half the context, are free for the answer.
+        The oldest exchanges are dropped until `max_new_tokens`, or half the context, are free for the answer.
 
         Raises: ConfigError if the question alone does not fit.
         """
@@ -39,13 +39,13 @@ class Chat:
         return self._answer(kept, ids, at_most=min(wanted, limit - len(ids) + 1))
 
     def _answer(self, kept: list[Turn], ids: list[int], *, at_most: int) -> Iterator[str]:
-        pieces = []
-        for piece in self.completer.stream(ids, number=self.number, place=0, at_most=at_most):
-            pieces.append(piece)
-            yield piece
-        self.turns = [*kept, Turn("assistant", "".join(pieces).strip())]
+        answer = ""
+        for text in self.completer.stream(ids, number=self.number, place=0, at_most=at_most):
+            answer += text
+            yield text
+        self.turns = [*kept, Turn("assistant", answer.strip())]
         self.number += 1
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Drop all turns."""
         self.turns = []

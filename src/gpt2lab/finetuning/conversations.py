@@ -1,6 +1,6 @@
-"""Conversations from a .jsonl file, a Hugging Face dataset, or the small set that ships with the code. No torch.
+"""Conversations from a .jsonl file, a Hugging Face dataset, or the small demo set of the package. No torch.
 
-Two forms of record, which may be mixed:
+Records have one of two forms, which may be mixed:
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
     {"instruction": "...", "input": "... (may be missing)", "output": "..."}
 """
@@ -24,16 +24,16 @@ _FORMS = '"messages" (a list of {"role", "content"}), or "instruction" and "outp
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns by user and assistant in alternation, the last one by the assistant; perhaps a system's before them."""
+    """Turns of user and assistant in alternation, the last one by the assistant; a system turn may come first."""
 
     turns: tuple[Turn, ...]
-    where: str  # file and line, for people
+    where: str  # file and line, for messages
 
 
 def read_conversations(source: str) -> list[Conversation]:
     """Return the conversations of `source` in order: `demo`, hf:NAME, or the path of a .jsonl file.
 
-    Raises: DataError that names the first record that cannot be used, and counts the others.
+    Raises: DataError naming the first bad record and counting the others.
     """
     found: list[Conversation] = []
     problems: list[str] = []
@@ -44,14 +44,14 @@ def read_conversations(source: str) -> list[Conversation]:
             problems.append(f"{where}: {error}")
     if problems:
         more = f" (and {len(problems) - 1:,} more like it)" if len(problems) > 1 else ""
-        raise DataError(f"{problems[0]}{more}; mend the record or remove it")
+        raise DataError(f"{problems[0]}{more}; correct the record or remove it")
     if not found:
-        raise DataError(f"{source}: no conversations in it; a line holds {_FORMS}")
+        raise DataError(f"{source}: holds no conversations; a line holds {_FORMS}")
     return found
 
 
 def _records(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield (where, record); a record that is no JSON is a ValueError in its place."""
+    """Yield (where, record); the records of a file are lines of JSON in bytes."""
     if source.startswith(HUB):
         yield from _hub_records(source)
         return
@@ -60,18 +60,11 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{path}:{number}", _parse(line)
+                    yield f"{path}:{number}", line
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; --instructions takes a .jsonl file, hf:NAME or demo"
         ) from error
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"))  # editors of Windows begin a file with a mark
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"not JSON ({error})")
 
 
 def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
@@ -81,9 +74,7 @@ def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
     try:
         for number, row in enumerate(load_dataset(name, split="train")):
             yield f"{source} row {number}", row
-    except (
-        Exception
-    ) as error:  # the hub client raises many kinds: no network, no such dataset, no access
+    except Exception as error:  # of many kinds: no network, no such dataset, no access
         message = f"{source}: cannot be read ({type(error).__name__}: {error})"
         raise DataError(" ".join(message.split())) from error
 
@@ -91,10 +82,13 @@ def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
 def _turns(record: Any) -> tuple[Turn, ...]:
     """Return the turns of a record.
 
-    Raises: ValueError that says what is wrong with it.
+    Raises: ValueError saying what is wrong with it.
     """
-    if isinstance(record, ValueError):
-        raise record
+    if isinstance(record, bytes):
+        try:
+            record = json.loads(record.decode("utf-8-sig"))  # Windows writes a byte-order mark
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})") from error
     if not isinstance(record, dict):
         raise ValueError(f"{type(record).__name__}, not an object with {_FORMS}")
     if record.get("messages") is not None:

@@ -1,40 +1,46 @@
-"""Several conversations in one row of ids, none of which sees another."""
+"""Several conversations in one row of ids, none attending to another: the model's side and the loader's."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
+from gpt2lab.config.derived import BatchPlan
+from gpt2lab.data.loader import GlobalBatch, Loader
+from gpt2lab.data.order import Order
+from gpt2lab.data.windows import WindowReader, hash_windows
+from gpt2lab.finetuning.rows import NO_OWNER, Rows
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
 
 
-def beginnings(tokens: torch.Tensor) -> torch.Tensor:
-    """Return for each of ids (B, T) the place in its row where its conversation begins, (B, T) int64.
+def conversation_starts(tokens: torch.Tensor) -> torch.Tensor:
+    """Return for each of ids (B, T) the place in its row where its conversation starts, (B, T) int64.
 
-    One begins at <|endoftext|> after <|endoftext|> (template.py), and at the row's first id. So each id of padding is a
-    conversation of its own, which sees itself alone.
+    One starts at an <|endoftext|> that follows another (chat_template.py), and at the row's first id. So each id of
+    padding is a conversation of its own, which attends to itself alone.
     """
     is_end = tokens == END_OF_TEXT
-    begins = is_end.clone()
-    begins[:, 1:] &= is_end[:, :-1]
-    begins[:, 0] = True
+    is_start = is_end.clone()
+    is_start[:, 1:] &= is_end[:, :-1]
+    is_start[:, 0] = True
     places = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-    return torch.where(begins, places, 0).cummax(dim=1).values
+    return torch.where(is_start, places, 0).cummax(dim=1).values
 
 
 def hidden_of_rows(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation stood in a row of its own."""
-    begins = beginnings(tokens)
+    starts = conversation_starts(tokens)
     places = torch.arange(tokens.size(1), device=tokens.device)
-    together = begins[:, :, None] == begins[:, None, :]  # (B, T, T)
+    together = starts[:, :, None] == starts[:, None, :]  # (B, T, T)
     mask = together & (places[:, None] >= places)
-    return model.hidden(tokens, places - begins, mask)
+    return model.hidden(tokens, places - starts, mask)
 
 
 class PackedGPT(nn.Module):
-    """A GPT that is trained on rows of conversations."""
+    """A GPT to train on rows of conversations."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -46,3 +52,31 @@ class PackedGPT(nn.Module):
             hidden = hidden_of_rows(self.model, tokens)
             return head_cross_entropy_sum(hidden, self.model.wte.weight, targets)
         return cross_entropy_sum(self.model.head(hidden_of_rows(self.model, tokens)), targets)
+
+
+class RowLoader(Loader):
+    """An endless stream of global batches of rows. Every rank holds all rows, so that it can count all targets."""
+
+    def __init__(
+        self, order: Order, rows: Rows, plan: BatchPlan, *, rank: int, device: torch.device
+    ) -> None:
+        no_shards = WindowReader((), context_length=plan.context_length, id_limit=NUM_TOKENS)
+        super().__init__(order, no_shards, plan, rank=rank, device=device)
+        self._rows = rows
+
+    def fetch(self, first_sample: int) -> GlobalBatch:
+        """Read one global batch now; only its answers are targets."""
+        plan = self._plan
+        samples = np.arange(first_sample, first_sample + plan.samples)
+        numbers = self.order.locate(samples)[1] // plan.context_length  # (S,)
+        ids = self._rows.ids[numbers]  # (S, T + 1)
+        targets = np.where(self._rows.owner[numbers] == NO_OWNER, -1, ids.astype(np.int64))[:, 1:]
+        share = plan.samples // plan.world_size
+        mine = slice(self._rank * share, (self._rank + 1) * share)
+        return self._batch(
+            first_sample,
+            ids[mine],
+            targets[mine],
+            num_targets=int((targets >= 0).sum()),
+            digest=hash_windows(ids) if self._rank == 0 else None,
+        )

@@ -1,48 +1,129 @@
-"""The fine-tuning recipe: what it makes itself; the engine is pretraining's."""
+"""The fine-tuning recipe: conversations in place of shards, answers as targets, all weights or LoRA adapters."""
 
 from __future__ import annotations
 
-from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.finetuning.answer_loss import AnswerLoss
-from gpt2lab.finetuning.loader import RowLoader, order_of
-from gpt2lab.finetuning.packed import PackedGPT
-from gpt2lab.finetuning.rows import InstructionData
-from gpt2lab.model.gpt import GPT
-from gpt2lab.model.lora import add_lora, init_adapters
-from gpt2lab.training.parts import Recipe, Sources, build_first
-from gpt2lab.training.start import Start
+from typing import TYPE_CHECKING, Any
+
+from gpt2lab.config.command_line import Command
+from gpt2lab.config.schema import LENGTHS, Config
+from gpt2lab.config.settings import override
+from gpt2lab.data.shards import TokenData
+from gpt2lab.errors import ConfigError
+from gpt2lab.finetuning.rows import InstructionData, open_instructions
+from gpt2lab.model.counts import check_lora_targets
+from gpt2lab.tokenizers.chat_template import as_prompt
+from gpt2lab.training.recipe import PRETRAINING, Batches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.model.gpt import GPT
+    from gpt2lab.training.start import Start
+
+_ROWS, _ROWS_OF_SMALL = 16, 4  # a step; the small presets are for the CPU, and for little data
+_SMALL = 20_000  # tokens a step of pretraining
 
 
-def build_model(start: Start, runtime: Runtime) -> GPT:
-    """Build the model with the weights that are to be tuned, and with adapters if they are wanted.
+class FineTuning:
+    """Next-token prediction on the answers of conversations."""
 
-    Raises: CheckpointError, ConfigError on all processes.
-    """
-    config = start.config
-    model = build_first(start, runtime)
-    if config.tuning.lora_r:
-        add_lora(model, config.tuning)
-        init_adapters(model, seed=config.data.seed)
-    return model
+    def defaults(self, command: Command, config: Config) -> Config:
+        """Return what fine-tuning sets otherwise than pretraining, where nothing was typed.
+
+        The rate is a tenth of the pretraining preset's, with adapters half of it: they begin at zero.
+
+        Raises: ConfigError if it is not said what is tuned, or on what.
+        """
+        tuning, T = config.tuning, config.model.context_length
+        if config.init.init_from is None:
+            raise ConfigError(
+                "--init_from is missing: the model to fine-tune, a run, a checkpoint, a Hugging Face folder or hf:NAME"
+            )
+        if tuning.instructions is None:
+            raise ConfigError(
+                "--instructions is missing: what to learn, a .jsonl file, hf:NAME or demo"
+            )
+        optim, typed = config.optim, command.typed
+        if tuning.lora_r:
+            check_lora_targets(config.model, tuning)
+            if optim.optimizer == "muon" and "optimizer" in typed:
+                raise ConfigError(
+                    "--optimizer muon: is for the matrices of the blocks, which are frozen beside adapters; "
+                    "leave it out"
+                )
+        elif idle := sorted({"lora_alpha", "lora_targets"} & typed):
+            raise ConfigError(
+                f"--{idle[0]} goes with --lora_r N: without it all weights are trained"
+            )
+        rows = _ROWS_OF_SMALL if config.batch.total_batch_size < _SMALL else _ROWS
+        values: dict[str, Any] = {
+            "shuffle": "windows",
+            "max_lr": _part(optim.max_lr, 0.5 if tuning.lora_r else 0.1),
+            "muon_lr": None if optim.muon_lr is None else _part(optim.muon_lr, 0.1),
+            "optimizer": "adamw" if tuning.lora_r else optim.optimizer,
+            "total_batch_size": rows * T,
+            "mini_batch_size": min(rows, config.batch.mini_batch_size),
+            "weight_decay": 0.0,
+            "eval_freq": 50,
+            "sample_freq": 50,
+            "checkpoint_freq": 50,
+            "keep_checkpoints": 3,
+            "epoch_checkpoints": "off",
+            "sample_prompt": as_prompt("Who are you?"),
+        }
+        if not typed & set(LENGTHS):
+            values["num_epochs"] = 3.0
+        return override(config, {name: v for name, v in values.items() if name not in typed})
+
+    def open_data(self, config: Config) -> TokenData:
+        """Read, encode and split the conversations of --instructions."""
+        return open_instructions(config)
+
+    def build_model(self, start: Start, runtime: Runtime) -> GPT:
+        """Build the model with the weights to tune, and with adapters if they are wanted."""
+        from gpt2lab.model.lora import add_lora, init_adapters
+
+        config = start.config
+        model = PRETRAINING.build_model(start, runtime)
+        if config.tuning.lora_r:
+            add_lora(model, config.tuning)
+            init_adapters(model, seed=config.data.seed)
+        return model
+
+    def open_batches(self, start: Start, runtime: Runtime) -> Batches:
+        """Return the rows to train on, and those held out."""
+        from gpt2lab.finetuning.evaluation import AnswerLoss
+        from gpt2lab.finetuning.packed import RowLoader
+
+        config, data = start.config, start.data
+        assert isinstance(data, InstructionData)
+        return Batches(
+            loader=RowLoader(
+                start.orders["train"],
+                data.rows["train"],
+                start.plan.batch,
+                rank=runtime.rank,
+                device=runtime.device,
+            ),
+            validation=lambda strategy: AnswerLoss(
+                data.rows["val"],
+                val_tokens=config.eval.val_tokens,
+                batch_size=config.batch.mini_batch_size,
+                strategy=strategy,
+                runtime=runtime,
+            ),
+        )
+
+    def to_train(self, model: GPT) -> nn.Module:
+        """Return the model in a module that keeps packed conversations apart."""
+        from gpt2lab.finetuning.packed import PackedGPT
+
+        return PackedGPT(model)
 
 
-def open_rows(start: Start, runtime: Runtime) -> Sources:
-    """Return the rows to train on, and those held out."""
-    config, data = start.config, start.data
-    assert isinstance(data, InstructionData)
-    order = order_of(data.rows["train"], shuffle=config.data.shuffle, seed=config.data.seed)
-    return Sources(
-        loader=RowLoader(
-            order, data.rows["train"], start.plan.batch, rank=runtime.rank, device=runtime.device
-        ),
-        validation=lambda strategy: AnswerLoss(
-            data.rows["val"],
-            val_tokens=config.eval.val_tokens,
-            batch_size=config.batch.mini_batch_size,
-            strategy=strategy,
-            runtime=runtime,
-        ),
-    )
+def _part(rate: float, factor: float) -> float:
+    return float(f"{rate * factor:.12g}")  # as people would write it
 
 
-FINETUNING = Recipe(build_model, open_rows, to_train=PackedGPT)
+FINETUNING = FineTuning()

@@ -1,7 +1,7 @@
-"""Conversations laid into rows of T + 1 ids: what a sample is in fine-tuning. No torch.
+"""Rows of T + 1 ids that hold conversations: the samples of fine-tuning. No torch.
 
-A row is to fine-tuning what a window is to pretraining: row g is found by the same `Order`, so epochs, permutation,
-resume and another number of processes are the same function of the sample's number.
+A row is to fine-tuning what a window is to pretraining: the same `Order` locates it, so epochs, permutation, resume and
+a change of world size work as in pretraining.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gpt2lab.finetuning.conversations import Conversation, read_conversations
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
 
-NOBODY = -1
+NO_OWNER = -1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`ids` (N, T + 1) uint16, padded with <|endoftext|>, and `owner` (N, T + 1) int32: whose answer an id belongs to.
+    """`ids` (N, T + 1) uint16, padded with <|endoftext|>, and `owner` (N, T + 1) int32.
 
-    The owner is the number of the conversation within the split, or -1 for what is no answer. Only ids with an owner
-    are targets.
+    The owner of an id of an answer is its conversation's number within the split; all other ids have -1. Only ids with
+    an owner are targets.
     """
 
     ids: np.ndarray
@@ -48,13 +48,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class InstructionData(TokenData):
-    """Conversations, in place of a folder of shards: each split is one shard of rows that is never on disk."""
+    """Conversations in place of a folder of shards: each split is one shard of rows, in memory only."""
 
     rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
     conversations: dict[str, int] = field(default_factory=dict)
 
     def describe(self, unused_targets: int) -> str:
-        """Write the data for people."""
+        """Describe the data for people."""
         train, val = self.rows["train"], self.rows["val"]
         filled = train.targets() / (len(train) * (train.ids.shape[1] - 1))
         return (
@@ -66,7 +66,7 @@ class InstructionData(TokenData):
 
 @dataclass(frozen=True)
 class Encoded:
-    """One conversation in ids."""
+    """One conversation as ids."""
 
     ids: list[int]
     is_answer: list[bool]
@@ -74,9 +74,9 @@ class Encoded:
 
 
 def open_instructions(config: Config) -> InstructionData:
-    """Read, encode, split and lay out the conversations of `--instructions`.
+    """Read, encode and split the conversations of `--instructions`, and build their rows.
 
-    One with an empty answer, or longer than the context, is left out; a warning counts and names them.
+    Conversations with an empty answer, or longer than the context, are left out; a warning counts them and names one.
 
     Raises: DataError, ConfigError.
     """
@@ -87,7 +87,7 @@ def open_instructions(config: Config) -> InstructionData:
             f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: the model's ids mean no text, so it "
             f"cannot learn conversations; fine-tune another"
         )
-    kept, warnings = _keep(read_conversations(source), T)
+    kept, warnings = _encode(read_conversations(source), T)
     held_out = choose_held_out([one.digest for one in kept], config.tuning.val_fraction)
     parts = {
         "train": [one for one in kept if one.digest not in held_out],
@@ -99,7 +99,9 @@ def open_instructions(config: Config) -> InstructionData:
                 f"{source}: of {len(kept)} usable conversations none is left for {split}; give more of them"
                 + "".join(f"; {warning}" for warning in warnings)
             )
-    rows = {name: lay_out(part, T, packing=config.tuning.packing) for name, part in parts.items()}
+    rows = {
+        name: build_rows(part, T, packing=config.tuning.packing) for name, part in parts.items()
+    }
     return InstructionData(
         folder=Path(source),
         fingerprint=_hash(chat_template.NAME, *(one.digest for one in kept)),
@@ -113,8 +115,8 @@ def open_instructions(config: Config) -> InstructionData:
     )
 
 
-def _keep(conversations: list[Conversation], T: int) -> tuple[list[Encoded], tuple[str, ...]]:
-    """Encode what can be trained on, and say what cannot."""
+def _encode(conversations: list[Conversation], T: int) -> tuple[list[Encoded], tuple[str, ...]]:
+    """Return the conversations that can be trained on, and warnings about the others."""
     kept: list[Encoded] = []
     empty: list[str] = []
     long: list[str] = []
@@ -142,19 +144,19 @@ def _keep(conversations: list[Conversation], T: int) -> tuple[list[Encoded], tup
 
 
 def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:
-    """Return the digests of the conversations to validate on: `fraction` of the different ones, at least one.
+    """Return the digests of the conversations to validate on: `fraction` of the distinct ones, at least one.
 
-    Their texts alone decide, so neither order nor seed does, added records move few of the others, and of equal
-    conversations all or none are held out.
+    Only their texts decide, not order or seed: added records move few others, and of equal conversations all or none
+    are held out.
     """
     different = sorted(set(digests))
     return set(different[: max(1, round(fraction * len(different)))])
 
 
-def lay_out(part: Sequence[Encoded], T: int, *, packing: Literal["on", "off"]) -> Rows:
-    """Lay conversations into rows of T + 1 ids: as many as fit, the longest first, or one in each.
+def build_rows(part: Sequence[Encoded], T: int, *, packing: Literal["on", "off"]) -> Rows:
+    """Put conversations into rows of T + 1 ids, as many as fit into each, or with packing off one.
 
-    Best fit decreasing: each goes to the fullest row that still has room.
+    Packing is best fit decreasing: the longest first, each into the fullest row that still has room.
     """
     rows: list[list[int]] = []
     if packing == "off":
@@ -172,22 +174,22 @@ def lay_out(part: Sequence[Encoded], T: int, *, packing: Literal["on", "off"]) -
             rows[row].append(number)
             bisect.insort(by_room, (room - length, row))
     ids = np.full((len(rows), T + 1), END_OF_TEXT, dtype=np.uint16)
-    owner = np.full((len(rows), T + 1), NOBODY, dtype=np.int32)
+    owner = np.full((len(rows), T + 1), NO_OWNER, dtype=np.int32)
     for row, numbers in enumerate(rows):
         begin = 0
         for number in numbers:
             end = begin + len(part[number].ids)
             ids[row, begin:end] = part[number].ids
-            owner[row, begin:end] = np.where(part[number].is_answer, number, NOBODY)
+            owner[row, begin:end] = np.where(part[number].is_answer, number, NO_OWNER)
             begin = end
     return Rows(ids, owner)
 
 
 def last_exchanges(rows: Rows) -> list[tuple[list[int], list[int]]]:
-    """Return of each conversation the ids up to its last answer, and those of that answer without its end."""
+    """Return for each conversation the ids before its last answer, and those of the answer without <|endoftext|>."""
     found: dict[int, tuple[list[int], list[int]]] = {}
     for ids, owner in zip(rows.ids, rows.owner, strict=True):
-        for number in np.unique(owner[owner != NOBODY]).tolist():
+        for number in np.unique(owner[owner != NO_OWNER]).tolist():
             places = np.flatnonzero(owner == number)
             end = int(places[-1])
             first = int(places[np.flatnonzero(np.diff(places, prepend=-2) > 1)[-1]])

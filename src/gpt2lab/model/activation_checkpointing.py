@@ -1,6 +1,6 @@
-"""Activation checkpointing: blocks that keep less for the backward pass and compute the rest again there.
+"""Activation checkpointing: blocks keep fewer activations and recompute the rest in the backward pass.
 
-Chen et al. 2016, arXiv:1604.06174. The numbers are the same bits, dropout included; only memory and time differ.
+Chen et al. 2016, arXiv:1604.06174. Results are bit-identical, dropout included; only memory and time differ.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from gpt2lab.config.schema import Recompute
+from gpt2lab.config.schema import ActivationCheckpointing
 from gpt2lab.model.gpt import GPT
 
-_aten = torch.ops.aten
-# What `selective` keeps: results of matrix products and attention. Norms, GELU and sums cost little to do again.
+# `selective` keeps the results of matrix products and attention; norms, GELU and sums cost little to recompute.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_ATTENTION = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
 _KEPT = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+    getattr(torch.ops.aten, name).default
+    for name in (*_PRODUCTS, *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION))
 ]
 
 
-def recompute_activations(model: GPT, mode: Recompute) -> None:
-    """Have each block keep its input alone (`block`), or its matrix products besides (`selective`), in place."""
+def apply_activation_checkpointing(model: GPT, mode: ActivationCheckpointing) -> None:
+    """Make each block keep only its input (`block`), or also its matrix products (`selective`), in place."""
     if mode == "none":
         return
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "use_reentrant": False,
         "preserve_rng_state": model.config.dropout > 0,
     }
     if mode == "selective":
-        how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT)
     for block in model.blocks:
-        block.forward = _recomputing(block.forward, how)
+        block.forward = _checkpointed(block.forward, options)
 
 
-def _recomputing(
-    forward: Callable[..., torch.Tensor], how: dict[str, Any]
+def _checkpointed(
+    forward: Callable[..., torch.Tensor], options: dict[str, Any]
 ) -> Callable[..., torch.Tensor]:
     def run(*args: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():  # evaluation and sampling keep nothing anyway
             return forward(*args)
-        result: torch.Tensor = checkpoint(forward, *args, **how)
+        result: torch.Tensor = checkpoint(forward, *args, **options)
         return result
 
     return run

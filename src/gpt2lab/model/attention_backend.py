@@ -1,15 +1,16 @@
-"""Which of torch's attention kernels a GPU runs: chosen by name, and looked at instead of believed.
+"""Which of torch's attention kernels a GPU runs: choose one by name, and observe which one it is.
 
-torch takes the first of its kernels that can do a call, in an order that depends on the card, the cuDNN library and the
-environment, and says nothing about it. So attention is run once before the run begins, forward and backward, with the
-run's own shapes and dtype, and the operators that it ends in are read off.
+torch takes the first of its kernels that supports a call, in an order that depends on the card, the cuDNN library and
+the environment, and does not report it. So before training, attention runs once forward and backward, with the run's
+own shapes and dtype, and the operators that torch dispatches to are recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2lab.config.schema import AttentionBackend
 from gpt2lab.errors import ConfigError
-from gpt2lab.model.gpt import GPT, Block, rotation_of
+from gpt2lab.model.gpt import GPT, Block, rotary_angles
 
 _BACKENDS: dict[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -27,12 +28,9 @@ _BACKENDS: dict[str, SDPBackend] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_OPERATORS = {
-    "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-    "aten::_scaled_dot_product_flash_attention": "flash",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "aten::_scaled_dot_product_efficient_attention": "efficient",
-}
+_OPERATOR = re.compile(
+    r"aten::_scaled_dot_product_(cudnn|flash|efficient)_attention(_for_cpu)?"  # the forward pass's
+)
 _for_good = contextlib.ExitStack()  # a choice holds until the process ends
 
 
@@ -44,25 +42,26 @@ def choose(
     masked: bool,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> str:
-    """Have torch try the wanted kernel first, and return the one that the training step runs.
+    """Make torch try the wanted kernel first, and return the one that the training step runs.
 
-    `masked`: the step says who sees whom, as for packed rows. Calls that the kernel cannot do, of evaluation and of
-    sampling, still fall to torch's others. Compiled steps are kept in the
-    cache apart by kernel, as torch's own key does not tell them apart.
+    `masked`: the step passes an attention mask, as for packed rows. Calls of evaluation and sampling that the kernel
+    does not support still use torch's other kernels. The compile cache's key gets the kernel's name, which torch's own
+    key lacks.
 
     Raises: ConfigError if another kernel runs than the one wanted, or if attention fails.
     """
     B, T, D = micro_batch, model.config.context_length, model.config.n_embd // model.config.n_head
-    look = functools.partial(
+    observe = functools.partial(
         backend_that_runs, model, micro_batch=B, masked=masked, autocast=autocast
     )
     shape = f"B {B}, H {model.config.n_head}, T {T}, D {D}"
     try:
-        found = look()
+        found = observe()
         if wanted not in ("auto", found):
-            # Only now: torch sets an order of its own at the first call, over one that was set before.
-            _for_good.enter_context(sdpa_kernel(_order(wanted), set_priority=True))
-            found = look()
+            # Only now: at the first call torch sets an order of its own, over any set before.
+            order = [_BACKENDS[wanted], *(b for name, b in _BACKENDS.items() if name != wanted)]
+            _for_good.enter_context(sdpa_kernel(order, set_priority=True))
+            found = observe()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -87,9 +86,9 @@ def backend_that_runs(
     masked: bool,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> str:
-    """Return the kernel that the first block's attention ends in, forward and backward.
+    """Return the kernel that the first block's attention runs, forward and backward.
 
-    Raises: RuntimeError if none can, or the backward pass is another kernel's.
+    Raises: RuntimeError if no kernel supports it, or the backward pass runs another one.
     """
     config, T = model.config, model.config.context_length
     attention, device = cast(Block, model.blocks[0]).attn, model.wte.weight.device
@@ -99,37 +98,27 @@ def backend_that_runs(
         mask = torch.ones(micro_batch, T, T, dtype=torch.bool, device=device).tril()
     if config.positions == "rotary":
         positions = torch.arange(T, device=device)
-        rotation = rotation_of(positions, config.n_embd // config.n_head)
-    with _Operators() as seen:
+        rotation = rotary_angles(positions, config.n_embd // config.n_head)
+    with _Operators() as ran:
         with autocast():
             y = attention(x, mask, None, rotation)
         torch.autograd.grad(y.sum(), x)
-    forward = [(name, operator) for operator, name in _OPERATORS.items() if operator in seen.names]
+    forward = [match for name in ran.names if (match := _OPERATOR.fullmatch(name))]
     if not forward:
         return "math"  # plain products and a softmax, no operator of its own
-    [(name, operator)] = forward
-    if f"{operator}_backward" not in seen.names:
-        raise RuntimeError(f"the forward pass is {name}'s, the backward pass is not")
-    return name
-
-
-def _order(first: str) -> list[SDPBackend]:
-    return [_BACKENDS[first], *(other for name, other in _BACKENDS.items() if name != first)]
+    [operator] = forward
+    if f"{operator[0]}_backward" not in ran.names:
+        raise RuntimeError(f"the forward pass is {operator[1]}'s, the backward pass is not")
+    return operator[1]
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the names of the operators that run within, those of the backward pass too."""
+    """Records the names of the operators that run within, also in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.name())
         return func(*args, **(kwargs or {}))

@@ -22,17 +22,17 @@ def count_parameters(model: ModelConfig) -> int:
 def count_block_parameters(model: ModelConfig) -> int:
     """Count the parameters of one block: matrices, their biases, norms."""
     C = model.n_embd
-    heads = 0 if model.qk_norm == "none" else 2 * C // model.n_head
-    return 12 * C * C + 9 * C + 2 * _count_norm_parameters(model) + heads
+    qk_norms = 0 if model.qk_norm == "none" else 2 * C // model.n_head
+    return 12 * C * C + 9 * C + 2 * _count_norm_parameters(model) + qk_norms
 
 
 def _count_norm_parameters(model: ModelConfig) -> int:
-    """Count a norm's gain and bias, or gain alone."""
+    """Count a LayerNorm's gain and bias, or an RMSNorm's gain."""
     return 2 * model.n_embd if model.norm == "layernorm" else model.n_embd
 
 
 def count_matmul_parameters(model: ModelConfig) -> int:
-    """Count the weights that take part in a matrix product per token: all matrices and the head, no look-ups."""
+    """Count the weights that a token is multiplied with: all matrices and the head, no look-ups."""
     return 12 * model.n_layer * model.n_embd**2 + model.vocab_size * model.n_embd
 
 
@@ -47,21 +47,19 @@ def flops_per_token(model: ModelConfig) -> int:
 
 
 def training_flops_per_token(config: Config) -> int:
-    """Count them for a run, with adapters or without."""
-    return tuning_flops_per_token(config) if config.tuning.lora_r else flops_per_token(config.model)
+    """Count floating-point operations to train on one token, with adapters or without.
 
-
-def tuning_flops_per_token(config: Config) -> int:
-    """Count them where adapters are trained: frozen matrices need no gradient, 4 N_matmul + 6 N_adapters + 12 L C T."""
-    spared = 2 * count_matmul_parameters(config.model)
-    return flops_per_token(config.model) - spared + 6 * count_adapters(config.model, config.tuning)
+    Adapters: 4 N_matmul + 6 N_adapters + 12 L C T, as frozen matrices need no gradient.
+    """
+    saved = 2 * count_matmul_parameters(config.model) if config.tuning.lora_r else 0
+    return flops_per_token(config.model) - saved + 6 * count_adapters(config.model, config.tuning)
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the tensor bytes of one checkpoint: weights and the optimizer's state, fp32.
+    """Return the tensor bytes of one checkpoint: weights and optimizer state, fp32.
 
-    AdamW keeps two moments of a weight, Muon one of each in a block's matrix; with adapters, theirs alone. The files
-    are larger by their headers and state, about 200 bytes a tensor and 10 kB a process.
+    AdamW keeps two moments of each trained weight; Muon keeps one, for the matrices of the blocks. The files are
+    larger by their headers and state: about 200 bytes a tensor and 10 kB a rank.
     """
     model = config.model
     if config.tuning.lora_r:
@@ -70,28 +68,28 @@ def checkpoint_bytes(config: Config) -> int:
     return 12 * count_parameters(model) - 4 * in_blocks
 
 
-# Of each matrix of a block, rows plus columns, in widths C.
+# Rows plus columns of each matrix of a block, in units of C.
 _SIDES = {"attn.c_attn": 1 + 3, "attn.c_proj": 1 + 1, "mlp.c_fc": 1 + 4, "mlp.c_proj": 4 + 1}
 
 
-def targets_of(config: TuningConfig) -> list[str]:
-    """Return the names in `lora_targets`."""
+def lora_targets(config: TuningConfig) -> list[str]:
+    """Return the layer names that the setting `lora_targets` lists."""
     return [word.strip() for word in config.lora_targets.split(",")]
 
 
-def is_named(layer: str, target: str) -> bool:
-    """Tell whether a target means a layer: its full name, or the end of it after a dot."""
+def is_target(layer: str, target: str) -> bool:
+    """Tell whether a target names a layer: by its full name, or by the end of it after a dot."""
     return target != "" and f".{layer}".endswith(f".{target}")
 
 
-def refuse_targets(model: ModelConfig, config: TuningConfig) -> None:
-    """Refuse a target that means no layer.
+def check_lora_targets(model: ModelConfig, config: TuningConfig) -> None:
+    """Check that every target names a layer.
 
     Raises: ConfigError naming the layers there are.
     """
     layers = [f"blocks.{block}.{name}" for block in range(model.n_layer) for name in _SIDES]
-    for target in targets_of(config):
-        if not any(is_named(layer, target) for layer in layers):
+    for target in lora_targets(config):
+        if not any(is_target(layer, target) for layer in layers):
             ends = sorted({layer.rpartition(".")[2] for layer in layers})
             raise ConfigError(
                 f"lora_targets {target!r} matches no linear layer of the model; there are {', '.join(ends)} "
@@ -100,11 +98,11 @@ def refuse_targets(model: ModelConfig, config: TuningConfig) -> None:
 
 
 def count_adapters(model: ModelConfig, config: TuningConfig) -> int:
-    """Count the numbers in all adapters: r (rows + columns) beside each matrix that is a target."""
-    sides = sum(
-        widths
+    """Count the parameters of all adapters: r (rows + columns) for each matrix that is a target."""
+    total = sum(
+        sides
         for block in range(model.n_layer)
-        for name, widths in _SIDES.items()
-        if any(is_named(f"blocks.{block}.{name}", target) for target in targets_of(config))
+        for name, sides in _SIDES.items()
+        if any(is_target(f"blocks.{block}.{name}", target) for target in lora_targets(config))
     )
-    return config.lora_r * sides * model.n_embd
+    return config.lora_r * total * model.n_embd

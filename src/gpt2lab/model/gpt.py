@@ -1,8 +1,8 @@
-"""GPT-2, the whole model on one scroll.
+"""GPT-2: the full model in one file, to be read from top to bottom.
 
 Radford et al. 2019: pre-LayerNorm blocks, learned positions, tanh-GELU, biases everywhere, head tied to the token
-embedding. Each option of ModelConfig changes one of these alone; at its default the model is GPT-2.
-Shapes: B batch, T time, C channels (n_embd), H heads, D = C / H head width, V vocabulary rows.
+embedding. Each option of ModelConfig changes one of these; with all defaults the model is GPT-2.
+Shapes: B batch, T time, C channels (n_embd), H heads, D = C / H head width, V vocabulary rows, S keys (T or more).
 """
 
 from __future__ import annotations
@@ -10,23 +10,49 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.model.attention import attend
 from gpt2lab.model.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
+RotaryAngles = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
 
-class Cache:
-    """One block's keys and values of all positions so far, for text that grows at its end."""
+
+def rotary_angles(positions: Tensor, width: int) -> RotaryAngles:
+    """Return cosine and sine of the angles by which positions (T,) or (B, T) rotate a head's D/2 channel pairs.
+
+    `width`: D. Source: Su et al. 2021 (RoPE, arXiv:2104.09864), equation 15.
+    """
+    pairs = torch.arange(0, width, 2, device=positions.device) / width
+    angles = positions[..., None] * 10_000.0**-pairs  # (T, D/2) or (B, T, D/2)
+    if angles.dim() == 3:
+        angles = angles[:, None]  # the same for all heads
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, rotation: RotaryAngles) -> Tensor:
+    """Rotate queries or keys (B, H, T, D); channel i is paired with channel i + D/2."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)  # each (B, H, T, D/2)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """Return a norm of the residual stream: LayerNorm, or RMSNorm without bias."""
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(config.n_embd, eps=1e-5)
+
+
+class KVCache:
+    """One block's keys and values of all positions so far, to generate text token by token."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
 
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add those of the next T positions, (B, H, T, D) each, and return those of all."""
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append those of the next T positions, (B, H, T, D) each; return all, (B, H, S, D) each."""
         if self.length == 0:
             B, H, _, D = k.shape
             self.k, self.v = (x.new_empty(B, H, self.capacity, D) for x in (k, v))
@@ -36,32 +62,36 @@ class Cache:
         return self.k[:, :, :end], self.v[:, :, :end]
 
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
+# With longer contexts, keeping every layer's (T, T) weights for the backward pass takes too much memory.
+_MATMUL_UP_TO = 512
 
 
-def rotation_of(positions: torch.Tensor, width: int) -> Rotation:
-    """Return how far positions (T,) or (B, T) turn the D/2 pairs of channels of a head of width D.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Map queries (B, H, T, D) and keys and values (B, H, S, D) to (B, H, T, D).
 
-    Source: Su et al. 2021 (RoPE, arXiv:2104.09864), equation 15.
+    Position t attends to positions up to t, or to those where `mask` (B, 1, T, S) is true. A compiled CPU step takes
+    a form that CPUs compute faster, equal up to rounding; all else takes torch's own, so --compile off is the plain
+    reference, with its bits and its memory.
     """
-    pairs = torch.arange(0, width, 2, device=positions.device) / width
-    angles = positions[..., None] * 10_000.0**-pairs  # (T, D/2) or (B, T, D/2)
-    if angles.dim() == 3:
-        angles = angles[:, None]  # the same for all heads
-    return angles.cos(), angles.sin()
+    is_plain = mask is None and dropout == 0.0 and q.size(2) == k.size(2) <= _MATMUL_UP_TO
+    if torch.compiler.is_compiling() and q.device.type == "cpu" and is_plain:
+        return causal_by_matmul(q, k, v)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout
+    )
 
 
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn queries or keys (B, H, T, D): channel i is paired with channel i + D/2."""
-    cos, sin = rotation
-    a, b = x.chunk(2, dim=-1)  # each (B, H, T, D/2)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
+def causal_by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention of (B, H, T, D) as two batched matrix products around a softmax.
 
-
-def build_norm(config: ModelConfig) -> nn.Module:
-    """Return a norm of the residual stream."""
-    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return kind(config.n_embd, eps=1e-5)
+    torch's flash kernel for CPUs makes little use of the fast matrix library; these two products do: at T = 256 they
+    take a third of its time in bf16, half to nine tenths in fp32.
+    """
+    B, H, T, D = q.shape
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(D))  # (B * H, T, T)
+    return torch.bmm(scores.softmax(dim=-1), v).view(B, H, T, D)
 
 
 class Attention(nn.Module):
@@ -79,29 +109,28 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
-        """Map (B, T, C) to (B, T, C); position t sees positions up to t, or where `mask` (B, T, T) is true.
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        rotation: RotaryAngles | None = None,
+    ) -> Tensor:
+        """Map (B, T, C) to (B, T, C); position t attends up to t, or where `mask` (B, T, S) is true.
 
-        With a cache there are S positions in all, T of them new; the mask is then (B, T, S).
+        S is T, or with a cache the number of all positions, the last T of them new.
         """
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # each (B, T, C)
-        q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
-        k = k.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
-        v = v.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         if self.qk_norm == "rmsnorm":
             q, k = (norm(x.float()).type_as(v) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         if cache is not None:
             k, v = cache.append(k, v)  # (B, H, S, D)
         dropout = self.dropout if self.training else 0.0
-        allowed = None if mask is None else mask[:, None]  # (B, 1, T, T), the same for all heads
-        y = attend(q, k, v, allowed, dropout)  # (B, H, T, D)
+        if mask is not None:
+            mask = mask[:, None]  # (B, 1, T, S), the same for all heads
+        y = attend(q, k, v, mask, dropout)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)  # (B, T, C)
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -115,7 +144,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C), each position alone."""
         x = self.c_fc(x)  # (B, T, 4C)
         x = F.gelu(x, approximate="tanh") if self.activation == "gelu" else F.relu(x).square()
@@ -123,7 +152,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on a normalised copy and added back to the residual stream."""
+    """Attention, then MLP; each reads a normalised copy of the residual stream and adds to it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,11 +163,11 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        rotation: RotaryAngles | None = None,
+    ) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
         x = x + self.attn(self.ln_1(x), mask, cache, rotation)
         return x + self.mlp(self.ln_2(x))
@@ -158,15 +187,14 @@ class GPT(nn.Module):
 
     def hidden(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        caches: list[Cache] | None = None,
-    ) -> torch.Tensor:
-        """Map ids (B, T) to the last normalised hidden states (B, T, C).
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> Tensor:
+        """Map ids (B, T) to the final normalised hidden states (B, T, C).
 
-        `positions` (B, T) and `mask` (B, T, T; true = sees) let several texts lie in one row; left out, a row is one
-        text.
+        `positions` (B, T) and `mask` (B, T, S; true = attends) allow several texts in one row; the default is one.
         """
         if positions is None:
             positions = torch.arange(tokens.size(1), device=tokens.device)  # (T,)
@@ -174,44 +202,44 @@ class GPT(nn.Module):
         if self.config.positions == "learned":
             x = x + self.wpe(positions)  # (B, T, C)
         else:
-            rotation = rotation_of(positions, self.config.n_embd // self.config.n_head)
+            rotation = rotary_angles(positions, self.config.n_embd // self.config.n_head)
         x = F.dropout(x, self.config.dropout, self.training)
         for index, block in enumerate(self.blocks):
             x = block(x, mask, caches[index] if caches else None, rotation)
         return self.ln_f(x)
 
-    def extend(self, tokens: torch.Tensor, caches: list[Cache]) -> torch.Tensor:
-        """Map ids (B, T) that follow those in the caches to hidden states (B, T, C), and add them to the caches.
+    def extend(self, tokens: Tensor, caches: list[KVCache]) -> Tensor:
+        """Map ids (B, T) that follow those in the caches to hidden states (B, T, C), and extend the caches.
 
-        The same numbers as `hidden` gives for the whole text, up to rounding. `caches` come from `new_caches`.
+        Equals `hidden` of the full text, up to rounding. `caches` come from `new_caches`.
         """
         begin, T = caches[0].length, tokens.size(1)
         positions = torch.arange(begin, begin + T, device=tokens.device)  # (T,)
         mask = None
-        if begin > 0:  # the new see all before them, and among themselves those up to each
+        if begin > 0:
             seen = torch.arange(begin + T, device=tokens.device)  # (S,)
             mask = (positions[:, None] >= seen)[None]  # (1, T, S)
         return self.hidden(tokens, positions, mask, caches)
 
-    def new_caches(self) -> list[Cache]:
+    def new_caches(self) -> list[KVCache]:
         """Return an empty cache for each block."""
-        return [Cache(self.config.context_length) for _ in self.blocks]
+        return [KVCache(self.config.context_length) for _ in self.blocks]
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map ids (B, T) to scores of the next id (B, T, V)."""
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Map ids (B, T) to logits of the next id (B, T, V)."""
         return self.head(self.hidden(tokens))
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map hidden states (..., C) to scores (..., V)."""
+    def head(self, hidden: Tensor) -> Tensor:
+        """Map hidden states (..., C) to logits (..., V)."""
         return F.linear(hidden, self.wte.weight)
 
-    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map hidden states (..., C) to scores (..., V) of the real ids; padding ids are out of the race at -inf."""
-        scores = self.head(hidden)
-        scores[..., NUM_TOKENS:] = -math.inf
-        return scores
+    def masked_logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf, so none is ever chosen."""
+        logits = self.head(hidden)
+        logits[..., NUM_TOKENS:] = -math.inf
+        return logits
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets."""
         if has_compiled_form(tokens.device):
             return head_cross_entropy_sum(self.hidden(tokens), self.wte.weight, targets)
@@ -219,7 +247,7 @@ class GPT(nn.Module):
 
 
 def empty_model(config: ModelConfig) -> GPT:
-    """Build a GPT on the CPU whose weights hold nothing yet."""
+    """Build a GPT on the CPU with uninitialised weights."""
     with torch.device("meta"):  # no memory, no random numbers
         model = GPT(config)
     assert not list(model.buffers()), "a buffer would be left uninitialised by to_empty"
@@ -227,7 +255,7 @@ def empty_model(config: ModelConfig) -> GPT:
 
 
 def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:
-    """Build a GPT whose weights depend on the seed alone, not on world, device or library defaults.
+    """Build a GPT whose weights depend on the seed alone, not on world size, device or library defaults.
 
     Matrices and token embedding N(0, 0.02), positions N(0, 0.01), projections into the residual stream scaled by
     1 / sqrt(2 n_layer), biases 0, norms 1. Source: Radford et al. 2019, section 2.3, and OpenAI's released code.

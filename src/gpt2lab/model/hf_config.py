@@ -11,11 +11,9 @@ from gpt2lab.errors import CheckpointError
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
 
 HF_CONFIG, HF_WEIGHTS = "config.json", "model.safetensors"
-PADDED_VOCABULARY = (
-    50_304  # rows that our own GPT-2s have: NUM_TOKENS rounded up to a multiple of 64
-)
+PADDED_VOCABULARY = 50_304  # rows of our own GPT-2s: NUM_TOKENS rounded up to a multiple of 64
 
-# What we compute, in transformers' GPT2Config names: default where the file is silent, and what else means the same.
+# Our network in transformers' GPT2Config names: the default where the file says nothing, then equivalent values.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -68,26 +66,22 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 
 def real_vocabulary(config: ModelConfig) -> int:
-    """Return how many rows of the embedding are ids of text; those above only pad it."""
+    """Return how many rows of the embedding are ids of text; those above are padding."""
     return min(config.vocab_size, NUM_TOKENS)
 
 
 def write_hf_config(config: ModelConfig, folder: Path, *, dtype: str) -> None:
-    """Write config.json for a model without padding rows; dropout 0, which is what loading for use means."""
+    """Write config.json for a model without padding rows; dropout is 0, for inference."""
     end = END_OF_TEXT if config.vocab_size >= NUM_TOKENS else None
     values = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
+        **{name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")},
         "n_positions": config.context_length,
         "n_ctx": config.context_length,  # its old name, which lm-eval and older readers still ask for
         "n_inner": None,
         "vocab_size": real_vocabulary(config),
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         "initializer_range": 0.02,
         "bos_token_id": end,
         "eos_token_id": end,

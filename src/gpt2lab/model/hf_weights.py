@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 weights, in and out, without transformers: its names and layout are known here alone."""
+"""Hugging Face's GPT-2 weights, read and written without transformers: only this module knows its names and layout."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from gpt2lab.model.hf_config import (
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 _BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # causal masks that old files carry
-_TRANSPOSED = re.compile(
-    r"\.(c_attn|c_proj|c_fc)\.weight$"
-)  # Conv1D keeps (in, out), Linear (out, in)
+_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # Conv1D (in, out), Linear (out, in)
 
 
 def load_hf(folder: Path) -> GPT:
@@ -59,7 +57,7 @@ def load_hf(folder: Path) -> GPT:
 
 
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return {transformers' name: tensor in its layout} without padding rows; the tied head stands there once."""
+    """Return {transformers' name: tensor in its layout} without padding rows; the tied head appears once."""
     tensors = {}
     for full_name, parameter in model.named_parameters():
         name = re.sub(r"^blocks\.", "h.", full_name)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from gpt2lab.config.schema import TuningConfig
 from gpt2lab.model import rng
-from gpt2lab.model.counts import is_named, targets_of
+from gpt2lab.model.counts import is_target, lora_targets
 from gpt2lab.model.gpt import GPT
 
 
@@ -16,12 +16,10 @@ class LoRALinear(nn.Linear):
     """A frozen linear layer plus x A^T B^T alpha / r. Weight and bias keep their names in the model."""
 
     def __init__(self, layer: nn.Linear, *, r: int, alpha: float) -> None:
-        """Take over `layer`'s weight and bias; the adapter's values come from `init_adapters` or a checkpoint."""
+        """Share `layer`'s weight and bias; the adapter's values come from `init_adapters` or a checkpoint."""
         with torch.device("meta"):
-            super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        self.weight = layer.weight
-        if layer.bias is not None:
-            self.bias = layer.bias
+            super().__init__(layer.in_features, layer.out_features)
+        self.weight, self.bias = layer.weight, layer.bias
         self.scale = alpha / r
         self.lora_A = nn.Parameter(layer.weight.new_zeros(r, layer.in_features))
         self.lora_B = nn.Parameter(layer.weight.new_zeros(layer.out_features, r))
@@ -31,32 +29,25 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
     def merged(self) -> nn.Linear:
-        """Return a plain layer that computes the same, up to rounding; it takes over the weight and bias."""
-        layer = nn.Linear(
-            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
-        )
+        """Return a plain linear layer that computes the same, up to rounding."""
+        layer = nn.Linear(self.in_features, self.out_features, device="meta")
         with torch.no_grad():
             weight = self.weight + self.lora_B @ self.lora_A * self.scale
-        layer.weight = nn.Parameter(weight)
-        if self.bias is not None:
-            layer.bias = self.bias
+        layer.weight, layer.bias = nn.Parameter(weight), self.bias
         return layer
 
 
 def add_lora(model: GPT, config: TuningConfig) -> None:
-    """Freeze the model, and give the layers that `lora_targets` names an adapter, which computes nothing yet.
-
-    A target names every linear layer whose full name is it or ends with "." and it.
-    """
-    targets = targets_of(config)
+    """Freeze the model, and add an adapter, still zero, to each linear layer that `lora_targets` names, in place."""
+    targets = lora_targets(config)
     chosen = {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and any(is_named(name, target) for target in targets)
+        if isinstance(layer, nn.Linear) and any(is_target(name, target) for target in targets)
     }
-    model.requires_grad_(False)  # the adapters come after it
+    model.requires_grad_(False)  # the adapters added below are trained
     for name, layer in chosen.items():
-        _replace(model, name, LoRALinear(layer, r=config.lora_r, alpha=config.lora_alpha))
+        model.set_submodule(name, LoRALinear(layer, r=config.lora_r, alpha=config.lora_alpha))
 
 
 def init_adapters(model: GPT, *, seed: int) -> None:
@@ -71,16 +62,11 @@ def init_adapters(model: GPT, *, seed: int) -> None:
 
 
 def merge_lora(model: GPT) -> None:
-    """Put the adapters into the weights: a plain model again."""
+    """Merge the adapters into the weights, in place: a plain model again."""
     for name, layer in _adapters(model):
-        _replace(model, name, layer.merged())
+        model.set_submodule(name, layer.merged())
     model.requires_grad_(True)
 
 
 def _adapters(model: GPT) -> list[tuple[str, LoRALinear]]:
     return [(name, m) for name, m in model.named_modules() if isinstance(m, LoRALinear)]
-
-
-def _replace(model: GPT, name: str, layer: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)

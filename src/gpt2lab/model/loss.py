@@ -1,6 +1,6 @@
-"""Next-token cross-entropy, summed: the caller divides once, by the targets of the global batch.
+"""Next-token cross-entropy, summed: the caller divides once, by the number of targets in the global batch.
 
-And a form of it, together with the head, that CPUs compute faster. What is not compiled always takes the plain one.
+Compiled CPU steps take a fused form of head and loss that CPUs compute faster; all else takes the plain one.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the summed negative log-likelihood in nats, a float32 scalar.
 
     `logits` (B, T, V) in any float type; `targets` (B, T) int64, -1 = not counted. The softmax runs in fp32
@@ -23,34 +24,30 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 def has_compiled_form(device: torch.device) -> bool:
-    """Say whether the call at work is compiled for a device whose loss `head_cross_entropy_sum` shall compute.
+    """Tell whether the current call is compiled for a device where `head_cross_entropy_sum` is faster.
 
-    Asked before the hidden states are made: one function for both forms would keep them alive through the plain loss.
+    Callers ask before they compute hidden states: one function for both forms would keep these alive in the plain one.
     """
     return torch.compiler.is_compiling() and device.type == "cpu"
 
 
-def head_cross_entropy_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def head_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return `cross_entropy_sum` of `hidden` (B, T, C) times the head's `weight` (V, C), the same up to rounding."""
     rows, flat = hidden.flatten(0, 1), targets.flatten()
-    total: torch.Tensor = GradientInForward.apply(rows, weight, flat)  # type: ignore[no-untyped-call]
+    total: Tensor = GradientInForward.apply(rows, weight, flat)  # type: ignore[no-untyped-call]
     return total
 
 
 class GradientInForward(torch.autograd.Function):
-    """Cross-entropy that has the gradient of its logits before its backward pass.
+    """Head and cross-entropy that compute the gradient of the logits in the forward pass.
 
-    The loss is a sum, so that gradient is known but for one factor, which the backward pass applies to the small
-    results. While a row of V logits is in the cache, the compiled loop takes its maximum, its exponentials once, and
-    writes the gradient; the plain form goes through memory and through the exponentials twice.
+    The loss is a sum, so this gradient is known up to one factor, which the backward pass applies to its small results.
+    While a row of V logits is in the cache, the compiled loop takes its maximum and its exponentials once and writes
+    the gradient; the plain form reads memory and takes the exponentials twice.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Map hidden (N, C), weight (V, C) and targets (N,), -1 = not counted, to the loss, ()."""
         logits = F.linear(hidden, weight)  # (N, V)
         scores, target = logits.float(), targets[:, None]
@@ -67,7 +64,7 @@ class GradientInForward(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, factor: torch.Tensor) -> Any:
+    def backward(ctx: Any, factor: Tensor) -> Any:
         """Return the gradients of hidden and, unless it is frozen, weight."""
         hidden, weight, slope = ctx.saved_tensors
         of_hidden = (slope @ weight.to(slope.dtype)).to(ctx.dtype) * factor
@@ -77,7 +74,7 @@ class GradientInForward(torch.autograd.Function):
         return of_hidden, of_weight, None
 
 
-def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the negative log-likelihood of each target in nats, (B, T) float32; 0 where the target is -1."""
     losses = F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="none"

@@ -1,4 +1,4 @@
-"""Random generators: seeds derived from where we are in the run, and the states that a checkpoint keeps."""
+"""Random generators: seeds derived from places in the run, and the states that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fold_seed(*parts: int) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators; nothing that matters to learning draws from them between micro-batches."""
+    """Seed the global generators; learning never depends on their state between micro-batches."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -42,7 +42,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Put the generators back to captured states."""
+    """Restore captured states of the generators."""
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = states["numpy"]

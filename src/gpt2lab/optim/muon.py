@@ -1,7 +1,7 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices of the blocks. Batched over equal shapes.
+"""Muon: momentum with orthogonalized updates, for the matrices of the blocks, batched over equal shapes.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon). torch.optim.Muon is the reference that a test compares with; it
-goes from matrix to matrix, which costs a hundred small kernels a step.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon). A test compares it with torch.optim.Muon, which handles one
+matrix at a time, at the cost of a hundred small kernels a step.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from typing import Any
 
 import torch
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at 0, so that few rounds do
+# Of x, x^3 and x^5: steep at 0, so that few rounds suffice.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 MOMENTUM = 0.95
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Bring all singular values of matrices (n, rows, columns) near 1, in their own dtype, by Newton-Schulz rounds.
+    """Bring all singular values of matrices (n, rows, columns) to about 0.7 to 1.2 by Newton-Schulz iterations.
 
-    Near: between about 0.7 and 1.2, which serves as well as exactly.
+    The matrices keep their dtype. Values of exactly 1 would train no better.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT if tall else matrices  # the product below is of the shorter side
+    x = matrices.mT if tall else matrices  # gram below has the shorter side
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(ROUNDS):
         gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # the old one's memory is free now
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # frees the old one's memory
         x = torch.baddbmm(x, gram, x, beta=a)
     return x.mT if tall else x
 
@@ -36,9 +37,9 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon with Nesterov momentum and decoupled weight decay.
 
-    A group's `parts` says how many matrices of equal shape lie one below the other in each of its parameters. The
-    rate is in AdamW's measure: an update of shape (r, c) is scaled by 0.2 sqrt(max(r, c)), to the size that AdamW's
-    have. Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2.
+    A group's `parts` is the number of equally shaped matrices stacked in each of its parameters. The learning rate is
+    comparable to AdamW's: an update of shape (r, c) is scaled by 0.2 sqrt(max(r, c)), to the size of AdamW's updates.
+    Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
@@ -59,8 +60,8 @@ class Muon(torch.optim.Optimizer):
     def _update(
         self, rows: int, columns: int, entries: list[tuple[torch.Tensor, dict[str, Any]]]
     ) -> None:
-        """Update the parameters whose matrices have one shape; what that takes is freed before the next shape's."""
-        # bf16 is enough on a GPU; on a CPU fp32 costs little, and losses stay the same on any number of processes.
+        """Update the parameters whose matrices have one shape; memory is freed before the next shape."""
+        # bf16 suffices on a GPU; on a CPU fp32 costs little, and losses stay the same at any world size.
         dtype = torch.bfloat16 if entries[0][0].is_cuda else torch.float32
         stack = torch.cat([self._direction(parameter) for parameter, _ in entries]).to(dtype)
         updates = iter(orthogonalize(stack.view(-1, rows, columns)))
@@ -71,7 +72,7 @@ class Muon(torch.optim.Optimizer):
                 weight.mul_(1 - lr * decay).add_(next(updates), alpha=-lr * scale)
 
     def _direction(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Take the gradient into the momentum, and return where Nesterov goes: one step ahead of it."""
+        """Add the gradient to the momentum, and return the Nesterov direction."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if not state:

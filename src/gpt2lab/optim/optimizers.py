@@ -1,4 +1,4 @@
-"""The optimizers of a run: one place to add another."""
+"""The optimizers of a run; add another here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpt2lab.optim.muon import Muon
 
 BETAS = (0.9, 0.95)  # Brown et al. 2020, appendix B
 EPS = 1e-8
-# The matrices of a block: queries, keys and values are three that lie in one parameter.
+# The matrices of a block, by the number stacked in one parameter: c_attn holds queries, keys and values.
 _PARTS = {"c_attn.weight": 3, "c_proj.weight": 1, "c_fc.weight": 1}
 
 
@@ -19,24 +19,18 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return optimizers whose groups hold every trainable parameter exactly once.
 
-    Matrices and embeddings decay, vectors (biases, norm gains) do not. Each group's rate is the schedule's times
-    its `lr_scale`. Muon takes the matrices of the blocks and leaves the rest to AdamW.
+    Weight decay applies to matrices and embeddings, not to vectors (biases, norm gains). Each group's learning rate is
+    the schedule's times its `lr_scale`. Muon trains the matrices of the blocks, AdamW the rest.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = {
-        name: p
-        for name, p in named
-        if config.optimizer == "muon"
-        and name.startswith("blocks.")
-        and name.endswith(tuple(_PARTS))
-    }
+    hidden: dict[str, nn.Parameter] = {}
+    if config.optimizer == "muon":
+        in_blocks = [(name, p) for name, p in named if name.startswith("blocks.")]
+        hidden = {name: p for name, p in in_blocks if name.endswith(tuple(_PARTS))}
     rest = [p for name, p in named if name not in hidden]
+    decay = config.weight_decay
     groups = [
-        {
-            "params": [p for p in rest if p.dim() >= 2],
-            "weight_decay": config.weight_decay,
-            "lr_scale": 1.0,
-        },
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay, "lr_scale": 1.0},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
     fused = device.type in ("cuda", "cpu")
@@ -45,14 +39,10 @@ def build_optimizers(
     ]
     if hidden:
         scale = 1.0 if config.muon_lr is None else config.muon_lr / config.max_lr
+        alike = {end: [p for name, p in hidden.items() if name.endswith(end)] for end in _PARTS}
         muon_groups = [
-            {
-                "params": [p for name, p in hidden.items() if name.endswith(ending)],
-                "parts": parts,
-                "weight_decay": config.weight_decay,
-                "lr_scale": scale,
-            }
-            for ending, parts in _PARTS.items()
+            {"params": alike[end], "parts": parts, "weight_decay": decay, "lr_scale": scale}
+            for end, parts in _PARTS.items()
         ]
         optimizers.append(Muon(muon_groups, lr=config.max_lr))
     assert_partition(optimizers, [p for _, p in named])
@@ -62,20 +52,16 @@ def build_optimizers(
 def assert_partition(
     optimizers: list[torch.optim.Optimizer], parameters: list[nn.Parameter]
 ) -> None:
-    """Check that each parameter is in one group of one optimizer, and nothing else is."""
-    held = [
-        id(p)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ]
+    """Assert that the groups hold each of the parameters once, and no others."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in parameters), (
         "optimizer groups do not partition the parameters"
     )
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Set every group's rate for the coming step."""
+    """Set every group's learning rate for the coming step."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]

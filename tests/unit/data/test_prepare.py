@@ -1,4 +1,4 @@
-"""From documents to shards: what is refused, what is written, and what is never left behind."""
+"""From documents to shards: what is rejected, what is written, and what is never left behind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, stream_of, write_jsonl
-from gpt2lab.data.prepare import Sizes, describe
+from gpt2lab.data.prepare.pipeline import Sizes, describe
+from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
-from gpt2lab.data.sources import open_source
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 from tiny import write_shards
@@ -109,7 +109,7 @@ def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(
     assert stream_of(tmp_path / "out") == expected_stream([text])
 
 
-def test_a_corpus_too_small_for_two_splits_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("")
     with pytest.raises(DataError, match=r"corpus\.txt: not a single document with text in it"):
         run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
@@ -182,7 +182,7 @@ def test_preparing_twice_finds_it_done_and_touches_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("change", ["another source", "another request", "foreign shards", "file"])
-def test_a_folder_that_holds_something_else_is_refused_and_kept(
+def test_a_folder_that_holds_something_else_is_rejected_and_kept(
     tmp_path: Path, change: str
 ) -> None:
     source, out = write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out"
@@ -279,25 +279,25 @@ def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(
         ("paper.pdf", r"unknown kind of file; known: \.txt, \.jsonl, \.parquet"),
     ],
 )
-def test_a_source_that_is_none_is_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_a_source_that_is_none_is_rejected(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "paper.pdf").write_bytes(b"%PDF")
     with pytest.raises(DataError, match=f"{name}: {message}"):
         open_source(str(tmp_path / name), text_column="text")
 
 
-def test_sizes_that_cannot_work_are_refused_all_in_one_message() -> None:
+def test_sizes_that_cannot_work_are_rejected_all_in_one_message() -> None:
     Sizes(shard_tokens=2, val_tokens=2, max_tokens=4).check()
-    with pytest.raises(DataError) as refusal:
+    with pytest.raises(DataError) as rejection:
         Sizes(shard_tokens=1, val_tokens=1, max_tokens=3).check()
     for name in ("shard_tokens 1", "val_tokens 1", "max_tokens 3"):
-        assert name in str(refusal.value)
+        assert name in str(rejection.value)
 
 
 def test_the_embedded_corpus_has_the_same_documents_in_the_same_order_each_time() -> None:
     sources = [open_source("python-stdlib", text_column="text") for _ in range(2)]
     first, again = (
-        ["".join(document.chunks) for document in itertools.islice(source.documents(None), 40)]
+        ["".join(document.blocks) for document in itertools.islice(source.documents(None), 40)]
         for source in sources
     )
     assert first == again
@@ -322,7 +322,7 @@ def test_shards_are_filled_across_documents(tmp_path: Path, shard_tokens: int) -
 
 
 @pytest.mark.parametrize("text", ["hello world", "a", "word " * 24])
-def test_a_tiny_corpus_gives_two_usable_splits_or_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_tiny_corpus_gives_two_usable_splits_or_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.txt").write_text(text)
     if text == "word " * 24:
         run_prepare(tmp_path / "c.txt", tmp_path / "out")
@@ -352,7 +352,7 @@ def test_another_column_is_another_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["dangling link", "deep json", "out below a file"])
-def test_an_odd_source_is_refused(tmp_path: Path, trouble: str) -> None:
+def test_an_odd_source_is_rejected(tmp_path: Path, trouble: str) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "a.txt").write_text("word " * 500)
     out = tmp_path / "out"
@@ -398,7 +398,7 @@ def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path: P
     (folder / "again").symlink_to(disk)
     (folder / "z.txt").write_text(TEXTS[0])
     source = open_source(str(folder), text_column="text")
-    found = ["".join(document.chunks) for document in source.documents(None)]
+    found = ["".join(document.blocks) for document in source.documents(None)]
     assert found == [TEXTS[1], TEXTS[2], TEXTS[0]]
 
 

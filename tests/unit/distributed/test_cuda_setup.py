@@ -19,9 +19,9 @@ from gpt2lab.distributed.strategy import resolve_compile
 from gpt2lab.errors import ConfigError
 from gpt2lab.model import attention_backend
 from gpt2lab.model.gpt import build_model
-from gpt2lab.training import parts
-from gpt2lab.training.facts import facts_of
-from gpt2lab.training.start import decide
+from gpt2lab.training import pretrain
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.resume_check import facts_of
 
 SET = ("TORCHINDUCTOR_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -65,7 +65,7 @@ def test_deterministic_mode_is_set_before_anything_reads_it(gpu: None) -> None:
 
 
 @pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])
-def test_cublas_buffers_of_the_users_own_are_taken_or_refused(
+def test_cublas_buffers_of_the_users_own_are_taken_or_rejected(
     buffers: str, taken: bool, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", buffers)
@@ -77,9 +77,9 @@ def test_cublas_buffers_of_the_users_own_are_taken_or_refused(
             use(deterministic=True)
 
 
-def test_more_processes_than_gpus_are_refused(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_rejected(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ConfigError, match="process 1 of this machine has no GPU: there are 1"):
+    with pytest.raises(ConfigError, match="local rank 1 has no GPU: this machine has 1"):
         use()
 
 
@@ -97,16 +97,16 @@ def test_a_gpu_that_cannot_compile_trains_all_the_same(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda", 0)
-    compiles, note = resolve_compile("auto", device=cuda, max_steps=1)
+    compiles, note = resolve_compile(SystemConfig(), device=cuda, max_steps=1)
     assert not compiles
     assert note is not None
     assert note.startswith("not compiling: ")
     assert reason in note
     with pytest.raises(ConfigError, match=f"compile on: .*{reason}.*--compile off"):
-        resolve_compile("on", device=cuda, max_steps=1)
+        resolve_compile(SystemConfig(compile="on"), device=cuda, max_steps=1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert resolve_compile("auto", device=cuda, max_steps=1) == (True, None)
+    assert resolve_compile(SystemConfig(), device=cuda, max_steps=1) == (True, None)
 
 
 def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(
@@ -121,17 +121,17 @@ def test_attention_is_looked_at_with_the_runs_own_batch_and_mask(
     monkeypatch.setattr(attention_backend, "choose", choose)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *unused: True)
-    start = decide(parse(tiny_flags), world_size=1, set_aside=False)
+    start = resolve(parse(tiny_flags), world_size=1, set_aside=False)
     model = build_model(start.config.model, seed=1, device=torch.device("cpu"))
     runtime = Runtime()
-    assert parts.look_at_attention(start, model, runtime) is start  # on a CPU
+    assert pretrain.check_attention(start, model, runtime) is start  # on a CPU
     assert "attention" not in facts_of(start, runtime)["environment"]
     runtime.use(SystemConfig(device="cuda"))
-    found = parts.look_at_attention(start, model, runtime)
+    found = pretrain.check_attention(start, model, runtime)
     assert facts_of(found, runtime)["environment"]["attention"] == "efficient"
     system = dataclasses.replace(start.config.system, attention="flash", dtype="bf16")
     config = dataclasses.replace(
         start.config, system=system, tuning=TuningConfig(instructions="demo")
     )
-    parts.look_at_attention(dataclasses.replace(start, config=config), model, runtime)
+    pretrain.check_attention(dataclasses.replace(start, config=config), model, runtime)
     assert asked == [("auto", 2, False, False), ("flash", 2, True, True)]

@@ -34,6 +34,7 @@ def same_bits(one: Path, other: Path) -> None:
     assert launch.parameter_hash(one, STEPS) == launch.parameter_hash(other, STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3, 4))]
 )

@@ -6,10 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_hellaswag import write_items
 
 import launch
-from tiny import write_shards
+from tiny import write_items, write_shards
 
 WORKER = Path(__file__).parents[2] / "workers" / "count_compiles.py"
 

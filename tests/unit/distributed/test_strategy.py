@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import launch
-from gpt2lab.config.schema import ModelConfig, Parallel, Recompute
-from gpt2lab.model.activation_checkpointing import recompute_activations
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Parallel
+from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
 from gpt2lab.planner.communication import step_bytes
+from gpt2lab.training.pretrain import pretrain
 
 STEPS = 20
 WORKERS = Path(__file__).parents[2] / "workers"
@@ -31,6 +33,7 @@ def flags(data: Path, folder: Path, *more: str) -> list[str]:
         *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16", "--vocab_size=257"),
         *("--total_batch_size=128", "--mini_batch_size=2", f"--max_steps={STEPS}"),
         *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--eval_freq=10"),
+        "--checkpoint_freq=5",
         *(f"--data_dir={data}", f"--checkpoint_dir={folder}", "--run_name=run", *more),
     ]
 
@@ -60,7 +63,7 @@ def assert_same_curve(run: Path, reference: Path) -> None:
 def alone(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    train(tiny_data, folder, world=1)
+    pretrain(parse(flags(tiny_data, folder)))
     return folder / "run"
 
 
@@ -82,6 +85,7 @@ def by_two(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
 def test_two_processes_train_as_one(mode: str, by_two: Runs, alone: Path) -> None:
     run, _ = by_two(mode)
@@ -135,35 +139,40 @@ def test_the_planner_computes_what_travels(mode: Parallel, by_two: Runs) -> None
         assert 0 <= size - computed.get(kind, 0) <= 2 * 4 * MODEL.n_embd + 8, kind
 
 
-@pytest.mark.parametrize("mode", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
 def test_a_resume_in_the_same_mode_keeps_every_bit(
     mode: str, by_two: Runs, tiny_data: Path, tmp_path: Path
 ) -> None:
-    train(tiny_data, tmp_path, f"--parallel={mode}", "--stop_after_steps=7", world=2)
-    train(tiny_data, tmp_path, "--resume=latest", world=2)  # the mode is remembered
     run, expected = tmp_path / "run", by_two(mode)[0]
+    shutil.copytree(expected, run)
+    train(tiny_data, tmp_path, "--resume=5", world=2)  # the mode is remembered
+    assert launch.steps(run)[20]["attempt"] == 2
     assert launch.losses(run) == launch.losses(expected)
     assert launch.parameter_hash(run, STEPS) == launch.parameter_hash(expected, STEPS)
     assert [event["level"] for event in launch.events(run, "resume")] == ["bit-identical"]
 
 
+@pytest.mark.slow
 def test_a_run_wanders_through_modes_and_worlds(
-    alone: Path, tiny_data: Path, tmp_path: Path
+    alone: Path, by_two: Runs, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """2 x ddp, 4 x fsdp, one process, 2 x zero1, each resumed from the one before."""
-    train(tiny_data, tmp_path, "--stop_after_steps=5", world=2)
-    fsdp = ("--parallel=fsdp", "--activation_checkpointing=block", "--mini_batch_size=1")
-    train(tiny_data, tmp_path, "--resume=latest", *fsdp, "--stop_after_steps=10", world=4)
-    one = train(tiny_data, tmp_path, "--resume=latest", "--stop_after_steps=15", world=1)
-    assert "parallel fsdp -> ddp: there is one process" in one.stderr + one.stdout
-    train(tiny_data, tmp_path, "--resume=latest", "--parallel=zero1", world=2)
     run = tmp_path / "run"
+    shutil.copytree(by_two("ddp")[0], run)
+    fsdp = ("--parallel=fsdp", "--activation_checkpointing=block", "--mini_batch_size=1")
+    train(tiny_data, tmp_path, "--resume=5", *fsdp, "--stop_after_steps=10", world=4)
+    pretrain(parse([*flags(tiny_data, tmp_path), "--resume=latest", "--stop_after_steps=15"]))
+    said = capsys.readouterr()
+    assert "parallel fsdp -> ddp" in said.out + said.err
+    train(tiny_data, tmp_path, "--resume=latest", "--parallel=zero1", world=2)
     assert [event["step"] for event in launch.events(run, "resume")] == [5, 10, 15]
     assert_same_curve(run, alone)
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_steps_norms_refusals_and_files_are_those_of_ddp(world: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_steps_norms_rejections_and_files_are_those_of_ddp(world: int, tmp_path: Path) -> None:
     """Of weights whose rows no number of processes divides; see workers/modes.py for what is compared.
 
     "fsdp offloaded" is what --fsdp_offload does on a GPU: here it moves nothing, but takes the same way.
@@ -223,13 +232,15 @@ def test_compiled_and_recomputing_processes_agree_with_a_plain_one(
 # -- activation checkpointing ------------------------------------------------------------------------------------
 
 
-def backward(recompute: Recompute, *, dropout: float, dtype: torch.dtype) -> list[Any]:
+def backward(
+    recompute: ActivationCheckpointing, *, dropout: float, dtype: torch.dtype
+) -> list[Any]:
     """Return loss and gradients of one pass."""
     config = ModelConfig(
         n_layer=3, n_head=2, n_embd=64, context_length=32, vocab_size=64, dropout=dropout
     )
     model = build_model(config, seed=1, device=torch.device("cpu"))
-    recompute_activations(model, recompute)
+    apply_activation_checkpointing(model, recompute)
     ids = torch.arange(128).view(4, 32) % 64
     torch.manual_seed(3)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -242,7 +253,7 @@ def backward(recompute: Recompute, *, dropout: float, dtype: torch.dtype) -> lis
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recomputing_changes_no_bit(
-    recompute: Recompute, dtype: torch.dtype, dropout: float
+    recompute: ActivationCheckpointing, dtype: torch.dtype, dropout: float
 ) -> None:
     expected = backward("none", dropout=dropout, dtype=dtype)
     found = backward(recompute, dropout=dropout, dtype=dtype)

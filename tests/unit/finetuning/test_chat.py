@@ -1,28 +1,23 @@
-"""Talking to a model: the template, what is remembered, where an answer ends, and the door with a pipe."""
+"""Talking to a model: the template, what is remembered, where an answer ends, and the command with a pipe."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_evaluate import door
 from transformers import AutoTokenizer
 
 from conversations import CONTEXT, finetune, flags_of, write_model
 from gpt2lab.checkpoint.target import find_target, was_tuned
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.completion import Completer
-from gpt2lab.evaluation.style import Style
+from gpt2lab.evaluation.completion import Completer, Style
 from gpt2lab.finetuning.chat import Chat
-from gpt2lab.finetuning.rows import Rows, last_exchanges, lay_out
+from gpt2lab.finetuning.rows import Rows, build_rows, last_exchanges
 from gpt2lab.tokenizers.chat_template import Turn, encode
-from launch import REPOSITORY, environment
+from launch import Done, ask, call
 
-SCRIPTS = REPOSITORY / "scripts"
 PAIRS = {"Hi": "Hello there", "Bye": "So long", "Name?": "A model", "More?": "No more"}
 
 
@@ -45,17 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def talk(folder: Path, target: str, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "chat.py"), target, "--checkpoint_dir=runs", *flags]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(),
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def talk(folder: Path, target: str, text: str, *flags: str) -> Done:
+    return call("chat.py", target, "--checkpoint_dir=runs", *flags, folder=folder, stdin=text)
 
 
 class Echo:
@@ -94,7 +80,7 @@ def test_what_was_said_is_the_context_until_it_no_longer_fits() -> None:
     assert echo.asked[-1] == echo.asked[0]
 
 
-def test_a_long_question_leaves_less_room_and_a_longer_one_is_refused() -> None:
+def test_a_long_question_leaves_less_room_and_a_longer_one_is_rejected() -> None:
     echo = Echo()
     chat = Chat(echo)  # type: ignore[arg-type]
     "".join(chat.ask("word " * 45))
@@ -106,13 +92,13 @@ def test_a_long_question_leaves_less_room_and_a_longer_one_is_refused() -> None:
     assert chat.turns == turns
 
 
-def test_the_door_answers_a_pipe_and_obeys(folder: Path) -> None:
+def test_the_command_answers_a_pipe_and_obeys(folder: Path) -> None:
     text = "Hi\n\n/what\nBye\n/reset\nName?\n/quit\nHi\n"
     done = talk(folder, "tuned", text, "--temperature=0", "--max_new_tokens=8")
     assert done.returncode == 0, done.stderr
     first, _, third = done.stdout.splitlines()
     assert (first, third) == (PAIRS["Hi"], PAIRS["Name?"])  # as learned: without anything before
-    assert done.stderr.count("/reset forgets what was said, /quit ends") == 2
+    assert done.stderr.count("/reset clears the conversation, /quit ends") == 2
     assert "was not fine-tuned" not in done.stderr
     ended = talk(folder, "tuned", "Hi", "--temperature=0")  # the input ends within a line
     assert (ended.returncode, ended.stdout) == (0, "Hello there\n")
@@ -132,13 +118,13 @@ def test_wrong_settings_are_one_line(folder: Path) -> None:
         ("--top_p=0", "top_p 0.0 must be above 0 and at most 1"),
         ("--max_new_tokens=0", "max_new_tokens 0 must be at least 1"),
     ):
-        assert door(SCRIPTS / "chat.py", "tuned", flag, folder=folder) == (2, f"error: {message}")
+        assert ask("chat.py", "tuned", flag, folder=folder) == (2, f"error: {message}")
 
 
 def test_an_export_keeps_the_template(folder: Path) -> None:
     """Transformers' apply_chat_template gives the ids that the model was trained on, and our chat knows the export."""
     out = folder / "export"
-    door(SCRIPTS / "export_hf.py", "tuned", f"--out={out}", "--json", folder=folder)
+    ask("export_hf.py", "tuned", f"--out={out}", "--json", folder=folder)
     assert was_tuned(find_target(str(out), folder))
     assert not was_tuned(find_target(str(folder / "hf"), folder))
     turns = [Turn("system", "Be kind."), Turn("user", "Hi  you"), Turn("assistant", "Yo.\n\nYo")]
@@ -167,7 +153,7 @@ def test_the_last_exchange_of_a_row_is_found_again() -> None:
     ]
     part = [Encoded(*encode(turns), digest=str(n)) for n, turns in enumerate(spoken)]
     for packing in ("on", "off"):
-        rows: Rows = lay_out(part, CONTEXT, packing=packing)  # type: ignore[arg-type]
+        rows: Rows = build_rows(part, CONTEXT, packing=packing)  # type: ignore[arg-type]
         found = last_exchanges(rows)
         for turns, (prompt, answer) in zip(spoken, found, strict=True):
             assert prompt == encode(turns[:-1])[0]
@@ -175,15 +161,15 @@ def test_the_last_exchange_of_a_row_is_found_again() -> None:
 
 
 def test_answers_are_compared_where_asked(folder: Path) -> None:
-    plain = door(SCRIPTS / "evaluate.py", "tuned", "--json", folder=folder)
+    plain = ask("evaluate.py", "tuned", "--json", folder=folder)
     assert plain["generate"] is None
-    wrong = door(SCRIPTS / "evaluate.py", "hf", "--eval_generate", folder=folder)
+    wrong = ask("evaluate.py", "hf", "--eval_generate", folder=folder)
     assert wrong == (
         2,
         "error: hf: --eval_generate compares answers, and that needs a run of src/finetune.py and no --val",
     )
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
-    scored = door(SCRIPTS / "evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)
+    scored = ask("evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)
     assert scored["val_loss"] == plain["val_loss"]
     assert scored["generate"]["n"] == 1
     assert 0 <= scored["generate"]["rouge_l"] <= 1
@@ -196,7 +182,7 @@ def test_without_the_library_it_says_so(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "rouge_score" else real(name)
     )
-    code, line = door(SCRIPTS / "evaluate.py", "tuned", "--eval_generate", folder=folder)
+    code, line = ask("evaluate.py", "tuned", "--eval_generate", folder=folder)
     assert code == 2
     assert 'pip install "rouge-score>=0.1.2"' in line
 

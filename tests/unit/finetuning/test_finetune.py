@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
+from conversations import CONTEXT, finetune, flags_of, order_of, rows_of, write_model, write_pairs
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.derived import BatchPlan
-from gpt2lab.config.schema import Config, Recompute, TuningConfig
+from gpt2lab.config.schema import ActivationCheckpointing, Config, TuningConfig
 from gpt2lab.config.settings import override
 from gpt2lab.errors import DataError
 from gpt2lab.finetuning.conversations import read_conversations
-from gpt2lab.finetuning.loader import RowLoader, order_of
-from gpt2lab.finetuning.packed import PackedGPT, hidden_of_rows
-from gpt2lab.finetuning.rows import NOBODY, Rows, choose_held_out, open_instructions
-from gpt2lab.model.activation_checkpointing import recompute_activations
+from gpt2lab.finetuning.packed import PackedGPT, RowLoader, hidden_of_rows
+from gpt2lab.finetuning.rows import NO_OWNER, Rows, choose_held_out, open_instructions
+from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.gpt import GPT, Block
 from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
@@ -45,15 +44,10 @@ def model(folder: Path) -> GPT:
     return load_weights(find_target(str(folder / "hf"), folder))
 
 
-def rows_of(folder: Path, packing: str, **more: object) -> dict[str, Rows]:
-    settings = {"instructions": str(folder / "pairs.jsonl"), "packing": packing, **more}
-    return open_instructions(override(Config(), {"context_length": CONTEXT, **settings})).rows
-
-
 def loss_and_gradient(model: GPT, rows: Rows, pieces: int = 1) -> tuple[float, torch.Tensor]:
     """Return the mean loss over all targets and its gradient, with the rows cut into micro-batches."""
     ids = torch.from_numpy(rows.ids.astype(np.int64))
-    targets = torch.where(torch.from_numpy(rows.owner) == NOBODY, -1, ids)[:, 1:]
+    targets = torch.where(torch.from_numpy(rows.owner) == NO_OWNER, -1, ids)[:, 1:]
     total = 0.0
     model.zero_grad()
     for x, y in zip(ids[:, :-1].chunk(pieces), targets.chunk(pieces), strict=True):
@@ -97,8 +91,8 @@ def test_a_row_never_starts_a_target_that_its_input_cannot_explain(folder: Path)
     rows = rows_of(folder, "on")["train"]
     after_end = (rows.ids[:, 1:] == END_OF_TEXT) & (rows.ids[:, :-1] == END_OF_TEXT)
     assert after_end.any()
-    assert (rows.owner[:, 1:][after_end] == NOBODY).all()
-    assert (rows.owner[:, 0] == NOBODY).all()
+    assert (rows.owner[:, 1:][after_end] == NO_OWNER).all()
+    assert (rows.owner[:, 0] == NO_OWNER).all()
 
 
 def test_packed_conversations_do_not_see_each_other(folder: Path, model: GPT) -> None:
@@ -145,13 +139,13 @@ def test_recomputing_activations_changes_no_bit(
 
     monkeypatch.setattr(Block, "forward", counted)
     rows, found = rows_of(folder, "on")["train"], []
-    modes: tuple[Recompute, ...] = ("none", "block", "selective")
+    modes: tuple[ActivationCheckpointing, ...] = ("none", "block", "selective")
     for mode in modes:
         model = load_weights(find_target(str(folder / "hf"), folder))
         if lora_r:
             add_lora(model, TuningConfig(lora_r=lora_r))
             init_adapters(model, seed=1)
-        recompute_activations(model, mode)
+        apply_activation_checkpointing(model, mode)
         calls = 0
         found.append(loss_and_gradient(model, rows))
         assert calls == (1 if mode == "none" else 2)
@@ -165,9 +159,9 @@ def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(
     folder: Path, packing: str
 ) -> None:
     rows = rows_of(folder, packing)["train"]
-    order = order_of(rows, shuffle="windows", seed=1)
+    order = order_of(rows)
     rows = Rows(rows.ids[: len(rows) // 2 * 2], rows.owner[: len(rows) // 2 * 2])
-    order = order_of(rows, shuffle="windows", seed=1)
+    order = order_of(rows)
     seen = {}
     for world in (1, 2):
         plan = BatchPlan(2, 1, 2 // world, world, CONTEXT)
@@ -186,7 +180,8 @@ def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(
         seen[world] = found
     assert seen[1] == seen[2]
     assert sorted(map(str, seen[1])) == sorted(
-        str(ids[owner != NOBODY].tolist()) for ids, owner in zip(rows.ids, rows.owner, strict=True)
+        str(ids[owner != NO_OWNER].tolist())
+        for ids, owner in zip(rows.ids, rows.owner, strict=True)
     )
     assert order.epoch_of(len(rows)) == 1
 
@@ -256,7 +251,7 @@ def test_a_broken_line_is_named_with_its_place(name: str, folder: Path, tmp_path
     message = str(caught.value)
     assert message.startswith(f"{path}:3: ")
     assert part in message
-    assert message.endswith("(and 1 more like it); mend the record or remove it")
+    assert message.endswith("(and 1 more like it); correct the record or remove it")
     assert "\n" not in message
     assert not (tmp_path / "runs").exists()
 
@@ -291,5 +286,5 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> N
     with pytest.raises(DataError, match="of 0 usable conversations none is left for train"):
         open_instructions(override(Config(), settings))
     path.write_text("\n\n")
-    with pytest.raises(DataError, match=r"no conversations in it; a line holds \"messages\""):
+    with pytest.raises(DataError, match=r"holds no conversations; a line holds \"messages\""):
         open_instructions(override(Config(), settings))

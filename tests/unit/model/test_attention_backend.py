@@ -74,26 +74,26 @@ def test_a_choice_that_runs_is_returned_and_keeps_compiled_steps_apart(
     assert torch.compiler.config.cache_key_tag == "mine attention flash"
 
 
-def test_a_kernel_that_does_not_run_is_refused(undone: None) -> None:
-    with pytest.raises(ConfigError) as refusal:
+def test_a_kernel_that_does_not_run_is_rejected(undone: None) -> None:
+    with pytest.raises(ConfigError) as rejection:
         choose("cudnn", build(), micro_batch=2, masked=False, autocast=bf16)
-    assert "attention cudnn: cannot do B 2, H 2, T 16, D 16" in str(refusal.value)
-    assert "torch runs flash; use --attention flash or auto" in str(refusal.value)
+    assert "attention cudnn: cannot do B 2, H 2, T 16, D 16" in str(rejection.value)
+    assert "torch runs flash; use --attention flash or auto" in str(rejection.value)
 
 
-def test_attention_that_fails_is_refused_in_one_line(
+def test_attention_that_fails_is_rejected_in_one_line(
     undone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*unused: object) -> torch.Tensor:
         raise RuntimeError("No available kernel. Aborting execution.\nand more")
 
     monkeypatch.setattr(model_module, "attend", fail)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as rejection:
         choose("auto", build(), micro_batch=2, masked=False, autocast=bf16)
     assert "attention auto: fails for B 2, H 2, T 16, D 16 (No available kernel." in str(
-        refusal.value
+        rejection.value
     )
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)
 
 
 def test_the_order_is_set_after_torch_has_set_its_own(

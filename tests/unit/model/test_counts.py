@@ -16,7 +16,7 @@ from gpt2lab.model.counts import (
     count_matmul_parameters,
     count_parameters,
     flops_per_token,
-    tuning_flops_per_token,
+    training_flops_per_token,
 )
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.lora import add_lora
@@ -72,7 +72,7 @@ def test_adapters_are_counted_and_spare_the_gradients_of_the_matrices(targets: s
     assert count_adapters(config.model, config.tuning) == trained
     with FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
-    counted, formula = counter.get_total_flops() / 256, tuning_flops_per_token(config)
+    counted, formula = counter.get_total_flops() / 256, training_flops_per_token(config)
     # The backward pass ends at the first adapter, so at least 2 operations a weight before it are spared besides.
     assert 0.85 * formula < counted <= formula
 

@@ -1,4 +1,4 @@
-"""Hugging Face GPT-2 folders: the same logits and losses as transformers, anything else refused by name."""
+"""Hugging Face GPT-2 folders: the same logits and losses as transformers, anything else rejected by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from test_evaluate import EVALUATE, door
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.hf_config import read_hf_config
 from gpt2lab.model.hf_weights import load_hf
+from launch import ask
 from tiny import write_shards
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
@@ -59,7 +59,7 @@ def test_logits_equal_transformers(theirs: GPT2LMHeadModel, folder: Path) -> Non
     assert found.shape[-1] == 50304
     assert (found[..., :50257] - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())
     with torch.no_grad():
-        scores = ours.scores(ours.hidden(ids))
+        scores = ours.masked_logits(ours.hidden(ids))
     assert torch.isneginf(scores[..., 50257:]).all(), "padding rows are not scored"
     assert found[..., 50257:].amax() <= expected.amax(), "nor likely where they are"
 
@@ -93,7 +93,7 @@ def test_a_folder_without_prefix_and_with_masks_is_read_too(
         ({"n_positions": 30}, r"wpe.weight is \(24, 32\), config.json means \(30, 32\)"),
     ],
 )
-def test_another_architecture_is_refused_by_name(
+def test_another_architecture_is_rejected_by_name(
     change: dict[str, Any], problem: str, folder: Path, tmp_path: Path
 ) -> None:
     other = rewrite(folder, tmp_path / "other", tensors_of(folder), **change)
@@ -101,7 +101,7 @@ def test_another_architecture_is_refused_by_name(
         load_hf(other)
 
 
-def test_damaged_and_untied_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_damaged_and_untied_weights_are_rejected(folder: Path, tmp_path: Path) -> None:
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
     with pytest.raises(CheckpointError, match="only a tied head"):
@@ -128,8 +128,8 @@ def test_evaluate_finds_the_loss_that_transformers_finds(
     theirs: GPT2LMHeadModel, folder: Path, tmp_path: Path
 ) -> None:
     data = write_shards(tmp_path / "data", train=(100,), val=(241,))
-    answer = door(
-        EVALUATE,
+    answer = ask(
+        "evaluate.py",
         *(str(folder), f"--val={data}", "--device=cpu", "--dtype=fp32", "--json"),
         folder=tmp_path,
     )
@@ -140,4 +140,4 @@ def test_evaluate_finds_the_loss_that_transformers_finds(
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
     assert answer["val_loss"] == pytest.approx(float(expected), rel=1e-5)
     assert (answer["step"], answer["val_tokens"]) == (None, 240)
-    assert "nothing to evaluate" in door(EVALUATE, str(folder), folder=tmp_path)[1]
+    assert "nothing to evaluate" in ask("evaluate.py", str(folder), folder=tmp_path)[1]

@@ -8,28 +8,27 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from test_evaluate import door
 from torch.nn import functional as F
 
 import launch
-from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
+from conversations import CONTEXT, finetune, flags_of, order_of, write_model, write_pairs
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.derived import BatchPlan
-from gpt2lab.config.schema import Config, TuningConfig
+from gpt2lab.config.schema import Config, SystemConfig, TuningConfig
 from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
-from gpt2lab.finetuning.loader import RowLoader, order_of
-from gpt2lab.finetuning.packed import PackedGPT
+from gpt2lab.finetuning.packed import PackedGPT, RowLoader
 from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
 from gpt2lab.optim.optimizers import BETAS, EPS, build_optimizers
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.training.train_step import train_step
+from launch import ask
 
 SCRIPTS = launch.REPOSITORY / "scripts"
 TUNING = TuningConfig(lora_r=4, lora_alpha=8.0, lora_targets="attn.c_attn,c_fc,c_proj")
@@ -102,14 +101,14 @@ def test_a_run_trains_adapters_alone_and_its_checkpoint_stands_on_its_own(folder
     assert told in (run / "log.txt").read_text()
 
 
-def test_the_doors_see_the_merged_weights(folder: Path, tmp_path: Path) -> None:
-    """Evaluation, sample and export of a run with adapters; the export is compared with transformers by the door."""
+def test_the_commands_see_the_merged_weights(folder: Path, tmp_path: Path) -> None:
+    """Evaluation, sample and export of a run with adapters; the export is compared with transformers by the command."""
     logged = launch.events(folder / "runs" / "lora", "eval")[-1]
-    answer = door(SCRIPTS / "evaluate.py", "lora", "--json", folder=folder)
+    answer = ask("evaluate.py", "lora", "--json", folder=folder)
     assert answer["val_loss"] == pytest.approx(logged["val_loss"], rel=1e-5)
     assert answer["val_tokens"] == logged["val_tokens"]
     out = tmp_path / "export"
-    door(SCRIPTS / "export_hf.py", "lora", f"--out={out}", "--json", folder=folder)
+    ask("export_hf.py", "lora", f"--out={out}", "--json", folder=folder)
     card = (out / "README.md").read_text()
     assert "| training data | `pairs.jsonl`, fingerprint" in card
     assert "| adapters | LoRA of rank 2" in card
@@ -144,7 +143,7 @@ def batches(folder: Path, steps: int) -> list[GlobalBatch]:
     settings = {"instructions": str(folder / "pairs.jsonl"), "packing": "off"}
     data = open_instructions(override(Config(), {"context_length": CONTEXT, **settings}))
     rows, plan = data.rows["train"], BatchPlan(4, 2, 2, 1, CONTEXT)
-    order = order_of(rows, shuffle="windows", seed=1)
+    order = order_of(rows)
     loader = RowLoader(order, rows, plan, rank=0, device=torch.device("cpu"))
     return [loader.fetch(4 * step) for step in range(steps)]
 
@@ -184,7 +183,7 @@ def test_losses_are_those_of_peft(folder: Path) -> None:
         eps=EPS,
         weight_decay=0.0,
     )
-    strategy = Strategy(Runtime(), compile=False, dtype="fp32")
+    strategy = Strategy(Runtime(), SystemConfig(dtype="fp32"))
     trained, found, expected = PackedGPT(model), [], []
     for batch in steps:
         stats = train_step(

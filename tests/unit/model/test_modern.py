@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_evaluate import EVALUATE, door
 
 import launch
 from gpt2lab.checkpoint import catalog
@@ -21,9 +20,10 @@ from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import find_problems, options_of, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.huggingface.export import export
-from gpt2lab.model.gpt import GPT, Attention, build_model, rotation_of
+from gpt2lab.model.gpt import GPT, Attention, build_model, rotary_angles
 from gpt2lab.training.pretrain import pretrain
-from gpt2lab.training.start import decide
+from gpt2lab.training.resolve import resolve
+from launch import ask
 from tiny import CONTEXT, VOCAB
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_rotary_attention_with_normalised_heads_equals_a_naive_float64_reference
             expected[t, h * D : (h + 1) * D] = (chances / chances.sum()) @ v[: t + 1]
     expected = expected @ weights["c_proj.weight"].T + weights["c_proj.bias"]
     with torch.no_grad():
-        ours = layer(x, rotation=rotation_of(torch.arange(T), D))[0].numpy()
+        ours = layer(x, rotation=rotary_angles(torch.arange(T), D))[0].numpy()
     assert np.abs(expected).max() > 0.3
     np.testing.assert_allclose(ours, expected, atol=5e-6)
 
@@ -153,7 +153,7 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
     assert ((before[:, 13:] - after[:, 13:]).abs().amax(dim=(0, 2)) > 0).all()
 
 
-# -- presets and refusals ----------------------------------------------------------------------------------------
+# -- presets and rejections ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("modern-")])
@@ -166,7 +166,7 @@ def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
     assert preset(name).optim.optimizer == "muon"
 
 
-def test_heads_that_cannot_be_turned_are_refused() -> None:
+def test_heads_that_cannot_be_turned_are_rejected() -> None:
     odd = override(Config(), {"n_embd": 9, "n_head": 3, "positions": "rotary"})
     (problem,) = find_problems(odd)
     assert "n_embd 9 / n_head 3 must be even" in problem
@@ -191,7 +191,7 @@ def run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_evaluated_afterwards_with_the_trainers_own_loss(run: Path) -> None:
-    report = door(EVALUATE, "modern", "--device=cpu", "--json", folder=run.parent)
+    report = ask("evaluate.py", "modern", "--device=cpu", "--json", folder=run.parent)
     assert report["val_loss"] == launch.events(run, "eval")[-1]["val_loss"]
 
 
@@ -200,15 +200,15 @@ def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(
 ) -> None:
     with pytest.raises(ConfigError, match="another architecture: positions rotary -> learned"):
         resume = [f"--checkpoint_dir={run.parent}", "--resume=latest", "--positions=learned"]
-        decide(parse(resume), world_size=1, set_aside=False)
+        resolve(parse(resume), world_size=1, set_aside=False)
     fresh = [f"--init_from={run}", f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}"]
-    config = decide(parse([*fresh, "--max_steps=2"]), world_size=1, set_aside=False).config
+    config = resolve(parse([*fresh, "--max_steps=2"]), world_size=1, set_aside=False).config
     assert options_of(config.model) == options_of(preset("modern-nano").model)
     with pytest.raises(ConfigError, match="norm layernorm does not fit"):
-        decide(parse([*fresh, "--norm=layernorm"]), world_size=1, set_aside=False)
+        resolve(parse([*fresh, "--norm=layernorm"]), world_size=1, set_aside=False)
 
 
-def test_hugging_face_export_is_refused_before_anything_is_written(
+def test_hugging_face_export_is_rejected_before_anything_is_written(
     run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "hf"

@@ -137,6 +137,7 @@ def test_kill_and_resume_is_bit_identical(straight: Path, tiny_data: Path, tmp_p
     assert launch.parameter_hash(tmp_path / "run", 12) == launch.parameter_hash(straight, 12)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_the_same_and_one_goes_on(
     straight: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -168,7 +169,7 @@ def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight: Path
     assert checkpoint_bytes(plain) - total == 4 * 12 * 2 * 32**2
 
 
-def test_another_optimizer_is_refused_unless_allowed_and_then_begins_afresh(
+def test_another_optimizer_is_rejected_unless_allowed_and_then_begins_afresh(
     straight: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
     flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"

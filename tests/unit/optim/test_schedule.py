@@ -82,7 +82,7 @@ def test_run_that_is_all_warm_up_ends_at_the_peak(schedule) -> None:
 
 
 @pytest.mark.parametrize("missing", ["warmup_steps", "min_lr"])
-def test_schedule_that_was_not_resolved_is_refused(missing) -> None:
+def test_schedule_that_was_not_resolved_is_rejected(missing) -> None:
     values = {"warmup_steps": 10, "min_lr": MIN, missing: None}
     with pytest.raises(ValueError, match="resolved"):
         lr_at(50, OptimConfig(**values), max_steps=100)

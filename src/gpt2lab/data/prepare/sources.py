@@ -1,4 +1,4 @@
-"""Where documents come from: each source is a name, a rough size, and a stream of texts in a fixed order."""
+"""Sources of documents: a name, a rough size, and a stream of texts in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ from gpt2lab.errors import DataError, SourceLostError
 
 LOCAL_SUFFIXES = (".txt", ".jsonl", ".parquet")
 PACKED_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}  # of .txt and .jsonl
-_CHUNK = 1 << 20
+_BLOCK = 1 << 20
 _BOOKMARK_EVERY = 1000  # rows of a Hugging Face dataset
-
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, read in chunks; with a bookmark, the source can start anew right before it."""
+    """One text, read in blocks; with a bookmark, the source can resume right before it."""
 
-    chunks: Iterable[str]
+    blocks: Iterable[str]
     where: str  # file and record, for people
     bookmark: Any = None  # JSON
 
 
-Stream = Iterator[Document | DataError]  # an error in place of a record that cannot be used
+Stream = Iterator[Document | DataError]  # an error stands in place of a record that cannot be used
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Source:
     name: str  # of the data folder
     dataset: str  # first part of the shards' file names
     origin: str  # recorded in shards.json; no path of this machine
-    num_bytes: int | None  # of text, roughly, where it is known beforehand
+    num_bytes: int | None  # of text, approximate; None where it is not known beforehand
     documents: Callable[[Any], Stream]
     identity: Callable[[], str]  # changes when the documents do: how "already prepared" is known
 
@@ -54,7 +53,7 @@ def open_source(
 ) -> Source:
     """Return the source that a command line names: python-stdlib, fineweb-edu, hf:NAME, or a file or folder.
 
-    `part` (i, n) leaves the i-th of n disjoint parts, 1 <= i <= n, which together are the whole.
+    `part` (i, n), 1 <= i <= n, selects the i-th of n disjoint parts, which together hold every document.
 
     Raises: DataError if it is none of these.
     """
@@ -95,9 +94,8 @@ def _python_stdlib(part: tuple[int, int]) -> Source:
     files.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
 
     def read(file: Path) -> Stream:
-        found = list(_read_txt(file, ""))
-        # A few of the library's own test files are broken on purpose: no documents of this corpus.
-        yield from (document for document in found if isinstance(document, Document))
+        # A few of the library's own test files are broken on purpose: they are not documents of this corpus.
+        return (found for found in _read_txt(file, "") if isinstance(found, Document))
 
     return Source(
         name="python_stdlib",
@@ -105,9 +103,7 @@ def _python_stdlib(part: tuple[int, int]) -> Source:
         origin=f"standard library of Python {platform.python_version()}",
         num_bytes=sum(path.stat().st_size for path in files) // part[1],
         documents=lambda bookmark: _read_files(files, read, bookmark, part),
-        identity=lambda: (
-            "python-stdlib"
-        ),  # any version will do: an upgrade of Python is no reason to refuse
+        identity=lambda: "python-stdlib",  # an upgrade of Python does not make it another source
     )
 
 
@@ -129,10 +125,9 @@ def _hugging_face(
         begun = False
         try:
             rows = load_dataset(name, name=subset, split="train", streaming=True)
-            if part[1] > 1:  # whole files where they divide evenly, else every n-th row
+            if part[1] > 1:  # full files where they divide evenly, else every n-th row
                 rows = split_dataset_by_node(rows, rank=part[0] - 1, world_size=part[1])
-            number = 0
-            mark: Any = bookmark
+            number, mark = 0, bookmark
             if bookmark is not None:
                 number = bookmark["row"]
                 rows.load_state_dict(bookmark["state"])
@@ -142,9 +137,7 @@ def _hugging_face(
                 number, mark = number + 1, None
                 if number % _BOOKMARK_EVERY == 0:
                     mark = {"row": number, "state": rows.state_dict()}
-        except (
-            Exception
-        ) as error:  # the hub client raises many kinds: no network, no such dataset, no access
+        except Exception as error:  # of many kinds: no network, no such dataset, no access
             message = f"hf:{name}: cannot be read ({type(error).__name__}: {error})"
             kind = SourceLostError if begun else DataError
             raise kind(" ".join(message.split())) from error
@@ -165,9 +158,7 @@ def _hugging_face(
 
 def _local(path: Path, text_column: str, part: tuple[int, int]) -> Source:
     known = f"{', '.join(LOCAL_SUFFIXES)}, the first two also as {' or '.join(PACKED_SUFFIXES)}"
-    files = [path]
-    if path.is_dir():
-        files = _files_below(path)
+    files = _files_below(path) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path}: no {known} files in this folder")
     for file in files:
@@ -190,17 +181,17 @@ def _local(path: Path, text_column: str, part: tuple[int, int]) -> Source:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Return the files of known kinds in a folder and those below it, also behind links, each folder once.
+    """Return the files of known kinds in a folder and its subfolders, also behind links, each folder once.
 
-    Raises: DataError if one cannot be listed: without its texts the corpus would be another.
+    Raises: DataError if a folder cannot be listed: without its texts the corpus would be another.
     """
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
 
-    def refuse(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}") from error
 
-    for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         facts = os.stat(here)
         if (facts.st_dev, facts.st_ino) in seen:  # a link back, or a second one
             folders.clear()
@@ -221,12 +212,12 @@ def _kind_of(path: Path) -> str:
 
 
 def _hash_files(files: list[Path], root: Path) -> str:
-    """Hash names and contents: a hundredth of the time that tokenising them takes."""
+    """Hash names and contents; this takes a hundredth of the time of tokenising them."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size}\n".encode())
         with open(file, "rb") as content:
-            while block := content.read(_CHUNK):
+            while block := content.read(_BLOCK):
                 digest.update(block)
     return digest.hexdigest()
 
@@ -237,7 +228,7 @@ def _read_files(
     bookmark: Any,
     part: tuple[int, int],
 ) -> Stream:
-    """Yield what is in the files, or every n-th record of it; there is a bookmark before each file."""
+    """Yield the records of the files that belong to the part; each file begins with a bookmark."""
     number = bookmark["records"] if bookmark else 0
     for index in range(bookmark["file"] if bookmark else 0, len(files)):
         mark: Any = {"file": index, "records": number}
@@ -246,18 +237,18 @@ def _read_files(
             if (number - part[0]) % part[1]:
                 continue
             if isinstance(document, Document) and mark is not None:
-                document, mark = Document(document.chunks, document.where, mark), None
+                document, mark = Document(document.blocks, document.where, mark), None
             yield document
 
 
 def _open(path: Path) -> io.BufferedReader:
-    """Open a file for reading, through the decompression that its name asks for."""
+    """Open a file for reading, decompressed as its name says."""
     if path.suffix.lower() not in PACKED_SUFFIXES:
         return open(path, "rb")
     import pyarrow as pa
 
     codec = PACKED_SUFFIXES[path.suffix.lower()]
-    return io.BufferedReader(pa.input_stream(str(path), compression=codec), _CHUNK)
+    return io.BufferedReader(pa.input_stream(str(path), compression=codec), _BLOCK)
 
 
 def _read_txt(path: Path, text_column: str) -> Stream:
@@ -269,21 +260,21 @@ def _read_txt(path: Path, text_column: str) -> Stream:
     if bad is not None:
         yield DataError(f"{path}: not UTF-8 text at byte {bad}")
     else:
-        yield Document(_chunks_of(path), str(path))
+        yield Document(_blocks_of(path), str(path))
 
 
-def _chunks_of(path: Path) -> Iterator[str]:
+def _blocks_of(path: Path) -> Iterator[str]:
     with _open(path) as raw, io.TextIOWrapper(raw, encoding="utf-8") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
+        while block := file.read(_BLOCK):
+            yield block
 
 
 def _first_bad_byte(path: Path) -> int | None:
-    """Return where a file stops being UTF-8, before a part of it is used; None where it never does."""
+    """Return the offset of the first byte that is not UTF-8, None if there is none."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with _open(path) as file:
         while True:
-            block = file.read(_CHUNK)
+            block = file.read(_BLOCK)
             held = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)

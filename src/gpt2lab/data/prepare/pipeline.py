@@ -1,6 +1,6 @@
-"""Documents -> token shards and their manifest; what a killed start had finished, the next one finds.
+"""A source -> a folder of token shards and their manifest; an interrupted preparation resumes.
 
-Shards are collected in OUT.partial, with a journal of where in the source to go on; the last act is one rename to OUT.
+Shards are collected in OUT.partial, with a journal of the place in the source; the last act is one rename to OUT.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,45 +18,42 @@ import numpy as np
 from tqdm import tqdm
 
 from gpt2lab import fmt, paths
-from gpt2lab.data.encode import Batch, Place, encode
-from gpt2lab.data.shard_writer import ShardWriter
+from gpt2lab.data.prepare.encode import Batch, Place, encode
+from gpt2lab.data.prepare.sources import Source
+from gpt2lab.data.prepare.write import ShardWriter, Unfinished
 from gpt2lab.data.shards import FORMAT, MANIFEST, read_manifest
-from gpt2lab.data.sources import Source
-from gpt2lab.data.unfinished import Unfinished
 from gpt2lab.errors import DataError, SourceLostError
 from gpt2lab.tokenizers import gpt2
 
 VAL_FRACTION = 0.05
 LARGEST_DEFAULT_VAL = 100_000_000
 _BYTES_PER_TOKEN = 4  # of English; only sizes the default validation split and the progress bar
-_WORTH_WORKERS = 4_000_000  # bytes of text; below, starting processes takes longer than the work
+_WORTH_WORKERS = 4_000_000  # bytes of text; below, starting workers takes longer than the work
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much, and cut into what; of the whole, also where one part of it is prepared."""
+    """Tokens in a shard, in the validation split and in all; of the full data set, also where one part is prepared."""
 
     shard_tokens: int = 100_000_000
     val_tokens: int | None = None  # default 5 % of the expected size, at most 100M
     max_tokens: int | None = None
 
     def check(self) -> None:
-        """Refuse sizes that cannot work, all in one message.
+        """Check that the sizes can work.
 
-        Raises: DataError.
+        Raises: DataError with all problems in one message.
         """
-        problems = []
-        if self.shard_tokens < 2:
-            problems.append(f"shard_tokens {self.shard_tokens} must be at least 2")
-        if self.val_tokens is not None and self.val_tokens < 2:
-            problems.append(f"val_tokens {self.val_tokens} must be at least 2")
-        if self.max_tokens is not None and self.max_tokens < 4:
-            problems.append(f"max_tokens {self.max_tokens} must be at least 4")
+        problems = [
+            f"{name} {value} must be at least {least}"
+            for name, least in (("shard_tokens", 2), ("val_tokens", 2), ("max_tokens", 4))
+            if (value := getattr(self, name)) is not None and value < least
+        ]
         if problems:
             raise DataError("; ".join(problems))
 
     def of_part(self, part: tuple[int, int]) -> Sizes:
-        """Return the share of part i of n; the shares sum to the whole."""
+        """Return the share of part i of n; the shares sum to the full sizes."""
 
         def share(tokens: int | None) -> int | None:
             return None if tokens is None else tokens // part[1] + (part[0] <= tokens % part[1])
@@ -69,7 +65,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Result:
-    """What was written; `seconds` and `new_tokens` are of this start alone."""
+    """What was written; `seconds` and `new_tokens` count this start alone."""
 
     folder: Path
     files: tuple[dict[str, Any], ...]
@@ -79,7 +75,7 @@ class Result:
     seconds: float
 
     def total(self, fact: str, split: str | None = None) -> int:
-        """Sum one of tokens, bytes, documents, text_bytes over the files, or those of a split."""
+        """Sum tokens, bytes, documents or text_bytes over the files, of all or of one split."""
         return sum(file[fact] for file in self.files if split in (None, file["split"]))
 
 
@@ -87,17 +83,14 @@ def describe(result: Result) -> str:
     """Write the result as a table."""
     tokens, documents = result.total("tokens"), result.total("documents")
     train, val = result.total("tokens", "train"), result.total("tokens", "val")
-    text = result.total("text_bytes")
+    text, speed = result.total("text_bytes"), result.new_tokens / result.seconds
     rows = [
         ("documents", f"{documents:,}"),
         ("tokens", f"{tokens:,} ({train:,} train, {val:,} val)"),
         ("text", f"{fmt.num_bytes(text)} ({text / tokens:.2f} bytes a token)"),
         ("mean document", f"{tokens / documents:,.0f} tokens"),
         ("shards", f"{len(result.files):,} files, {fmt.num_bytes(result.total('bytes'))}"),
-        (
-            "time",
-            f"{fmt.duration(result.seconds)} ({result.new_tokens / result.seconds:,.0f} tokens/s)",
-        ),
+        ("time", f"{fmt.duration(result.seconds)} ({speed:,.0f} tokens/s)"),
         ("folder", paths.for_people(result.folder)),
     ]
     if result.bad or result.empty:
@@ -115,16 +108,16 @@ def prepare(
     part: tuple[int, int] = (1, 1),
     skip_bad: bool = False,
 ) -> Result | None:
-    """Tokenise a source into `folder`; None if the same is there already.
+    """Tokenise a source into `folder`; return None if the same data is there already.
 
-    The first documents become the validation split, up to `val_tokens`; a corpus that ends before training data
-    begins is cut 5 : 95 instead, so there are always both. What is written depends neither on `num_workers`
-    (default: one per core) nor on how often the work was interrupted.
+    The first `val_tokens` tokens become the validation split; a corpus that ends before training data begins is
+    divided 5 : 95 instead, so both splits always exist. The shards depend neither on `num_workers` (default: one per
+    core) nor on interruptions.
 
     Raises: DataError if the folder holds something else, a record cannot be read, or there is next to no text.
     """
     sizes.check()
-    folder = folder.resolve()  # through a link: the shards belong on the disk that it points to
+    folder = folder.resolve()  # the shards belong on the disk that a link points to
     request = {"content": source.identity(), "part": list(part), **dataclasses.asdict(sizes)}
     if _is_done(folder, request):
         return None
@@ -158,12 +151,10 @@ def prepare(
         raise DataError(
             f"{folder}: cannot be written ({error.strerror}); {work.leave()}"
         ) from error
-    except SourceLostError as error:
-        raise SourceLostError(f"{error}; {work.leave()}") from error
     except DataError as error:
-        raise DataError(
-            f"{error}; {work.leave()}" if work.is_worth_keeping else str(error)
-        ) from error
+        if work.is_worth_keeping or isinstance(error, SourceLostError):
+            raise type(error)(f"{error}; {work.leave()}") from error
+        raise
     finally:
         work.leave()
     tokens = sum(file["tokens"] for file in writer.files)
@@ -188,11 +179,7 @@ def _default_workers(source: Source) -> int:
 def _is_done(folder: Path, request: dict[str, Any]) -> bool:
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if (
-        folder.is_dir()
-        and (folder / MANIFEST).exists()
-        and read_manifest(folder).get("request") == request
-    ):
+    if (folder / MANIFEST).exists() and read_manifest(folder).get("request") == request:
         return True
     raise DataError(
         f"{folder}: holds something else already; choose another --out, or move it away"
@@ -209,20 +196,16 @@ def _write_splits(
     skip_bad: bool,
 ) -> Batch:
     """Write both splits; return the last batch that was used."""
-    expected = None if source.num_bytes is None else source.num_bytes // _BYTES_PER_TOKEN
-    if sizes.max_tokens is not None:
-        expected = sizes.max_tokens if expected is None else min(expected, sizes.max_tokens)
+    size = None if source.num_bytes is None else source.num_bytes // _BYTES_PER_TOKEN
+    expected = min((n for n in (size, sizes.max_tokens) if n is not None), default=None)
     val_tokens = sizes.val_tokens
     if val_tokens is None:
-        val_tokens = LARGEST_DEFAULT_VAL
-        if expected is not None:
-            val_tokens = min(val_tokens, max(2, int(VAL_FRACTION * expected)))
+        share = LARGEST_DEFAULT_VAL if expected is None else max(2, int(VAL_FRACTION * expected))
+        val_tokens = min(LARGEST_DEFAULT_VAL, share)
     finished = sum(file["tokens"] for file in work.files)
     position, drop = finished, work.drop  # of the next id that is not in a finished shard
     noted = len(writer.files)
-    restarts: deque[tuple[int, Place]] = (
-        deque()
-    )  # where batches begin, since the last finished shard
+    restarts: deque[tuple[int, Place]] = deque()  # begins of batches since the last finished shard
     last = Batch(np.empty(0, np.uint16), work.place, work.place.bad, work.place.empty)
     with (
         contextlib.closing(writer),
@@ -239,11 +222,13 @@ def _write_splits(
             if sizes.max_tokens is not None:
                 ids = ids[: sizes.max_tokens - position]
             bar.update(len(ids))
-            for split, run in _split(ids, position, val_tokens):
-                writer.add(split, run)
-                position += len(run)
-                if position == val_tokens:
-                    writer.finish("val")
+            left = max(0, val_tokens - position)  # the stream begins with the validation split
+            for split, run in (("val", ids[:left]), ("train", ids[left:])):
+                if len(run):
+                    writer.add(split, run)
+                    position += len(run)
+                    if position == val_tokens:
+                        writer.finish("val")
             if len(writer.files) > noted:
                 noted = len(writer.files)
                 finished = sum(file["tokens"] for file in writer.files)
@@ -258,30 +243,21 @@ def _write_splits(
             if position < val_tokens:
                 writer.finish("val")
             if position <= val_tokens:
-                _cut_again(writer, work)
+                _divide_again(writer, work)
             writer.finish("train")
         except DataError as error:
             raise DataError(f"{source.origin}: {error}") from None
     return last
 
 
-def _split(ids: np.ndarray, position: int, val_tokens: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the ids with their split: the first `val_tokens` of the stream are for validation."""
-    left = max(0, val_tokens - position)
-    if left and len(ids):
-        yield "val", ids[:left]
-    if len(ids) > left:
-        yield "train", ids[left:]
-
-
-def _cut_again(writer: ShardWriter, work: Unfinished) -> None:
-    """Divide a text 5 : 95 that ended where the validation split should have."""
+def _divide_again(writer: ShardWriter, work: Unfinished) -> None:
+    """Divide a text 5 : 95 that ended within the validation split."""
     held = sum(file["tokens"] for file in writer.files)
     if held > LARGEST_DEFAULT_VAL:
         raise DataError(f"{held:,} tokens in all, --val_tokens takes them; give a smaller number")
     ids = np.concatenate([np.load(work.folder / file["name"]) for file in writer.files])
     writer.files.clear()
-    work.note(Place(), 0)  # from here on, an interrupted start begins anew
+    work.note(Place(), 0)  # an interruption after this restarts from the beginning
     cut = max(2, int(VAL_FRACTION * held))
     writer.add("val", ids[:cut])
     writer.finish("val")

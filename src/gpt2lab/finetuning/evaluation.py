@@ -1,0 +1,144 @@
+"""Evaluation on held-out conversations: the loss of their answers, and ROUGE-L of generated ones."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.generation import draw
+from gpt2lab.evaluation.results import Results, mean_and_error
+from gpt2lab.evaluation.validation import ValidationLoss
+from gpt2lab.finetuning.packed import hidden_of_rows
+from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.loss import token_losses
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
+
+MOST_TOKENS = 256  # of an answer
+
+
+class AnswerLoss:
+    """The validation loss of the held-out rows, or of as many as `val_tokens` allows, evenly spaced."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        val_tokens: int,
+        batch_size: int,
+        strategy: Strategy,
+        runtime: Runtime,
+    ) -> None:
+        self._batch_size, self._strategy, self._runtime = batch_size, strategy, runtime
+        total, T = len(rows), rows.ids.shape[1] - 1
+        chosen = min(total, max(1, val_tokens // T))
+        places = np.arange(chosen, dtype=np.int64) * total // chosen
+        self._ids, self._owner = rows.ids[places], rows.owner[places]
+
+    def measure(
+        self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
+    ) -> ValidationLoss | None:
+        """Return the loss in nats per answer token; None if interrupted. Each rank takes a share of the rows.
+
+        Each conversation is summed in fp64. The standard error takes a conversation as the unit: the loss is a ratio of
+        two sums over them, and its error that of a ratio (Cochran 1977, equation 6.13).
+        """
+        world, rank, count = self._runtime.world_size, self._runtime.rank, len(self._ids)
+        mine = np.arange(rank, count, world)
+        longest = math.ceil(count / world)  # equal rounds everywhere: interrupted() is a collective
+        nats = np.zeros(int(self._owner.max()) + 1)
+        was_training = model.training
+        model.eval()
+        try:
+            for begin in range(0, longest, self._batch_size):
+                if interrupted():
+                    return None
+                rows = mine[begin : begin + self._batch_size]
+                if len(rows):
+                    self._add(nats, rows, model)
+        finally:
+            model.train(was_training)
+        nats = np.sum(self._runtime.gather(nats), axis=0)  # one rank has a conversation's rows
+        return self._summarize(nats)
+
+    def _add(self, nats: np.ndarray, rows: np.ndarray, model: GPT) -> None:
+        """Add the losses of some rows' answers to their conversations."""
+        ids = torch.from_numpy(self._ids[rows].astype(np.int64)).to(self._runtime.device)
+        owner = self._owner[rows][:, 1:]  # (B, T)
+        with torch.inference_mode(), self._strategy.autocast():
+            losses = token_losses(
+                model.masked_logits(hidden_of_rows(model, ids[:, :-1])), ids[:, 1:]
+            )
+        is_answer = owner != NO_OWNER
+        np.add.at(nats, owner[is_answer], losses.double().cpu().numpy()[is_answer])  # sync
+
+    def _summarize(self, nats: np.ndarray) -> ValidationLoss:
+        owner, ids = self._owner[:, 1:], self._ids[:, 1:]
+        is_answer = owner != NO_OWNER
+        tokens = np.bincount(owner[is_answer], minlength=len(nats))
+        bytes_each = token_bytes()[ids[is_answer]]
+        measured = tokens > 0  # --val_tokens may leave some conversations out
+        nats, tokens = nats[measured], tokens[measured]
+        loss, n = nats.sum() / tokens.sum(), len(nats)
+        residuals = nats - loss * tokens
+        se = math.sqrt(n / (n - 1) * (residuals**2).sum()) / tokens.sum() if n > 1 else None
+        digest = hashlib.sha256(self._ids.tobytes())
+        digest.update(self._owner.tobytes())
+        return ValidationLoss(
+            val_loss=float(loss),
+            val_loss_se=se,
+            val_tokens=int(tokens.sum()),
+            bits_per_byte=float(nats.sum() / math.log(2) / bytes_each.sum()),
+            results=Results(
+                kind="validation",
+                units={"n": n, "answers": digest.hexdigest()},
+                per_unit={"val_loss": nats / tokens},
+                details={"tokens": tokens},
+            ),
+        )
+
+
+def require_rouge() -> None:
+    """Raise ConfigError if the package rouge-score is not installed."""
+    if importlib.util.find_spec("rouge_score") is None:
+        raise ConfigError(
+            '--eval_generate compares with rouge-score, which is not installed: pip install "rouge-score>=0.1.2"'
+        )
+
+
+def rouge_l(model: GPT, rows: Rows, *, strategy: Strategy, runtime: Runtime) -> dict[str, Any]:
+    """Return the mean ROUGE-L F-measure over the last answers of all conversations, with its standard error.
+
+    Decoding is greedy, up to <|endoftext|> or 256 tokens; the scorer is the library's, without stemming (Lin 2004).
+    Each rank takes a share of the conversations, and all get the result.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer, encoding = RougeScorer(["rougeL"]), gpt2_encoding()
+    exchanges = last_exchanges(rows)
+    scores = np.zeros(len(exchanges))
+    model.eval()
+    for number in range(runtime.rank, len(exchanges), runtime.world_size):
+        prompt, expected = exchanges[number]
+        room = model.config.context_length - len(prompt) + 1
+        with strategy.autocast():
+            drawn = draw(
+                model,
+                prompt,
+                max_new_tokens=min(MOST_TOKENS, room),
+                generators=[torch.Generator()],
+                temperature=0,
+            )
+            answer = encoding.decode([id for (id,) in drawn if id != END_OF_TEXT])
+        scores[number] = scorer.score(encoding.decode(expected), answer)["rougeL"].fmeasure
+    mean, error = mean_and_error(np.sum(runtime.gather(scores), axis=0))
+    return {"rouge_l": mean, "rouge_l_se": error, "n": len(exchanges)}

@@ -1,0 +1,186 @@
+"""The faster ways of computing on a CPU, each beside the plain one that it must equal."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import launch
+from benchmarks import token_stream
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.distributed import runtime
+from gpt2lab.model import gpt
+from gpt2lab.model.gpt import build_model
+from gpt2lab.model.loss import GradientInForward, cross_entropy_sum, head_cross_entropy_sum
+
+
+def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(T)
+    return [
+        torch.randn(2, 3, T, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("T", [1, 7, 64])
+def test_attention_by_matmul_is_causal_attention(T: int) -> None:
+    """Values and all three gradients, in fp32, where the two differ by rounding alone."""
+    q, k, v = _qkv(T, torch.float32)
+    gradient = torch.randn(2, 3, T, 16, generator=torch.Generator().manual_seed(0))
+    results = []
+    for y in (
+        gpt.causal_by_matmul(q, k, v),
+        F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    ):
+        results.append((y, *torch.autograd.grad(y, (q, k, v), gradient)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All else goes through torch's own attention, bit by bit where nothing is compiled."""
+    taken: list[int] = []
+    real = gpt.causal_by_matmul
+    monkeypatch.setattr(
+        gpt, "causal_by_matmul", lambda q, k, v: taken.append(q.size(2)) or real(q, k, v)
+    )
+    q, k, v = _qkv(64, torch.bfloat16)
+    reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(gpt.attend(q, k, v, None, 0.0), reference)
+    assert taken == []  # not compiled
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = gpt.attend(q, k, v, None, 0.0)
+    assert taken == [64]
+    torch.testing.assert_close(found, reference, rtol=0, atol=2**-6)  # bf16 weights up to 1
+    allowed = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
+    gpt.attend(q, k, v, allowed, 0.0)
+    gpt.attend(q, k, v, None, 0.1)
+    gpt.attend(q[:, :, -1:], k, v, allowed[:, :, -1:], 0.0)
+    gpt.attend(*_qkv(1024, torch.bfloat16), None, 0.0)
+    assert taken == [64]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "is_frozen"),
+    [
+        pytest.param(torch.float32, False, marks=pytest.mark.slow),
+        (torch.bfloat16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_loss_of_the_head_is_cross_entropy(dtype: torch.dtype, is_frozen: bool) -> None:
+    """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = (5 * torch.randn(2, 9, 16, generator=generator)).requires_grad_()
+    weight = torch.randn(77, 16, generator=generator).requires_grad_(not is_frozen)
+    targets = torch.randint(0, 77, (2, 9), generator=generator)
+    targets[0, 3:5] = targets[1, 0] = -1
+    trained = [hidden] if is_frozen else [hidden, weight]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(F.linear(hidden, weight), targets)
+
+    results = []
+    for loss_of in (torch.compile(head_cross_entropy_sum, fullgraph=True), plain):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = loss_of(hidden, weight, targets)
+        results.append((loss, *torch.autograd.grad(loss / 11, trained)))
+    exact = dtype == torch.float32
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == torch.float32
+        # bf16: gradients of up to a few units, of products rounded to 8 bits.
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5 if exact else 2**-7, atol=1e-5 if exact else 2**-6
+        )
+
+
+def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not compiled gives the bits of the plain form; and a score that is not finite is seen in the loss."""
+    model = build_model(
+        ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=10),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    ids, targets = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, -1, 3, 9]])
+    expected = cross_entropy_sum(model.logits(ids), targets)
+    taken: list[bool] = []
+    real = GradientInForward.apply
+    monkeypatch.setattr(
+        GradientInForward, "apply", lambda *given: taken.append(True) or real(*given)
+    )
+    assert torch.equal(model(ids, targets), expected)
+    assert not taken
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(model(ids, targets), expected)
+    assert taken
+    model.ln_f.bias.data[0] = float("nan")
+    assert model(ids, targets).isnan()
+
+
+def test_fast_fp32_products_are_fp32() -> None:
+    try:
+        taken = runtime.use_fast_fp32_matmul()
+        assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
+        a = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
+        exact = (a.double() @ a.T.double()).float()
+        assert (a @ a.T - exact).abs().max() < 3e-6 * exact.abs().max()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors with AMX, where torch's switch means bf16: played by a product that rounds when it is set."""
+    real = torch.Tensor.__matmul__
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rounds = torch.get_float32_matmul_precision() == "medium"
+        return real(a.bfloat16(), b.bfloat16()).float() if rounds else real(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    try:
+        assert runtime.use_fast_fp32_matmul() is False
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.slow
+def test_fast_paths_follow_the_plain_fp32_loss(tmp_path: Path) -> None:
+    """Fifty steps from equal weights and data: as a long run computes by default, and in fp32, beside plain fp32."""
+    tokens = token_stream.text_tokens(150_000, vocab_size=50304)
+    token_stream.write_formats(tokens, tmp_path / "data")
+    losses = {}
+    for name, flags in {
+        "plain": ["--dtype=fp32", "--compile=off"],
+        "fp32": ["--dtype=fp32", "--compile=on"],
+        "default": ["--compile=on"],
+    }.items():
+        done = launch.train(
+            [
+                *("--n_layer=4", "--n_head=4", "--n_embd=128", "--context_length=128"),
+                *("--mini_batch_size=4", "--total_batch_size=512", "--max_steps=50"),
+                *("--max_lr=6e-4", "--warmup_steps=10", "--val_tokens=128", "--device=cpu"),
+                *("--eval_freq=0", "--sample_freq=0", "--checkpoint_freq=0", *flags),
+                *(f"--data_dir={tmp_path / 'data' / 'shards'}", f"--checkpoint_dir={tmp_path}"),
+                f"--run_name={name}",
+            ]
+        )
+        assert done.returncode == 0, done.stderr
+        losses[name] = [event["loss"] for event in launch.events(tmp_path / name, "step")]
+    assert len(losses["plain"]) == 50
+
+    def distance(name: str) -> float:
+        pairs = zip(losses[name], losses["plain"], strict=True)
+        return statistics.mean(abs(a - b) for a, b in pairs)
+
+    assert distance("fp32") < 5e-4
+    assert distance("default") < 1e-3
