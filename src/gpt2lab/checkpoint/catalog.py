@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.errors import CheckpointError
 from gpt2lab.files import replace_durably
 
+METRICS = "metrics.jsonl"
 LABELS = "labels"
 SUPERSEDED = "superseded-"
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One committed checkpoint, as its manifest tells it."""
+    """One committed checkpoint, as its manifest describes it."""
 
     path: Path
     step: int
@@ -36,7 +37,7 @@ class CheckpointInfo:
 
 
 def _step_folders(run_dir: Path) -> list[Path]:
-    """Return the folders named like checkpoints, oldest first; anything else in the run is not ours to judge."""
+    """Return the folders named like checkpoints, oldest first."""
     try:
         entries = list(os.scandir(run_dir))
     except (FileNotFoundError, NotADirectoryError):
@@ -51,13 +52,12 @@ def _step_folders(run_dir: Path) -> list[Path]:
 
 
 def list_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
-    """Return the run's checkpoints, oldest first, and what is wrong with folders whose manifest does not hold."""
+    """Return the run's checkpoints, oldest first, and an error for each folder with an invalid manifest."""
     labels = read_labels(run_dir)
     infos, damaged = [], []
     for folder in _step_folders(run_dir):
         try:
-            manifest = manifests.read_manifest(folder)
-            infos.append(_describe(folder, manifest, labels))
+            infos.append(_describe(folder, manifests.read_manifest(folder), labels))
         except CheckpointError as error:
             damaged.append(error)
     return sorted(infos, key=lambda info: info.step), damaged
@@ -105,7 +105,7 @@ def set_label(run_dir: Path, label: str, step: int) -> None:
 
 
 def run_folders(checkpoint_dir: Path) -> list[Path]:
-    """Return the folders that may be runs, by name; one that this user may not read (lost+found) is none of theirs."""
+    """Return the folders that may be runs, by name; those that this user may not read (lost+found) are left out."""
     if not checkpoint_dir.is_dir():
         return []
     return sorted(
@@ -117,19 +117,17 @@ def run_folders(checkpoint_dir: Path) -> list[Path]:
 
 def newest_run(checkpoint_dir: Path) -> Path | None:
     """Return the run whose newest readable checkpoint was committed last, or None."""
-    newest: tuple[float, Path] | None = None
-    for run_dir in run_folders(checkpoint_dir):
-        infos, _ = list_checkpoints(run_dir)
-        if infos and (newest is None or infos[-1].created > newest[0]):
-            newest = (infos[-1].created, run_dir)
-    return newest[1] if newest else None
+    newest = [
+        infos[-1] for run in run_folders(checkpoint_dir) if (infos := list_checkpoints(run)[0])
+    ]
+    return max(newest, key=lambda info: info.created).path.parent if newest else None
 
 
 def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | None, list[str]]:
     """Return the newest checkpoint whose every byte verifies, and one line for each damaged one passed over.
 
     With `set_aside`, damaged folders newer than a valid one are renamed to `corrupt-step_...` (never deleted).
-    Where none is valid all stay as they are: a later start must not find an empty run and begin afresh.
+    If none is valid, nothing is renamed: a later start must not take the run for an empty one.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(_step_folders(run_dir)):
@@ -161,7 +159,7 @@ def find(run_dir: Path, target: str) -> CheckpointInfo:
 
 
 def open_checkpoint(folder: Path) -> CheckpointInfo:
-    """Return one checkpoint, every byte verified.
+    """Verify every byte of one checkpoint and return it.
 
     Raises: CheckpointError if it is missing or damaged.
     """
@@ -178,7 +176,7 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
 def supersede(run_dir: Path, step: int) -> list[str]:
     """Move checkpoints newer than `step` (and the labels on them) aside; return their names.
 
-    A run that goes back would otherwise have retention by number delete its new checkpoints first.
+    Otherwise retention by step number would delete the new checkpoints of a run that goes back first.
     """
     newer = [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
     if not newer:
@@ -187,13 +185,13 @@ def supersede(run_dir: Path, step: int) -> list[str]:
     if aside.exists():  # twice within a second
         aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:4]}")
     aside.mkdir()
-    names = {folder.name for folder in newer}
+    names = [folder.name for folder in newer]
     for label, target in read_labels(run_dir).items():
         if target in names:
             (run_dir / LABELS / label).unlink()
-    for folder in newer:
-        os.rename(folder, aside / folder.name)
-    return sorted(names)
+    for name in names:
+        os.rename(run_dir / name, aside / name)
+    return names
 
 
 def retain(
@@ -202,8 +200,8 @@ def retain(
     """Delete what the retention plan no longer keeps and return the deleted steps.
 
     Kept: the newest `keep` rolling ones, the newest `keep_emergency` emergency ones, everything labelled, the newest
-    of all, and the one this start `resumed_from` until there are two newer ones: a resume can turn out to have been a
-    mistake. Folders whose manifest cannot be read are never touched.
+    of all, and the one this start `resumed_from` until there are two newer ones, because a resume can be a mistake.
+    Folders whose manifest cannot be read are never touched.
 
     Raises: CheckpointError if only the newest would be left and it does not verify; nothing is deleted then.
     """
@@ -211,24 +209,20 @@ def retain(
     rolling = [info for info in infos if info.kind in ("rolling", "final")]
     emergency = [info for info in infos if info.kind == "emergency"]
     kept = {info.step for info in rolling[-keep:] + emergency[-keep_emergency:] + infos[-1:]}
-    kept |= {
-        info.step
-        for info in infos
-        if any(not label.startswith("emergency_") for label in info.labels)
-    }
+    for info in infos:
+        if any(not label.startswith("emergency_") for label in info.labels):
+            kept.add(info.step)
     if resumed_from is not None and sum(info.step > resumed_from for info in infos) < 2:
         kept.add(resumed_from)
     deleted = [info for info in infos if info.step not in kept]
     if deleted and len(infos) - len(deleted) < 2:
-        manifests.verify(
-            infos[-1].path
-        )  # alone it must be sound: what goes may be the last that is
+        manifests.verify(infos[-1].path)  # the only one left must be sound
     for info in deleted:
         for label in info.labels:
             (run_dir / LABELS / label).unlink(missing_ok=True)
         faultpoint("retain.before_delete", infos[-1].step)
         doomed = run_dir / f".del-{info.path.name}-{uuid.uuid4().hex[:8]}"
-        os.rename(info.path, doomed)  # one step: no reader ever sees a checkpoint that is half gone
+        os.rename(info.path, doomed)  # one rename: no reader sees half a checkpoint
         faultpoint("retain.after_rename", infos[-1].step)
         shutil.rmtree(doomed, ignore_errors=True)
     return [info.step for info in deleted]
@@ -241,9 +235,6 @@ def sweep(run_dir: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-METRICS = "metrics.jsonl"
-
-
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
     """Return the folder that a run's name (also RUN/step_...) or a path means, None if there is none.
 
@@ -252,3 +243,49 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
     path = paths.from_working_directory(Path(name))
     places = [path] if name.startswith((".", "~", "/")) else [checkpoint_dir / name, path]
     return next((place for place in places if place.is_dir()), None)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The disk of a run before it starts, in bytes."""
+
+    folder: Path  # the nearest existing one, on the same disk as the run
+    free: int
+    held: int  # by the checkpoints that later ones replace
+    needed: int  # by all checkpoints that the retention plan keeps
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether the retention plan fits."""
+        return self.free + self.held >= self.needed
+
+    def shortage(self) -> tuple[str, ...]:
+        """Return a warning if the retention plan does not fit, else nothing."""
+        if self.fits:
+            return ()
+        return (
+            f"disk of {self.folder}: {self.describe()}; "
+            f"lower --keep_checkpoints, free space or choose another --checkpoint_dir",
+        )
+
+    def describe(self) -> str:
+        """Return the bytes needed and free as text."""
+        held = f" and {fmt.num_bytes(self.held)} in its checkpoints" if self.held else ""
+        return (
+            f"the checkpoints to be kept need {fmt.num_bytes(self.needed)}, "
+            f"{fmt.num_bytes(self.free)} free{held}"
+        )
+
+
+def look_for_room(run_dir: Path, needed: int) -> Room:
+    """Compare the bytes that a run keeps at once with what its disk has."""
+    folder = run_dir.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    infos, _ = list_checkpoints(run_dir)
+    return Room(
+        folder=folder,
+        free=shutil.disk_usage(folder).free,
+        held=sum(info.num_bytes for info in infos),
+        needed=needed,
+    )

@@ -1,7 +1,7 @@
-"""Named places where a test can make the program fail, so that what follows is proved and not hoped for.
+"""Named places where a test can make the program fail.
 
 `FAULT=checkpoint.before_rename:kill9@10` kills the process there at step 10. `@*` means at every step, `,rank=1` picks
-one process, `;` separates several. Without the variable a fault point does nothing.
+one rank, `;` separates several. Without the variable a fault point does nothing.
 """
 
 from __future__ import annotations

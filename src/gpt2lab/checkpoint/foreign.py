@@ -1,37 +1,40 @@
-"""The .pt files of nanoGPT, of build-nanogpt and of the program that this one replaces, read as a GPT-2 of ours.
+"""Read the .pt files of nanoGPT, of build-nanogpt and of this program's predecessor as a GPT-2 of gpt2lab.
 
-All three pickle a dict with `model` and mostly `optimizer`; parameter names and shapes are GPT-2's with `transformer.`
-in front, matrices as nn.Linear keeps them. torch reads them with weights_only, which runs no code. Files that pickle
-an object for their settings need `trust`; even then only the listed building blocks of tensors and arrays are called.
+All three pickle a dict with `model` and mostly `optimizer`. Parameter names and shapes are GPT-2's with `transformer.`
+in front; matrices are stored as nn.Linear stores them. torch.load reads them with weights_only, which runs no code.
+Files that pickle an object for their settings need `trust`; even then numpy's array constructors are all that may be
+called besides torch's own list.
 """
 
 from __future__ import annotations
 
 import pickle
-import types
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.errors import CheckpointError
+from gpt2lab.errors import CheckpointError, first_line
 from gpt2lab.model.gpt import empty_model
 from gpt2lab.model.hf_weights import our_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPERS = ("module.", "_orig_mod.")  # DDP's and torch.compile's
 _HEADS = ("n_head", "num_heads")
-_SAFE = {
-    "collections": {"OrderedDict"},
-    "torch": {"Size", "device"},  # and dtypes and storages, by kind
-    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"},
-    "numpy": {"ndarray", "dtype"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "_codecs": {"encode"},
+_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
+_SCALAR: Any = np.float64(0).__reduce__()[0]
+_ARRAYS: dict[str, Any] = {
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": np.dtype,
+    "numpy.core.multiarray._reconstruct": _RECONSTRUCT,  # before numpy 2
+    "numpy.core.multiarray.scalar": _SCALAR,
+    "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
+    "numpy._core.multiarray.scalar": _SCALAR,
 }
 _WRITERS = ("__main__", "model", "train", "train_improved", "argparse", "pathlib")
 
@@ -48,7 +51,7 @@ class Foreign:
 
 
 def read_foreign(path: Path, *, trust: bool) -> Foreign:
-    """Read and check a file; the weights stay as they are, nothing is guessed.
+    """Read and check a file; the weights stay unchanged, nothing is guessed.
 
     Raises: CheckpointError naming what is missing or what it is instead.
     """
@@ -84,42 +87,44 @@ def read_foreign(path: Path, *, trust: bool) -> Foreign:
 
 def _load(path: Path, *, trust: bool) -> Any:
     try:
-        if not trust:
+        with torch.serialization.safe_globals(_stand_ins(path) if trust else []):
             return torch.load(path, map_location="cpu", weights_only=True)
-        reader = types.ModuleType("reader")
-        vars(reader).update(vars(pickle), Unpickler=_Unpickler, __name__="reader")
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except pickle.UnpicklingError as error:
         if trust:
-            raise CheckpointError(f"{path}: {error}") from error
+            raise CheckpointError(f"{path}: {str(error).splitlines()[0]}") from error
         raise CheckpointError(
             f"{path}: holds pickled objects, which can run code; if you know who wrote it, add --trust"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(f"{path}: not a file that torch.save wrote ({reason})") from error
 
 
-class _Stranger:
-    """Stands in for an object of a class that only the file's writer has; its fields are all that is wanted."""
+class _StandIn:
+    """Replaces a class that only the file's writer has; keeps its fields and runs none of its code."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         self.args = args
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Give the building blocks of tensors and arrays, and a stand-in for the writer's own classes."""
-        is_kind = module == "torch" and (
-            name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if is_kind or name in _SAFE.get(module, ()):
-            return super().find_class(module, name)
-        if module in _WRITERS:
-            return _Stranger
-        raise pickle.UnpicklingError(f"it would call {module}.{name}, which no checkpoint needs")
+def _stand_ins(path: Path) -> list[Any]:
+    """Return what a trusted file may call besides torch's own list: numpy's arrays, and stand-ins for settings.
+
+    Raises: CheckpointError if the file names anything else; OSError.
+    """
+    if not zipfile.is_zipfile(path):  # torch's format before 1.6 does not list what it calls
+        return []
+    found: list[Any] = [type(np.dtype(code)) for code in "?bBhHiIlLqQefdSU"]
+    for name in torch.serialization.get_unsafe_globals_in_checkpoint(path):
+        if name in _ARRAYS:
+            found.append((_ARRAYS[name], name))
+        elif name.partition(".")[0] in _WRITERS:
+            found.append((_StandIn, name))
+        else:
+            raise CheckpointError(f"{path}: it would call {name}, which no checkpoint needs")
+    return found
 
 
 def _weights(path: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -142,7 +147,7 @@ def _weights(path: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _as_float(path: Path, name: str, tensor: Any) -> torch.Tensor:
-    """Return a tensor in fp32; a tiny file can claim terabytes of one value repeated, which is refused."""
+    """Return a tensor in fp32; a tiny file can claim terabytes of one value repeated, which is rejected."""
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{path}: {name} is no tensor")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
@@ -189,7 +194,7 @@ def _zero_biases(weights: dict[str, torch.Tensor], model: ModelConfig) -> dict[s
 
 
 def _compare(path: Path, weights: dict[str, torch.Tensor], model: ModelConfig) -> None:
-    """Refuse what is not exactly our model: names, shapes, finite values."""
+    """Reject anything but our model: names, shapes, finite values."""
     wanted = {name: p.shape for name, p in empty_model(model).named_parameters()}
     missing, unknown = sorted(set(wanted) - set(weights)), sorted(set(weights) - set(wanted))
     if missing or unknown:

@@ -22,18 +22,17 @@ def print_checkpoints(
     runs = [checkpoint_dir / run_name] if run_name else catalog.run_folders(checkpoint_dir)
     listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
     listed = [entry for entry in listed if entry[1] or entry[2]]
-    if verify:
-        listed = [(run, *_verified(infos, damaged)) for run, infos, damaged in listed]
+    for _, infos, damaged in listed if verify else ():
+        for info in list(infos):
+            try:
+                manifests.verify(info.path)
+            except CheckpointError as error:
+                infos.remove(info)
+                damaged.append(error)
     code = int(verify and any(damaged for _, _, damaged in listed))
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "checkpoint_dir": str(checkpoint_dir),
-                    "runs": [_as_json(*entry) for entry in listed],
-                }
-            )
-        )
+        found = [_as_json(*entry) for entry in listed]
+        print(json.dumps({"checkpoint_dir": str(checkpoint_dir), "runs": found}))
         return code
     if not listed:
         print(f"no checkpoints in {paths.for_people(runs[0] if run_name else checkpoint_dir)}")
@@ -41,26 +40,12 @@ def print_checkpoints(
         total = fmt.num_bytes(sum(info.num_bytes for info in infos))
         print(f"{paths.for_people(run)}: {len(infos)} checkpoints, {total}")
         print(checkpoint_table(infos))
-        for error in damaged:
-            print(f"  damaged, not counted: {error}")
+        for problem in damaged:
+            print(f"  damaged, not counted: {problem}")
         if verify:
             print(f"  every byte of {len(infos)} checkpoints read, hashes as written")
         print()
     return code
-
-
-def _verified(
-    infos: list[catalog.CheckpointInfo], damaged: list[CheckpointError]
-) -> tuple[list[catalog.CheckpointInfo], list[CheckpointError]]:
-    """Move checkpoints whose bytes are not those that were written to the damaged ones."""
-    sound, found = [], list(damaged)
-    for info in infos:
-        try:
-            manifests.verify(info.path)
-            sound.append(info)
-        except CheckpointError as error:
-            found.append(error)
-    return sound, found
 
 
 def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
@@ -68,10 +53,8 @@ def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
     rows = [
         (
             f"{info.step:,}",
-            ", ".join(
-                [info.kind, *(label for label in info.labels if not label.startswith(info.kind))]
-            ),
-            "n/a" if info.val_loss is None else f"{info.val_loss:.4f}",
+            ", ".join([info.kind, *(x for x in info.labels if not x.startswith(info.kind))]),
+            fmt.number(info.val_loss),
             f"{info.tokens:,}",
             fmt.num_bytes(info.num_bytes),
             fmt.duration(max(0.0, time.time() - info.created)),

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.errors import CheckpointError
-from gpt2lab.files import sync_folder, write_durably
+from gpt2lab.files import sha256_of, sync_folder, write_durably
 
 FORMAT = "gpt2lab-checkpoint/1"
 MANIFEST = "manifest.json"
@@ -31,7 +31,7 @@ def folder_name(step: int) -> str:
 
 
 class Staging:
-    """A checkpoint in the making; nothing of it is visible under a checkpoint's name."""
+    """A checkpoint before its commit, in a folder without a checkpoint's name."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.step = folder, step
@@ -47,9 +47,8 @@ class Staging:
         faultpoint(f"checkpoint.{MANIFEST}", self.step)
         manifest = {"format": FORMAT, **facts, "files": self.files}
         manifest["manifest_sha256"] = _hash_of(manifest)
-        write_durably(
-            self.folder / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode()
-        )
+        text = json.dumps(manifest, indent=1, allow_nan=False)
+        write_durably(self.folder / MANIFEST, text.encode())
 
 
 @contextmanager
@@ -75,9 +74,8 @@ def staged(run_dir: Path, step: int) -> Iterator[Staging]:
 
 def _hash_of(manifest: dict[str, Any]) -> str:
     body = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-    return hashlib.sha256(
-        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_types(path: Path, manifest: dict[str, Any]) -> None:
-    """Refuse a manifest whose hash holds but whose values cannot be a checkpoint's: hashes do not prove intent."""
+    """Reject a manifest whose hash holds but whose values have the wrong type: a hash does not prove intent."""
     files = manifest["files"]
     sound = (
         all(type(manifest[name]) is int and manifest[name] >= 0 for name in ("step", "tokens"))
@@ -151,12 +149,9 @@ def verify(folder: Path) -> dict[str, Any]:
                 raise CheckpointError(
                     f"{path}: damaged ({size} bytes, written as {expected['bytes']})"
                 )
-            with open(path, "rb") as file:
-                digest = hashlib.sha256()
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            found = sha256_of(path)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
-        if digest.hexdigest() != expected["sha256"]:
+        if found != expected["sha256"]:
             raise CheckpointError(f"{path}: damaged (sha256 does not match its manifest)")
     return manifest

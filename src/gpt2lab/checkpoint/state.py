@@ -1,4 +1,4 @@
-"""Where a run stands: everything besides tensors and settings that a resume needs."""
+"""The state of a run: all that a resume needs besides tensors and settings."""
 
 from __future__ import annotations
 
@@ -21,17 +21,22 @@ class TrainState:
     val_loss: float | None = None  # of exactly this step, None if it was not measured here
     best_val_loss: float | None = None
     best_step: int | None = None
-    non_finite_in_a_row: int = 0  # updates refused since the last good one
+    non_finite_in_a_row: int = 0  # updates skipped since the last good one
     recent_losses: tuple[float, ...] = ()  # what a spike is judged by
-    skipped: tuple[
-        dict[str, Any], ...
-    ] = ()  # updates refused and samples jumped over: step, reason, samples
+    # Updates skipped and samples jumped over: step, reason, samples.
+    skipped: tuple[dict[str, Any], ...] = ()
     history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
 
     def advance(
-        self, *, samples: int, tokens: int, seconds: float, loss: float, refused: str | None = None
+        self,
+        *,
+        samples: int,
+        tokens: int,
+        seconds: float,
+        loss: float,
+        skip_reason: str | None = None,
     ) -> TrainState:
-        """Return the state one optimizer step on; `refused` says why its update was not made, if it was not."""
+        """Return the state one optimizer step on; `skip_reason` says why its update was not made, if it was not."""
         state = dataclasses.replace(
             self,
             step=self.step + 1,
@@ -39,13 +44,13 @@ class TrainState:
             tokens=self.tokens + tokens,
             train_seconds=self.train_seconds + seconds,
             val_loss=None,
-            non_finite_in_a_row=0 if refused != NOT_FINITE else self.non_finite_in_a_row + 1,
+            non_finite_in_a_row=0 if skip_reason != NOT_FINITE else self.non_finite_in_a_row + 1,
             recent_losses=extend(self.recent_losses, loss),
         )
-        if refused is None:
+        if skip_reason is None:
             return state
         window = [self.samples, state.samples]
-        record = {"step": state.step, "reason": refused, "samples": window}
+        record = {"step": state.step, "reason": skip_reason, "samples": window}
         return dataclasses.replace(state, skipped=(*self.skipped, record))
 
     def with_val_loss(self, val_loss: float) -> TrainState:
@@ -69,9 +74,9 @@ class TrainState:
         return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
 
 
-WINDOW = 128  # losses that a new one is compared with; OLMo, levanter and llm.c use the same
+WINDOW = 128  # losses that a new one is compared with, as in OLMo, levanter and llm.c
 
 
 def extend(recent: tuple[float, ...], loss: float) -> tuple[float, ...]:
-    """Return the window with one loss more. Spikes enter too: what lasts is no spike."""
+    """Return the window with one loss more. Spikes enter too: a lasting rise is no spike."""
     return (*recent, loss)[-WINDOW:] if math.isfinite(loss) else recent

@@ -1,7 +1,7 @@
 """Tensors and state, in and out of a checkpoint folder.
 
-One format for any number of processes, keyed by parameter name. safetensors serialises, so nothing loaded can run
-code; hashing, flushing and the commit are manifest.py's.
+One format for any world size, keyed by parameter name. safetensors serializes, so loading runs no code. manifest.py
+hashes, flushes and commits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.distributed.sharding import cut_like, is_spread, whole
+from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
 from gpt2lab.errors import CheckpointError
 
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
@@ -28,16 +28,16 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Content:
-    """The tensors of one checkpoint, whole and on the CPU, sorted by name."""
+    """The full tensors of one checkpoint on the CPU, sorted by name."""
 
     model: Tensors  # "wte.weight"
     optimizer: Tensors  # "wte.weight/exp_avg"
 
 
 def collect(model: nn.Module, optimizers: Optimizers, *, keep: bool) -> Content:
-    """Return what a checkpoint holds, whatever is spread over processes put together; all of them call it together.
+    """Gather the full tensors of a checkpoint; a collective, which every rank calls.
 
-    Without `keep` a process gives its pieces and gets nothing.
+    Without `keep` a rank gives its shards and gets nothing.
     """
     return Content(
         _gather({name: parameter.detach() for name, parameter in model.named_parameters()}, keep),
@@ -48,16 +48,16 @@ def collect(model: nn.Module, optimizers: Optimizers, *, keep: bool) -> Content:
 def _gather(named: Tensors, keep: bool) -> Tensors:
     found: Tensors = {}
     for name in sorted(named):
-        tensor = whole(named[name])
+        tensor = full_tensor(named[name])
         if keep:
             found[name] = tensor.cpu().contiguous()
     return found
 
 
 def is_spread_out(model: nn.Module, optimizers: Optimizers) -> bool:
-    """Tell whether this process alone cannot make a checkpoint."""
-    held = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
-    return any(is_spread(tensor) for tensor in [*model.parameters(), *held])
+    """Tell whether tensors are sharded, so that one rank alone cannot make a checkpoint."""
+    held = [parameter for o in optimizers for _, parameter in parameters_of(o, model)]
+    return any(is_sharded(tensor) for tensor in [*model.parameters(), *held])
 
 
 def save(
@@ -69,7 +69,7 @@ def save(
     rng_states: list[dict[str, Any]],
     facts: dict[str, Any],
 ) -> Path:
-    """Commit one checkpoint of `state.step` and return its folder. Called on the first process only.
+    """Commit one checkpoint of `state.step` and return its folder. Only rank 0 calls it.
 
     `facts` go into the manifest (config, data fingerprint, versions ...). A step that is committed already is left
     as it is.
@@ -82,10 +82,8 @@ def save(
     with manifests.staged(run_dir, state.step) as staging:
         staging.add(MODEL, safetensors.torch.save(content.model))
         staging.add(OPTIM, safetensors.torch.save(content.optimizer))
-        staging.add(
-            STATE,
-            json.dumps({"state": state.to_dict(), "rng": rng_states}, allow_nan=False).encode(),
-        )
+        content_of_state = {"state": state.to_dict(), "rng": rng_states}
+        staging.add(STATE, json.dumps(content_of_state, allow_nan=False).encode())
         staging.seal(
             {
                 **facts,
@@ -100,28 +98,28 @@ def save(
     return folder
 
 
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Name what an optimizer updates, in its order; what is a piece of a parameter has its name from the group."""
+def parameters_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) of an optimizer's parameters in its order; shards have names from the group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
-        name
+        pair
         for group in optimizer.param_groups
-        for name in group.get("param_names") or [names[id(p)] for p in group["params"]]
+        for pair in zip(
+            group.get("param_names") or [names[id(p)] for p in group["params"]],
+            group["params"],
+            strict=True,
+        )
     ]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> Tensors:
-    """Return {"parameter name/key": tensor or this process's piece of it}."""
+    """Return {"parameter name/key": tensor or this rank's shard of it}."""
     return {
         f"{name}/{key}": value.detach()
         for optimizer in optimizers
-        for name, parameter in zip(
-            _parameter_names(model, optimizer), _parameters(optimizer), strict=True
-        )
+        for name, parameter in parameters_of(optimizer, model)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
@@ -143,7 +141,7 @@ def load(
     """Put a verified checkpoint into model and optimizers; return where the run stands, and each rank's generators.
 
     Names and shapes are compared before anything is copied. With `other_optimizer` the saved state belongs to another
-    kind of optimizer and is left out: this one begins with none.
+    kind of optimizer and is not loaded.
 
     Raises: CheckpointError naming the file.
     """
@@ -180,12 +178,11 @@ def load_model(folder: Path, model: nn.Module) -> None:
     """
     path = folder / MODEL
     tensors, parameters = _read(path), dict(model.named_parameters())
-    _compare(
-        path, {n: t.shape for n, t in tensors.items()}, {n: p.shape for n, p in parameters.items()}
-    )
+    found, wanted = ({n: t.shape for n, t in named.items()} for named in (tensors, parameters))
+    _compare(path, found, wanted)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(cut_like(tensors[name], parameter))
+            parameter.copy_(shard_like(tensors[name], parameter))
 
 
 def _load_optimizers(path: Path, model: nn.Module, optimizers: Optimizers) -> None:
@@ -193,12 +190,8 @@ def _load_optimizers(path: Path, model: nn.Module, optimizers: Optimizers) -> No
     for full_name, tensor in _read(path).items():
         name, _, key = full_name.rpartition("/")
         by_name.setdefault(name, {})[key] = tensor
-    orders = [_parameter_names(model, optimizer) for optimizer in optimizers]
-    wanted = {
-        name: parameter.shape
-        for order, optimizer in zip(orders, optimizers, strict=True)
-        for name, parameter in zip(order, _parameters(optimizer), strict=True)
-    }
+    held = [parameters_of(optimizer, model) for optimizer in optimizers]
+    wanted = {name: parameter.shape for pairs in held for name, parameter in pairs}
     moments = {
         name: values[key].shape
         for name, values in by_name.items()
@@ -206,14 +199,12 @@ def _load_optimizers(path: Path, model: nn.Module, optimizers: Optimizers) -> No
         if key in values
     }
     _compare(path, moments, wanted)
-    for order, optimizer in zip(orders, optimizers, strict=True):
+    for pairs, optimizer in zip(held, optimizers, strict=True):
         # Group settings are this start's; only the per-parameter state is loaded.
         content = optimizer.state_dict()
         content["state"] = {
-            index: {key: cut_like(tensor, parameter) for key, tensor in by_name[name].items()}
-            for index, (name, parameter) in enumerate(
-                zip(order, _parameters(optimizer), strict=True)
-            )
+            index: {key: shard_like(tensor, parameter) for key, tensor in by_name[name].items()}
+            for index, (name, parameter) in enumerate(pairs)
         }
         # torch places each tensor: a fused AdamW wants `step` on the device
         optimizer.load_state_dict(content)

@@ -11,12 +11,8 @@ from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import override
-from gpt2lab.errors import CheckpointError
-from gpt2lab.model.hf_config import (
-    HF_CONFIG,
-    HF_WEIGHTS,
-    read_hf_config,
-)
+from gpt2lab.errors import CheckpointError, first_line
+from gpt2lab.model.hf_config import HF_CONFIG, HF_WEIGHTS, read_hf_config
 from gpt2lab.tokenizers.chat_template import JINJA
 
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
@@ -96,16 +92,15 @@ def _download(name: str) -> Path:
     try:
         repository = name.removeprefix(HUB)
         return Path(snapshot_download(repository, allow_patterns=[HF_CONFIG, HF_WEIGHTS]))
-    except Exception as error:  # a dozen kinds, from a bad name to no network; one meaning
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # many kinds, from a bad name to no network
         raise CheckpointError(
-            f"{name}: no such run or folder (scripts/status.py lists the runs), and not to be had from the "
-            f"Hugging Face Hub ({reason})"
+            f"{name}: no such run or folder (scripts/status.py lists the runs), and not on the "
+            f"Hugging Face Hub ({first_line(error)})"
         ) from error
 
 
 def was_tuned(target: Target) -> bool:
-    """Tell whether weights learned conversations: by the run's settings, or by the template in an export."""
+    """Tell whether weights were fine-tuned: by the run's settings, or by the chat template of an export."""
     if target.checkpoint is not None:
         return target.checkpoint.manifest["config"].get("instructions") is not None
     try:

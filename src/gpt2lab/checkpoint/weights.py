@@ -15,7 +15,7 @@ from gpt2lab.model.lora import add_lora, merge_lora
 
 
 def load_weights(target: Target) -> GPT:
-    """Return the model of a checkpoint or of a Hugging Face folder, fp32; adapters are put into the weights.
+    """Return the model of a checkpoint or of a Hugging Face folder, fp32; adapters are merged into the weights.
 
     Raises: CheckpointError naming the file.
     """
@@ -31,11 +31,11 @@ def load_weights(target: Target) -> GPT:
 
 
 def load_initial(target: Target, model: GPT, runtime: Runtime) -> None:
-    """Give a fresh model the weights of a target, on every process; only the first needs the files.
+    """Give a fresh model the weights of a target, on every rank; only rank 0 needs the files.
 
     Where the model's context is shorter, it gets the first positions.
 
-    Raises: CheckpointError on all processes.
+    Raises: CheckpointError on all ranks.
     """
 
     def read() -> None:
@@ -45,5 +45,5 @@ def load_initial(target: Target, model: GPT, runtime: Runtime) -> None:
             parameter.copy_(tensor[: len(parameter)] if name == "wpe.weight" else tensor)
 
     with torch.no_grad():
-        runtime.decided_by_first(read)
-        runtime.share(list(model.parameters()))
+        runtime.on_rank_zero(read)
+        runtime.broadcast(list(model.parameters()))

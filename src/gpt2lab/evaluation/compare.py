@@ -20,9 +20,8 @@ from gpt2lab.evaluation.results import (
 )
 from gpt2lab.runs import history
 
-NOISE = (
-    2.0  # standard errors of the paired difference; a fair coin goes beyond in about 1 of 20 cases
-)
+# Standard errors of the paired difference; a fair coin goes beyond in about 1 of 20 cases.
+NOISE = 2.0
 _EVENTS: dict[Kind, str] = {"validation": "eval", "hellaswag": "hellaswag"}
 
 
@@ -57,15 +56,18 @@ def compare(
             f"{lacks}: no {' or '.join(kinds)} results to compare; measure them with "
             f"python scripts/evaluate.py {lacks} --save DIR (and --val DIR, --hellaswag), then compare DIR"
         )
-    a, b = found
-    for kind in both:
-        _refuse_other_units(kind, a[kind], b[kind])
-    return [
-        _difference(metric, a[kind], b[kind])
-        for kind in both
-        for metric in a[kind].per_unit
-        if metric in b[kind].per_unit
-    ]
+    pairs = [tuple(results[kind] for results in found) for kind in both]
+    for a, b in pairs:
+        if a.units != b.units:
+            unit = "items" if a.kind == "hellaswag" else "windows"
+            sizes = (
+                f"{a.n:,} and {b.n:,} {unit}" if a.n != b.n else f"{a.n:,} {unit} each, but others"
+            )
+            raise DataError(
+                f"{a.kind} was not measured on the same {unit} ({sizes}), so no difference of it means anything; "
+                f"evaluate both with the same limit, data and context length"
+            )
+    return [_difference(m, a, b) for a, b in pairs for m in a.per_unit if m in b.per_unit]
 
 
 def find_results(name: str, checkpoint_dir: Path) -> dict[Kind, Results]:
@@ -80,36 +82,17 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[Kind, Results]:
     if folder is None:
         return {}
     files: dict[Kind, Path] = {kind: folder / f"{kind}.npz" for kind in KINDS}
-    if is_run(folder):
-        files = {
-            kind: file_of_step(folder, kind, max(steps))
-            for kind in KINDS
-            if (steps := _measured(folder, kind))
-        }
-    elif (folder / manifest.MANIFEST).exists():
-        run_dir, step = folder.parent, manifest.read_manifest(folder)["step"]
-        files = {
-            kind: file_of_step(run_dir, kind, step)
-            for kind in KINDS
-            if step in _measured(run_dir, kind)
-        }
+    run_dir, only_step = folder, None
+    if not is_run(folder) and (folder / manifest.MANIFEST).exists():
+        run_dir, only_step = folder.parent, manifest.read_manifest(folder)["step"]
+    if is_run(folder) or only_step is not None:
+        events, files = history.read_events(run_dir), {}
+        for kind, event in _EVENTS.items():
+            # On the run's own line of steps; files of other lines may lie beside them.
+            steps = {s for s in history.current(events, event) if only_step in (None, s)}
+            if steps:
+                files[kind] = file_of_step(run_dir, kind, max(steps))
     return {kind: read_results(path) for kind, path in files.items() if path.exists()}
-
-
-def _measured(run_dir: Path, kind: Kind) -> set[int]:
-    """Return the steps on the run's own line at which this was measured; files of other lines may lie beside them."""
-    return set(history.current(history.read_events(run_dir), _EVENTS[kind]))
-
-
-def _refuse_other_units(kind: Kind, a: Results, b: Results) -> None:
-    if a.units == b.units:
-        return
-    unit = "items" if kind == "hellaswag" else "windows"
-    sizes = f"{a.n:,} and {b.n:,} {unit}" if a.n != b.n else f"{a.n:,} {unit} each, but others"
-    raise DataError(
-        f"{kind} was not measured on the same {unit} ({sizes}), so no difference of it means anything; "
-        f"evaluate both with the same limit, data and context length"
-    )
 
 
 def _difference(metric: str, a: Results, b: Results) -> Difference:
@@ -141,10 +124,8 @@ def describe(name_a: str, name_b: str, differences: list[Difference]) -> str:
         verdict = "within noise" if d.within_noise else "beyond noise"
         steps = ["-" if step is None else f"{step:,}" for step in (d.step_a, d.step_b)]
         numbers = [f"{d.a:.4f}", f"{d.b:.4f}", f"{d.difference:+.4f}"]
-        error = ["n/a", f"{d.n}", "cannot be told"]
-        if d.se is not None:
-            error = [f"{d.se:.4f}", f"{d.n:,}", verdict]
-        rows.append([d.metric, *steps, *numbers, *error])
+        se = [f"{d.se:.4f}", verdict] if d.se is not None else ["n/a", "cannot be told"]
+        rows.append([d.metric, *steps, *numbers, se[0], f"{d.n:,}", se[1]])
     header = ("", "step A", "step B", "A", "B", "B - A", "se", "units", "")
     return (
         f"A  {name_a}\nB  {name_b}\n\n{fmt.table(header, rows)}\n\n"

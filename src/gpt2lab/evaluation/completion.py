@@ -1,4 +1,4 @@
-"""Prompts in, texts out: what scripts/sample.py does with a model."""
+"""Prompts in, texts out: what scripts/sample.py does with a model. Imports torch only to compute."""
 
 from __future__ import annotations
 
@@ -13,18 +13,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.config.command_line import option
 from gpt2lab.config.schema import SystemConfig
-from gpt2lab.distributed.runtime import Runtime, resolve_dtype
-from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError, DataError, SaveError
-from gpt2lab.evaluation.generation import draw
-from gpt2lab.evaluation.style import Style
-from gpt2lab.model import rng
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a text is drawn: flags of scripts/sample.py and scripts/chat.py."""
+
+    max_new_tokens: int = option(100, "most tokens of a text, not counting its prompt")
+    temperature: float = option(1.0, "0 = always the likeliest token")
+    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all")
+    top_p: float = option(1.0, "of these, from the fewest whose probabilities sum to this")
+    seed: int = option(1337, "same seed and same prompt, same text")
+
+
+def check_style(style: Style) -> None:
+    """Reject settings that cannot draw a token.
+
+    Raises: ConfigError.
+    """
+    for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
+        if getattr(style, name) < least:
+            raise ConfigError(f"{name} {getattr(style, name)} must be at least {least}")
+    if not 0 <= style.temperature < float("inf"):
+        raise ConfigError(f"temperature {style.temperature} must be 0 or above")
+    if not 0 < style.top_p <= 1:
+        raise ConfigError(f"top_p {style.top_p} must be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -48,10 +66,14 @@ class Completer:
         dtype: Literal["auto", "fp32", "bf16"],
         style: Style,
     ) -> None:
-        """Load what `name` means.
+        """Load the model that `name` means.
 
         Raises: CheckpointError, ConfigError, DataError.
         """
+        from gpt2lab.checkpoint.weights import load_weights
+        from gpt2lab.distributed.runtime import Runtime, resolve_dtype
+        from gpt2lab.distributed.strategy import Strategy
+
         target = find_target(name, checkpoint_dir)
         if target.model_config().vocab_size < NUM_TOKENS:
             raise ConfigError(
@@ -60,22 +82,20 @@ class Completer:
             )
         runtime = Runtime()
         runtime.use(SystemConfig(device=device))
-        self._strategy = Strategy(
-            runtime, compile=False, dtype=resolve_dtype(dtype, runtime.device)
-        )
+        self._strategy = Strategy(runtime, SystemConfig(dtype=resolve_dtype(dtype, runtime.device)))
         self._encoding = gpt2_encoding()
         self._model = load_weights(target).eval().to(runtime.device)
         self.target, self.style, self.warnings = target, style, target.warnings
         self.context_length = self._model.config.context_length
         self.tokens, self.seconds = 0, 0.0
-        self.outgrew = False  # some text was longer than the context
+        self.outgrew = False  # True if some text was longer than the context
 
     def encode(self, prompt: str, where: str = "the prompt") -> list[int]:
         """Return the ids of a prompt.
 
         Raises: ConfigError if they do not fit into the context.
         """
-        ids, limit = self._encoding.encode_ordinary(prompt), self._model.config.context_length
+        ids, limit = self._encoding.encode_ordinary(prompt), self.context_length
         if len(ids) > limit:
             raise ConfigError(
                 f"{where} has {len(ids)} tokens, the model's context holds {limit}; shorten it"
@@ -97,7 +117,7 @@ class Completer:
     def stream(
         self, ids: list[int], *, number: int, place: int, at_most: int | None = None
     ) -> Iterator[str]:
-        """Yield the text that `complete` has at `place`, piece by piece as it comes; `at_most` so many tokens of it."""
+        """Yield the text of `complete` at `place` token by token, up to `at_most` tokens."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # ids may end within a letter
         for (drawn,) in itertools.islice(self._draw(ids, number, [place]), at_most):
             if drawn != END_OF_TEXT:
@@ -105,6 +125,11 @@ class Completer:
         yield decoder.decode(b"", final=True)
 
     def _draw(self, ids: list[int], number: int, places: list[int]) -> Iterator[list[int]]:
+        import torch
+
+        from gpt2lab.evaluation.generation import draw
+        from gpt2lab.model import rng
+
         style, began = self.style, time.monotonic()
         generators = [
             torch.Generator().manual_seed(rng.fold_seed(style.seed, number, place))
@@ -124,24 +149,20 @@ class Completer:
                 length += 1
                 self.tokens += len(drawn)
                 yield drawn
-        self.outgrew |= length - 1 > self._model.config.context_length
+        self.outgrew |= length - 1 > self.context_length
         self.seconds += time.monotonic() - began
 
     def describe_speed(self) -> str:
-        """Say what was drawn and how fast, prompts included, for people."""
-        note = (
-            f"; beyond {self._model.config.context_length} tokens the oldest half of a text was forgotten"
-            if self.outgrew
-            else ""
-        )
-        return (
-            f"{self.tokens:,} tokens in {self.seconds:.1f} s, "
-            f"{self.tokens / max(self.seconds, 1e-9):,.1f} tokens/s{note}"
-        )
+        """Return how many tokens were drawn and how fast, prompts included."""
+        rate = self.tokens / max(self.seconds, 1e-9)
+        text = f"{self.tokens:,} tokens in {self.seconds:.1f} s, {rate:,.1f} tokens/s"
+        if self.outgrew:
+            text += f"; beyond {self.context_length} tokens the oldest half of a text was forgotten"
+        return text
 
 
 def complete_file(completer: Completer, source: Path, out: Path, *, num_samples: int) -> None:
-    """Continue every line of `source` so many times; `out` gets one JSON object a text, and appears when all is done.
+    """Continue every line of `source` `num_samples` times; write one JSON object a text to `out`, which appears last.
 
     Keys: prompt, text (without the prompt), line (from 1), sample (from 0), tokens, ended.
 

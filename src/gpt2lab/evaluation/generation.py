@@ -25,8 +25,8 @@ def draw(
 
     The first `top_k` ids take part (0: all), of them the fewest that together have probability `top_p`; at
     temperature 0 the first alone. Ids from 50257 up are padding rows of the embedding and are never drawn. A text
-    draws from its own generator (on the CPU) alone, so sampling cannot shift the randomness of training. A text that
-    outgrows the context forgets its oldest half: learned positions cannot be moved, so what is kept is read again.
+    draws only from its own generator (on the CPU), so sampling does not change the randomness of training. A text
+    longer than the context drops its oldest half: learned positions cannot move, so the rest is read again.
     """
     device, T = next(model.parameters()).device, model.config.context_length
     real = min(model.config.vocab_size, NUM_TOKENS)
@@ -65,37 +65,6 @@ def _pick(
     return int(indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def generate(
-    model: GPT,
-    prompt: list[int],
-    *,
-    max_new_tokens: int,
-    generator: torch.Generator,
-    temperature: float = 1.0,
-    top_k: int = 50,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> list[int]:
-    """Return `prompt` continued by up to `max_new_tokens` ids, ending early at end-of-text; see `draw`.
-
-    `interrupted` is asked before each id, and ends the text where it stands.
-    """
-    ids = list(prompt) or [END_OF_TEXT]
-    text = draw(
-        model,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        generators=[generator],
-        temperature=temperature,
-        top_k=top_k,
-    )
-    while not interrupted():
-        (drawn,) = next(text, [END_OF_TEXT])
-        if drawn == END_OF_TEXT:
-            break
-        ids.append(drawn)
-    return ids
-
-
 def sample_text(
     model: GPT,
     prompt: str,
@@ -104,23 +73,20 @@ def sample_text(
     seed: int,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """Return `prompt` continued by the model, as text; None if it was `interrupted`.
+    """Return `prompt` continued by the model, as text; None if `interrupted`, asked before each id, told to stop.
 
-    Raises: DataError if the GPT-2 vocabulary is not to be had.
+    Raises: DataError if the GPT-2 vocabulary cannot be found.
     """
     encoding = gpt2_encoding()
-    generator = torch.Generator().manual_seed(seed)
+    ids = encoding.encode_ordinary(prompt) or [END_OF_TEXT]
+    generators = [torch.Generator().manual_seed(seed)]
     was_training = model.training
     model.eval()
-    prompt_ids = encoding.encode_ordinary(prompt)
-    ids = generate(
-        model,
-        prompt_ids,
-        max_new_tokens=max_new_tokens,
-        generator=generator,
-        interrupted=interrupted,
-    )
+    drawn = draw(model, tuple(ids), max_new_tokens=max_new_tokens, generators=generators)
+    while not interrupted():
+        (id,) = next(drawn, [END_OF_TEXT])
+        if id == END_OF_TEXT:
+            break
+        ids.append(id)
     model.train(was_training)
-    if interrupted():
-        return None
-    return encoding.decode(ids)
+    return None if interrupted() else encoding.decode(ids)

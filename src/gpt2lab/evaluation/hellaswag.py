@@ -1,4 +1,4 @@
-"""HellaSwag accuracy: which of four endings does the model find likeliest? Zellers et al. 2019, arXiv:1905.07830.
+"""HellaSwag accuracy: which of four endings has the highest probability? Zellers et al. 2019, arXiv:1905.07830.
 
 The four endings of an item lie behind one copy of their context in one row. A mask hides them from each other and
 their positions all go on from the context's end, so each is scored as if it stood there alone, and the context is
@@ -25,7 +25,7 @@ from gpt2lab.model.gpt import GPT
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
 # Tokens of one forward pass, padding included, and targets of one projection onto the vocabulary (4 bytes x 50304
-# each). Fixed by the device, never by the number of processes: the same batches everywhere, hence the same sums.
+# each). Fixed by the device, never by the world size: the same batches everywhere, hence the same sums.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
 _HEAD_ROWS = {"cpu": 1024, "cuda": 4096}
 _SHORTEST = 0.85  # of a batch's longest row: below, the padding would cost more than a batch more
@@ -46,7 +46,7 @@ class Row:
 
 
 class HellaSwag:
-    """The items in rows and batches, and the processes that share them."""
+    """The items in rows and batches, shared by the ranks."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class HellaSwag:
             row
             for number, style in enumerate(self._styles)
             for row in make_rows(
-                questions.pieces(style),
+                questions.sequences(style),
                 context_length=context_length,
                 first_slot=4 * len(questions) * number,
             )
@@ -75,7 +75,7 @@ class HellaSwag:
     def measure(
         self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> Results | None:
-        """Return which items each metric gets right; all processes share the work and get the result.
+        """Return which items each metric gets right; the ranks share the work and all get the result.
 
         `acc`: highest sum of log-probabilities. `acc_norm`: per character of the ending, as the reference harness
         does. `acc_token_norm`: per token, on the tutorial's text, so it costs as much as the other two together.
@@ -99,21 +99,23 @@ class HellaSwag:
                     sums[slots] = scores
         finally:
             model.train(was_training)
-        sums = np.sum(self._runtime.gather(sums), axis=0)  # one process has each, others 0
+        sums = np.sum(self._runtime.gather(sums), axis=0)  # one rank has each, the others have 0
         if not np.isfinite(sums).all():
             raise NonFiniteError("HellaSwag scores are not finite: broken weights")
         by_style = sums.reshape(len(self._styles), len(self._questions), 4)
         return judge(self._questions, dict(zip(self._styles, by_style, strict=True)))
 
 
-def make_rows(pieces: list[list[np.ndarray]], *, context_length: int, first_slot: int) -> list[Row]:
+def make_rows(
+    sequences: list[list[np.ndarray]], *, context_length: int, first_slot: int
+) -> list[Row]:
     """Put each item into one row, or into four where the model's context is too short for that.
 
     As in the reference harness, context and ending are cut on the left to the last `context_length` + 1 tokens (the
     last is only a target). A cut depends on the ending's length, so such an item has no common context.
     """
     longest, rows = context_length + 1, []
-    for number, (context, *endings) in enumerate(pieces):
+    for number, (context, *endings) in enumerate(sequences):
         slots = tuple(range(first_slot + 4 * number, first_slot + 4 * number + 4))
         if len(context) + max(len(ending) for ending in endings) <= longest:
             rows.append(Row(context, tuple(endings), slots))
@@ -145,20 +147,14 @@ def score(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(tokens)
     segments = np.full_like(tokens, -1)  # context 0, endings 1 .. 4, padding -1
-    sources, targets, owners = (
-        [],
-        [],
-        [],
-    )  # of each scored token: where it is predicted, its id, its ending
+    # Of each scored token: where it is predicted, its id, its ending.
+    sources, targets, owners = [], [], []
     slots = [slot for row in rows for slot in row.slots]
     owner = 0
     for number, row in enumerate(rows):
         n = end = len(row.context)
-        tokens[number, :n], positions[number, :n], segments[number, :n] = (
-            row.context,
-            np.arange(n),
-            0,
-        )
+        tokens[number, :n], segments[number, :n] = row.context, 0
+        positions[number, :n] = np.arange(n)
         for segment, ending in enumerate(row.endings, start=1):
             start, end = end, end + max(len(ending) - 1, 0)
             tokens[number, start:end] = ending[:-1]
@@ -178,7 +174,7 @@ def score(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
     ids = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)  # (P,)
     size = _HEAD_ROWS[device.type]
     losses = [
-        F.cross_entropy(model.scores(some).float(), wanted, reduction="none")
+        F.cross_entropy(model.masked_logits(some).float(), wanted, reduction="none")
         for some, wanted in zip(torch.split(picked, size), torch.split(ids, size), strict=True)
     ]
     nats = torch.cat(losses).double().cpu().numpy()  # (P,); sync

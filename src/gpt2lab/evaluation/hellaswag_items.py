@@ -1,21 +1,36 @@
-"""HellaSwag items: reading, checking, and the two ways in which the field writes them as text. No torch.
+"""HellaSwag items: download, read, check, and write them as token ids in the field's two styles. No torch.
 
 Zellers et al. 2019, arXiv:1905.07830.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import queue
 import re
+import threading
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gpt2lab import paths
 from gpt2lab.errors import DataError
+from gpt2lab.files import replace_durably
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 Style = Literal["harness", "tutorial"]
 STYLES: tuple[Style, ...] = ("harness", "tutorial")
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+# As huggingface/datasets records it for this file: datasets/hellaswag/dataset_infos.json, download_checksums.
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+NUM_BYTES = 12_246_618
+DEFAULT_PATH = Path("data/hellaswag/hellaswag_val.jsonl")  # in the repository
+
+_CONNECT_SECONDS = 4.0  # the longest wait of a start without a network
+_DOWNLOAD_SECONDS = 10.0  # the longest wait of a start with a slow network
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,64 @@ class Question:
     context: list[int]
     endings: list[list[int]]
     ending_chars: list[int]  # length of each ending's text, without the space before it
+
+
+def fetch_hellaswag(
+    path: Path | None = None,
+    *,
+    url: str = URL,
+    sha256: str = SHA256,
+    connect_seconds: float = _CONNECT_SECONDS,
+    download_seconds: float = _DOWNLOAD_SECONDS,
+) -> Path:
+    """Return the file of the validation set; download it if it is missing.
+
+    The hash is compared and the bytes are flushed before one rename gives the file its name. A truncated or altered
+    download leaves no file.
+
+    Raises: DataError in one line that says what to do by hand.
+    """
+    path = path or paths.from_repository(DEFAULT_PATH)
+    if path.exists():
+        return path
+    by_hand = f"download it yourself (curl -L --create-dirs -o {paths.for_people(path)} {url}) or give --hellaswag_path"
+    content = _download(url, connect_seconds, download_seconds, by_hand)
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise DataError(
+            f"{url}: {len(content):,} bytes with sha256 {found[:12]}..., expected {sha256[:12]}...: truncated or "
+            f"altered, not kept; {by_hand}"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(path, content)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror}); {by_hand}") from error
+    return path
+
+
+def _download(url: str, connect_seconds: float, download_seconds: float, by_hand: str) -> bytes:
+    """Return what the URL holds, in bounded time; a thread does the work because name look-ups have no timeout."""
+    answers: queue.Queue[bytes | Exception | None] = queue.Queue()
+
+    def work() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=connect_seconds) as response:
+                answers.put(None)  # the server answers: wait for the rest
+                answers.put(response.read(2 * NUM_BYTES))
+        except Exception as error:  # every kind means the same: no download
+            answers.put(error)
+
+    threading.Thread(target=work, name="hellaswag", daemon=True).start()
+    try:
+        answer = answers.get(timeout=connect_seconds)
+        if answer is None:
+            answer = answers.get(timeout=download_seconds)
+    except queue.Empty:
+        raise DataError(f"{url}: no answer in time; {by_hand}") from None
+    if not isinstance(answer, bytes):
+        raise DataError(f"{url}: cannot be downloaded ({answer}); {by_hand}")
+    return answer
 
 
 def read_items(path: Path) -> list[Item]:

@@ -1,12 +1,9 @@
-"""HellaSwag as token ids: tokenised once, kept in a file beside the items, and cut to a subset. No torch."""
+"""HellaSwag as token ids: tokenized once, cached in a file beside the items, and cut to a subset. No torch."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
-import os
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,17 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.evaluation import hellaswag_items
 from gpt2lab.evaluation.hellaswag_items import STYLES, Style, read_items, tokenize
+from gpt2lab.files import replace_durably, sha256_of
 from gpt2lab.tokenizers.gpt2 import VOCABULARY_HASH
+
+# Raise the number when `tokenize` or the arrays of `Questions` change: older caches are then ignored.
+FORMAT = "gpt2lab-hellaswag-tokens/1"
 
 
 @dataclass(frozen=True)
 class Questions:
-    """N items, tokenised in both styles. Ragged: ids lie end to end, `lengths` says where each piece ends."""
+    """N items, tokenized in both styles. Ragged: ids lie end to end, `lengths` says where each sequence ends."""
 
     labels: np.ndarray  # (N,) int64, which ending is true
     ids: dict[Style, np.ndarray]  # (total,) uint16
@@ -33,14 +33,14 @@ class Questions:
 
     @property
     def fingerprint(self) -> str:
-        """Hash what is asked: equal for equal items in equal order, whatever file they came from."""
+        """Hash the items: equal for equal items in equal order, from any file."""
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         for style in STYLES:
             digest.update(self.lengths[style].astype("<i8").tobytes())
             digest.update(self.ids[style].astype("<u2").tobytes())
         return digest.hexdigest()
 
-    def pieces(self, style: Style) -> list[list[np.ndarray]]:
+    def sequences(self, style: Style) -> list[list[np.ndarray]]:
         """Return for each item its context and four endings, arrays of ids."""
         ends = np.cumsum(self.lengths[style])
         parts = np.split(self.ids[style], ends[:-1])
@@ -51,11 +51,11 @@ class Questions:
         if not 0 < limit < len(self):
             return self
         chosen = np.sort(np.random.RandomState(0).permutation(len(self))[:limit])
-        pieces = {style: self.pieces(style) for style in STYLES}
+        sequences = {style: self.sequences(style) for style in STYLES}
         return Questions(
             labels=self.labels[chosen],
             ids={
-                style: np.concatenate([part for i in chosen for part in pieces[style][i]])
+                style: np.concatenate([part for i in chosen for part in sequences[style][i]])
                 for style in STYLES
             },
             lengths={style: self.lengths[style][chosen] for style in STYLES},
@@ -64,16 +64,17 @@ class Questions:
 
 
 def load_questions(path: Path) -> Questions:
-    """Return the items of a file as token ids, from the cache where it holds exactly these.
+    """Return the items of a file as token ids, from the cache if it holds exactly these items.
 
-    The cache is a convenience: it lies beside the items, or where that cannot be written in the user's cache folder,
-    and whatever is wrong with it, the items are tokenised again.
+    The cache lies beside the items, or in the user's cache folder if that place cannot be written. A stale or damaged
+    cache is ignored and the items are tokenized again.
 
     Raises: DataError naming file and line.
     """
     items = read_items(path)
     key = _key(path)
-    places = [path.with_name(f".{path.name}.tokens"), _cache_folder() / f"hellaswag-{key}.tokens"]
+    caches = paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab"
+    places = [path.with_name(f".{path.name}.tokens"), caches / f"hellaswag-{key}.tokens"]
     for place in places:
         questions = _read_cache(place, key)
         if questions is not None:
@@ -101,19 +102,13 @@ def load_questions(path: Path) -> Questions:
 
 
 def _key(path: Path) -> str:
-    """Name what the ids depend on: the items, the vocabulary, and the code that writes them as text and arrays."""
-    digest = hashlib.sha256(VOCABULARY_HASH.encode())
-    for source in (path, Path(hellaswag_items.__file__), Path(__file__)):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
-
-
-def _cache_folder() -> Path:
-    return paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab"
+    """Return a hash of all that the ids depend on: the items, the vocabulary and the format."""
+    facts = f"{FORMAT} {VOCABULARY_HASH} {sha256_of(path)}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 
 def _read_cache(place: Path, key: str) -> Questions | None:
-    """Return what a cache file holds, if it is whole and made from the same."""
+    """Return the content of a cache file; None if it is missing, damaged or made from something else."""
     try:
         head, payload = place.read_bytes().split(b"\n", 1)
         if head.decode() != f"{key} {hashlib.sha256(payload).hexdigest()}":
@@ -131,7 +126,7 @@ def _read_cache(place: Path, key: str) -> Questions | None:
 
 
 def _write_cache(place: Path, key: str, questions: Questions) -> bool:
-    """Write the cache file in one step and tell whether that went well."""
+    """Write the cache file in one step; return False if that fails."""
     arrays: dict[str, Any] = {
         "labels": questions.labels,
         "ending_chars": questions.ending_chars,
@@ -142,13 +137,9 @@ def _write_cache(place: Path, key: str, questions: Questions) -> bool:
     np.savez(payload, **arrays)
     content = payload.getvalue()
     head = f"{key} {hashlib.sha256(content).hexdigest()}\n".encode()
-    temporary = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(head + content)
-        os.replace(temporary, place)
+        replace_durably(place, head + content)
     except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         return False
     return True

@@ -1,7 +1,7 @@
-"""What an evaluation found, unit by unit, kept in a small file so that two can be compared in pairs. No torch.
+"""Results of an evaluation, unit by unit, in a small file, so that two can be compared in pairs. No torch.
 
 A unit is a HellaSwag item or a validation window. Comparing the same units is far sharper than comparing two means:
-what makes a unit hard for one model mostly makes it hard for the other too, and cancels in the difference.
+a unit that is hard for one model is mostly hard for the other too, and that cancels in the difference.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ class Results:
     """One evaluation: `per_unit` maps each metric to an (n,) array, `units` is what identifies the set."""
 
     kind: Kind
-    units: dict[
-        str, Any
-    ]  # equal for two evaluations of the same units, else they cannot be compared
+    units: dict[str, Any]  # two evaluations can be compared if these are equal
     per_unit: dict[str, np.ndarray]  # metric -> (n,) float64
-    details: dict[str, np.ndarray]  # more, for people who look closer
+    details: dict[str, np.ndarray]  # not compared
     step: int | None = None
 
     @property
@@ -73,7 +71,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def keep_results(run_dir: Path, results: Results, step: int) -> str | None:
-    """Write what was found after `step` into the run's folder; return what went wrong, for it is no reason to stop."""
+    """Write what was found after `step` into the run's folder; return the problem, because it is no reason to stop."""
     path = file_of_step(run_dir, results.kind, step)
     try:
         write_results(path, replace(results, step=step))

@@ -1,7 +1,8 @@
-"""Validation loss on a fixed set of windows: the same number for any batch, world or micro-batch."""
+"""Validation loss on a fixed set of windows: the same number for any batch size and world size."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import zlib
@@ -35,12 +36,12 @@ class ValidationLoss:
 
 
 class MeasuresLoss(Protocol):
-    """Whatever gives the loss of a model's weights on data that they were not trained on."""
+    """Measures the loss of a model on held-out data."""
 
     def measure(
         self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> ValidationLoss | None:
-        """Return the loss, the same on every process; None if `interrupted` told all to stop."""
+        """Return the loss, the same on every rank; None if `interrupted` told all to stop."""
 
 
 class Validation:
@@ -60,7 +61,10 @@ class Validation:
         """`is_gpt2`: the ids are GPT-2's, so that their text is known."""
         self._order, self._reader, self._batch_size = order, reader, batch_size
         self._strategy, self._runtime = strategy, runtime
-        self._bytes_per_token = _bytes_per_token() if is_gpt2 else None
+        self._bytes_per_token: np.ndarray | None = None  # of each id's text
+        if is_gpt2:
+            with contextlib.suppress(DataError):  # no vocabulary: training does not need it
+                self._bytes_per_token = token_bytes()
         total = order.windows_per_epoch
         chosen = min(total, max(1, val_tokens // order.context_length))
         self.samples = np.arange(chosen, dtype=np.int64) * total // chosen  # (N,) window numbers
@@ -68,10 +72,10 @@ class Validation:
     def measure(
         self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> ValidationLoss | None:
-        """Return the loss over all windows; every process takes a share and all get the result.
+        """Return the loss over all windows; the ranks share the windows and all get the result.
 
         Each window's loss is summed in fp32 and the windows in fp64 in their own order, so that neither the cut into
-        batches nor the number of processes enters the sum. The standard error takes a window as the unit, because
+        batches nor the world size enters the sum. The standard error takes a window as the unit, because
         neighbouring tokens are not independent. Padding ids take no part in the softmax. Bits per byte is the loss of
         all targets, in bits, over the bytes of their text; <|endoftext|> has a loss but no bytes. None if
         `interrupted`, asked before each batch, told all to stop.
@@ -80,7 +84,8 @@ class Validation:
         """
         world, count = self._runtime.world_size, len(self.samples)
         mine = np.arange(self._runtime.rank, count, world)
-        longest = math.ceil(count / world)  # equally many rounds everywhere: asking is a collective
+        # As many rounds on every rank: `interrupted` is a collective.
+        longest = math.ceil(count / world)
         found = np.zeros((3, count))  # nats, bytes of text and checksum of each window
         was_training = model.training
         model.eval()
@@ -95,10 +100,10 @@ class Validation:
             model.train(was_training)
             self._reader.release()
         self._reader.wait_until_verified()  # no number rests on a damaged shard
-        nats, num_bytes, checksums = np.sum(
-            self._runtime.gather(found), axis=0
-        )  # one process has each window, others 0
+        # One rank has each window, the others have 0.
+        nats, num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
         T = self._order.context_length
+        windows = hashlib.sha256(checksums.astype("<u4").tobytes()).hexdigest()
         loss, se = mean_and_error(nats / T)
         text_bytes = num_bytes.sum()
         return ValidationLoss(
@@ -108,7 +113,7 @@ class Validation:
             bits_per_byte=float(nats.sum() / math.log(2) / text_bytes) if text_bytes > 0 else None,
             results=Results(
                 kind="validation",
-                units={"n": count, "tokens_each": T, "windows": _hash(checksums)},
+                units={"n": count, "tokens_each": T, "windows": windows},
                 per_unit={"val_loss": nats / T},
                 details={"bytes": num_bytes.astype(np.int64)},
             ),
@@ -119,21 +124,9 @@ class Validation:
         windows = self._reader.read(*self._order.locate(self.samples[rows]))
         tokens = torch.from_numpy(windows.astype(np.int64)).to(self._runtime.device)  # (B, T + 1)
         with torch.inference_mode(), self._strategy.autocast():
-            scores = model.scores(model.hidden(tokens[:, :-1]))  # (B, T, V)
+            scores = model.masked_logits(model.hidden(tokens[:, :-1]))  # (B, T, V)
             losses = token_losses(scores, tokens[:, 1:])  # (B, T)
         nats = losses.sum(dim=1).double().cpu().numpy()  # sync
         table = self._bytes_per_token
         num_bytes = table[windows[:, 1:]].sum(axis=1) if table is not None else np.zeros(len(rows))
         return np.stack([nats, num_bytes, [zlib.crc32(window.tobytes()) for window in windows]])
-
-
-def _bytes_per_token() -> np.ndarray | None:
-    """Return the size of each id's text; None if the vocabulary is not to be had."""
-    try:
-        return token_bytes()
-    except DataError:  # training does not need the tokenizer
-        return None
-
-
-def _hash(checksums: np.ndarray) -> str:
-    return hashlib.sha256(checksums.astype("<u4").tobytes()).hexdigest()

@@ -9,7 +9,6 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.target import Target, find_target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.settings import options_of
-from gpt2lab.errors import CheckError, ConfigError, SaveError
+from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line
 from gpt2lab.files import sync_folder, write_durably
 from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.model.gpt import GPT
@@ -34,18 +33,12 @@ TOLERANCE = 1e-5  # of the largest logit
 _TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345"
 
 
-@dataclass(frozen=True)
-class Report:
-    """What an export came to, as --json prints it."""
-
-    numbers: dict[str, Any]
-    warnings: tuple[str, ...]
-
-
 def export(
     name: str, *, checkpoint_dir: Path, out: Path, dtype: Dtype, push_to_hub: str | None
-) -> Report:
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write the weights that `name` means to the new folder `out`; it appears complete and checked, or not at all.
+
+    Returns: the numbers, as --json prints them, and warnings.
 
     Raises: ConfigError, CheckpointError, DataError before anything is written; CheckError if transformers loads or
     computes otherwise; SaveError.
@@ -57,7 +50,7 @@ def export(
     if out.exists():
         raise ConfigError(f"{out}: exists already; choose another --out")
     if push_to_hub is not None:
-        _refuse_without_login()
+        _check_login()
     target = find_target(name, checkpoint_dir)
     if options := options_of(target.model_config()):
         raise ConfigError(
@@ -65,7 +58,6 @@ def export(
         )
     model = load_weights(target).eval()
     tensors = hf_tensors(model, getattr(torch, dtype))
-    parameters = sum(tensor.numel() for tensor in tensors.values())
     with _staged(out) as folder:
         content = safetensors.torch.save(tensors, metadata={"format": "pt"})
         write_durably(folder / HF_WEIGHTS, content)
@@ -76,25 +68,17 @@ def export(
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(getattr(torch, dtype)))
         max_abs_diff, max_abs_logit = _check(folder, model)
-        write_card(
-            target,
-            out,
-            folder,
-            dtype=dtype,
-            parameters=parameters,
-            max_abs_diff=max_abs_diff,
-            max_abs_logit=max_abs_logit,
-        )
+        numbers = {
+            "out": str(out),
+            "max_abs_diff": max_abs_diff,
+            "max_abs_logit": max_abs_logit,
+            "parameters": sum(tensor.numel() for tensor in tensors.values()),
+            "dtype": dtype,
+        }
+        write_card(target, folder, numbers)
     if push_to_hub is not None:
         _push(out, push_to_hub)
-    numbers = {
-        "out": str(out),
-        "max_abs_diff": max_abs_diff,
-        "max_abs_logit": max_abs_logit,
-        "parameters": parameters,
-        "dtype": dtype,
-    }
-    return Report(numbers, target.warnings)
+    return numbers, target.warnings
 
 
 @contextmanager
@@ -113,7 +97,7 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 def _write_tokenizer(folder: Path, target: Target, context_length: int) -> None:
-    """Write GPT-2's tokenizer as transformers reads it, what ends a text, and how a tuned model is talked to."""
+    """Write GPT-2's tokenizer, the end-of-text settings, and the chat template of a tuned model."""
     merges, ids = vocabulary_files()
     shutil.copyfile(merges, folder / "merges.txt")
     shutil.copyfile(ids, folder / "vocab.json")
@@ -159,9 +143,9 @@ def _check(folder: Path, model: GPT) -> tuple[float, float]:
                 folder, dtype=torch.float32, local_files_only=True
             )
             found = theirs.eval()(ids).logits
-        except Exception as error:  # whatever transformers may raise means the same here
+        except Exception as error:  # transformers may raise anything
             raise CheckError(
-                f"the export was not kept: transformers cannot use it ({_first_line(error)})"
+                f"the export was not kept: transformers cannot use it ({first_line(error)})"
             ) from error
     torch.set_float32_matmul_precision(precision)
     difference = (found - expected).abs().max().item()
@@ -178,14 +162,14 @@ def _check(folder: Path, model: GPT) -> tuple[float, float]:
     return difference, largest
 
 
-def _refuse_without_login() -> None:
+def _check_login() -> None:
     from huggingface_hub import HfApi
 
     try:
         HfApi().whoami()
     except Exception as error:  # not logged in, a dead token, no network
         raise ConfigError(
-            f"--push_to_hub: the Hugging Face Hub does not know you ({_first_line(error)}); hf auth login"
+            f"--push_to_hub: the Hugging Face Hub does not know you ({first_line(error)}); hf auth login"
         ) from error
 
 
@@ -196,11 +180,7 @@ def _push(out: Path, name: str) -> None:
     try:
         repository = api.create_repo(name, exist_ok=True).repo_id
         api.upload_folder(repo_id=repository, folder_path=out, commit_message="Export by gpt2lab")
-    except Exception as error:  # a dozen kinds; the folder is complete whatever it was
+    except Exception as error:  # many kinds; the folder is complete
         raise SaveError(
-            f"{paths.for_people(out)} is written and checked, but not pushed to {name} ({_first_line(error)})"
+            f"{paths.for_people(out)} is written and checked, but not pushed to {name} ({first_line(error)})"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

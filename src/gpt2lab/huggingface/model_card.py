@@ -1,4 +1,4 @@
-"""An exported model's README.md: what it is, what it saw, what was measured, what was foretold. No torch."""
+"""An exported model's README.md: what it is, its data, its measurements and its forecast. No torch."""
 
 from __future__ import annotations
 
@@ -41,20 +41,11 @@ model = AutoModelForCausalLM.from_pretrained("this folder, or its name on the Hu
 """
 
 
-def write_card(
-    target: Target,
-    out: Path,
-    folder: Path,
-    *,
-    dtype: str,
-    parameters: int,
-    max_abs_diff: float,
-    max_abs_logit: float,
-) -> None:
-    """Write README.md into `folder`, which will be `out`; a number that the run does not have is left out."""
+def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
+    """Write README.md into `folder` with the numbers of the export; one that the run does not have is left out."""
     shape = target.model_config()
     rows = {
-        "parameters": f"{parameters:,}",
+        "parameters": f"{numbers['parameters']:,}",
         "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
         f"context {shape.context_length}, vocabulary {min(shape.vocab_size, NUM_TOKENS):,}",
     }
@@ -62,19 +53,17 @@ def write_card(
     if target.checkpoint is not None:
         manifest = target.checkpoint.manifest
         source = f"step {manifest['step']:,} of the run `{manifest['run']}`"
-        rows |= _trained_on(manifest) | _measured(target) | _foretold(target.folder.parent)
+        rows |= _trained_on(manifest) | _measured(target) | _forecast(target.folder.parent)
     is_gpt2 = shape.vocab_size >= NUM_TOKENS
     if not is_gpt2:
         rows["tokenizer"] = "none: the vocabulary is not GPT-2's"
     card = _CARD.format(
-        title=out.name,
+        **numbers,
+        title=Path(numbers["out"]).name,
         version=__version__,
         source=source,
         rows="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
-        dtype=dtype,
-        max_abs_diff=max_abs_diff,
-        max_abs_logit=max_abs_logit,
-        rounded="" if dtype == "float32" else f", of the weights rounded to {dtype}",
+        rounded="" if numbers["dtype"] == "float32" else ", of the weights rounded to bfloat16",
         classes="AutoModelForCausalLM" + (", AutoTokenizer" if is_gpt2 else ""),
         tokenizer=(
             '\ntokenizer = AutoTokenizer.from_pretrained("the same")'
@@ -92,9 +81,8 @@ def _trained_on(manifest: dict[str, Any]) -> dict[str, str]:
     rows = {}
     if manifest.get("initial_weights"):
         rows["initial weights"] = f"`{manifest['initial_weights']['init_from']}`"
-    tuning = config.tuning
-    if tuning.lora_r:
-        rows["adapters"] = f"LoRA of rank {tuning.lora_r}, put into the weights"
+    if rank := config.tuning.lora_r:
+        rows["adapters"] = f"LoRA of rank {rank}, merged into the weights"
     return rows | {
         "training data": f"`{data_name(config)}`, fingerprint `{manifest['data_fingerprint'][:12]}`",
         "training tokens": f"{manifest['tokens']:,} in {manifest['step']:,} steps of "
@@ -103,7 +91,7 @@ def _trained_on(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def _measured(target: Target) -> dict[str, str]:
-    """Return what the run's evaluations say of this step, or HellaSwag of the last step before it that has one."""
+    """Return the run's evaluations of this step; HellaSwag may be of an earlier step."""
     assert target.checkpoint is not None
     step, manifest = target.checkpoint.step, target.checkpoint.manifest
     events = history.read_events(target.folder.parent)
@@ -131,25 +119,16 @@ def _measured(target: Target) -> dict[str, str]:
     return rows
 
 
-def _foretold(run_dir: Path) -> dict[str, str]:
-    """Return what was planned, beside what came, where the run's estimate.json has both."""
+def _forecast(run_dir: Path) -> dict[str, str]:
+    """Return the planned time beside the actual one if the run's estimate.json has both."""
     try:
         content = json.loads((run_dir / "estimate.json").read_bytes())
-        planned, actual = content["estimate"], content["actual"]
-        low, value, high, came = (
-            fmt.duration(3600 * hours)
-            for hours in (
-                *(planned["low_hours"], planned["estimated_hours"], planned["high_hours"]),
-                actual["hours"],
-            )
-        )
-        return {"time": f"planned {value} ({low} ... {high}), actual {came}"}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # not there, not finished, or another version's
+        hours = [content["estimate"][f"{name}_hours"] for name in ("low", "estimated", "high")]
+        hours.append(content["actual"]["hours"])
+        low, value, high, spent = (fmt.duration(3600 * each) for each in hours)
+        return {"time": f"planned {value} ({low} ... {high}), actual {spent}"}
+    # Not there, not finished, or another version's.
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 

@@ -1,4 +1,4 @@
-"""A run's folder on disk: lock, config.json, run.json, status.json. The first process's business alone."""
+"""A run's folder on disk: lock, config.json, run.json, status.json. Only rank 0 uses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunFolder:
     """The folder of one run, locked for as long as the process lives."""
 
     def __init__(self, path: Path) -> None:
-        """Create and lock the folder, and sweep what a killed process left half-written.
+        """Create and lock the folder; remove what a killed process left half-written.
 
         Raises: ConfigError if it cannot be written to or another process trains in it.
         """
@@ -50,7 +50,7 @@ class RunFolder:
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
         catalog.sweep(path)
-        with contextlib.suppress(OSError):  # of a full disk: the name only helps who comes second
+        with contextlib.suppress(OSError):  # a full disk: the name is only for the message
             os.ftruncate(self._lock.fileno(), 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}\n"
             os.write(self._lock.fileno(), holder.encode())
@@ -69,8 +69,8 @@ class RunFolder:
     ) -> None:
         """Replace status.json: running | completed | stopped | failed, and how a start ended.
 
-        torchrun reports 1 for every stop by signal; this file carries the trainer's own verdict. A start that was
-        killed leaves `running` behind, with the process that is no more.
+        torchrun reports 1 for every stop by signal; this file has the trainer's own exit code. A start that was
+        killed leaves `running` with the id of the dead process.
         """
         infos, _ = catalog.list_checkpoints(self.path)
         status = {
@@ -88,7 +88,10 @@ class RunFolder:
 
 
 def _lock(file: IO[str]) -> None:
-    """Lock a file, or raise OSError where it stays locked: who only looks holds it for a moment."""
+    """Lock a file; retry twice, because readers such as status.py hold the lock for a moment.
+
+    Raises: OSError if it stays locked.
+    """
     for pause in (0.05, 0.2):
         with contextlib.suppress(OSError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Reading back what a run did: metrics.jsonl, the one truth, and the settings of the last start. No torch."""
+"""Read what a run recorded: metrics.jsonl and the settings of the last start. No torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KEYS = {"event", "time", "attempt", "step"}
 
 
 def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
-    """Return the folder of a run given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
+    """Return the folder of a run given by its name in the typed `checkpoint_dir`, default checkpoints/, or by a path.
 
     Raises: ConfigError if there is no such folder.
     """
-    runs = checkpoint_dir or paths.from_repository(Path("checkpoints"))
+    runs = paths.runs_folder(checkpoint_dir)
     folder = find_folder(run, runs)
     if folder is None:
         raise ConfigError(
@@ -37,7 +37,7 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # the piece after the last newline is empty or torn
+    *lines, _ = path.read_bytes().split(b"\n")  # last: nothing or a torn line
     events = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -72,9 +72,9 @@ def last_attempt(events: list[dict[str, Any]]) -> int:
 
 
 def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
-    """Return {step: event} of one kind along the line of steps that the newest weights went through.
+    """Return {step: event} of one kind along the steps that led to the newest weights.
 
-    A start from step N (0 for a fresh one), or a rewind to it, makes what came after N before history that led nowhere.
+    A start from step N (0 for a fresh one), or a rewind to it, drops earlier events after step N.
     """
     by_step: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -86,7 +86,7 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return an object that another part of the run wrote, None if it is missing or damaged."""
+    """Return the JSON object in a file of the run, None if it is missing or damaged."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -95,11 +95,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def spent_seconds(events: list[dict[str, Any]]) -> float:
-    """Return the time of all starts, each from its beginning, without the pauses between them."""
+    """Return the seconds of all starts, each from its beginning, without the pauses between them."""
     spent: dict[int, float] = {}
     for event in events:
         attempt = event["attempt"]
-        if event["event"] == "step":  # counts all that came before it in this start
+        if event["event"] == "step":  # includes everything before it in this start
             spent[attempt] = event.get("elapsed_seconds") or event["step_seconds"]
         elif event["event"] != "done":
             spent[attempt] = spent.get(attempt, 0.0) + (event.get("seconds") or 0.0)

@@ -1,7 +1,7 @@
-"""One event in, every place it belongs to out: metrics.jsonl (the truth), console, log.txt, TensorBoard, W&B.
+"""Write a run's events to metrics.jsonl (the truth), console, log.txt, TensorBoard and W&B.
 
-Only the first process has anything to write to; the others hold a Telemetry without a folder. A full disk ends no run:
-what metrics.jsonl does not take is kept in memory until it does, and no checkpoint is written before.
+Only rank 0 writes; the other ranks hold a MetricsLogger without a folder. A full disk does not end a run: lines that
+metrics.jsonl cannot take stay in memory until it can, and no checkpoint is written before.
 """
 
 from __future__ import annotations
@@ -14,36 +14,25 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
-from gpt2lab.runs.tags import tags_of
+from gpt2lab.runs.tensorboard import mirror, open_tensorboard
 from gpt2lab.runs.wandb_mirror import WandbMirror, is_installed
 
 if TYPE_CHECKING:
+    import torch
     from torch.utils.tensorboard import SummaryWriter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_RESULTS = ("Loss/train", "Loss/validation", "Evaluation/hellaswag_accuracy")  # by which to compare
+_BINS = 64  # of a histogram, of equal width
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of a tensor's values in bins of equal width from `low` to `high`."""
-
-    low: float
-    high: float
-    sum: float
-    sum_of_squares: float
-    counts: tuple[int, ...]
-
-
-class Telemetry:
-    """Where a run's events go."""
+class MetricsLogger:
+    """Writes a run's events to every place that shows them."""
 
     def __init__(
         self,
@@ -54,11 +43,11 @@ class Telemetry:
         hparams: dict[str, Any] | None = None,
         use_wandb: bool = False,
     ) -> None:
-        """Open the sinks of `run_dir` (None: no sinks); TensorBoard events after `tensorboard_from` are replaced."""
+        """Open the files of `run_dir` (None: write nothing); replace TensorBoard events after `tensorboard_from`."""
         self._attempt = attempt
         self._console = True
         self._metrics: FileIO | None = None
-        self._held_back = bytearray()  # lines that the disk had no room for
+        self._held_back = bytearray()  # lines that the disk has no room for
         self._is_full = False
         self._log: IO[str] | None = None
         self._tensorboard: SummaryWriter | None = None
@@ -71,7 +60,7 @@ class Telemetry:
             run_dir / "log.txt", "a", encoding="utf-8", errors="backslashreplace"
         )
         if tensorboard_from is not None:
-            self._tensorboard = _open_tensorboard(
+            self._tensorboard = open_tensorboard(
                 run_dir, after_step=tensorboard_from, hparams=hparams or {}
             )
         if use_wandb:
@@ -95,7 +84,7 @@ class Telemetry:
         self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
         problem = self.catch_up()
         if event == "checkpoint" and not problem:
-            # What a checkpoint rests on must not be lost in a power cut that it survives.
+            # A power cut that spares the checkpoint must spare the events before it.
             os.fsync(self._metrics.fileno())
         with self._tensorboard_or_none() as tensorboard:
             if tensorboard is not None:
@@ -105,7 +94,7 @@ class Telemetry:
             self.warn(problem, step)
 
     def catch_up(self) -> str | None:
-        """Append to metrics.jsonl what it has not taken yet; say if the disk is too full for it.
+        """Append the lines held back to metrics.jsonl; return why not if the disk is full.
 
         Raises: SaveError for any other error.
         """
@@ -117,11 +106,9 @@ class Telemetry:
         except OSError as error:
             problem = f"{self._metrics.name}: {error.strerror}"
             if error.errno not in _FULL:
-                raise SaveError(f"{problem}; mend it and resume") from error
+                raise SaveError(f"{problem}; repair it and resume") from error
             if not self._is_full:
-                self.say(
-                    f"warning: {problem}; training goes on, and keeps in memory what it records"
-                )
+                self.say(f"warning: {problem}; training continues and keeps its events in memory")
             self._is_full = True
             return problem
         if self._is_full:
@@ -131,41 +118,29 @@ class Telemetry:
 
     @contextlib.contextmanager
     def _tensorboard_or_none(self) -> Iterator[SummaryWriter | None]:
-        """Lend the writer where there is one; an error of its files ends them and not the run."""
+        """Yield the writer if there is one; an error of its files ends the mirror, not the run."""
         try:
             yield self._tensorboard
         except OSError as error:
             self._tensorboard = None
             self.say(
                 f"warning: no more TensorBoard files ({error.strerror or error}); "
-                f"scripts/rebuild_tensorboard.py makes them anew"
+                f"scripts/rebuild_tensorboard.py makes them again"
             )
 
     @property
     def takes_histograms(self) -> bool:
-        """Tell whether there is a place for histograms."""
+        """Tell whether histograms are written."""
         return self._tensorboard is not None
 
-    def histogram(self, tag: str, step: int, found: Histogram) -> None:
-        """Write a histogram to TensorBoard, the only place for it."""
-        width = (found.high - found.low) / len(found.counts)
+    def histogram(self, tag: str, step: int, values: torch.Tensor) -> None:
+        """Write the histogram of finite values on the CPU to TensorBoard, the only place for it."""
         with self._tensorboard_or_none() as tensorboard:
-            if tensorboard is None:
-                return
-            tensorboard.add_histogram_raw(
-                tag,
-                min=found.low,
-                max=found.high,
-                num=sum(found.counts),
-                sum=found.sum,
-                sum_squares=found.sum_of_squares,
-                bucket_limits=[found.low + width * (i + 1) for i in range(len(found.counts))],
-                bucket_counts=list(found.counts),
-                global_step=step,
-            )
+            if tensorboard is not None:
+                tensorboard.add_histogram(tag, values, step, bins=_BINS)
 
     def say(self, text: str) -> None:
-        """Show text on the console and keep it in log.txt; losing either does not end a run."""
+        """Print text and append it to log.txt; an error of either does not end a run."""
         if self._log is None:
             return
         if self._console:
@@ -179,7 +154,7 @@ class Telemetry:
             self._log.flush()
 
     def _drop_console(self) -> None:
-        """Send what is still said to nobody: the interpreter would fail on it when it ends."""
+        """Discard later output: the interpreter would fail on it when it ends."""
         self._console = False
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -189,7 +164,7 @@ class Telemetry:
         self.event("warning", step, message=text)
 
     def close(self) -> None:
-        """Flush and close every sink; W&B may take some seconds to send the rest."""
+        """Flush and close every file; W&B may take some seconds to send the rest."""
         if self._wandb is not None:
             problem, self._wandb = self._wandb.close(), None
             if problem is not None:
@@ -207,35 +182,9 @@ class Telemetry:
                 self._drop_console()
         for sink in (self._metrics, self._log, self._tensorboard):
             if sink is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # on a full disk; what mattered was flushed before
+                with contextlib.suppress(OSError):  # a full disk; the metrics were flushed before
                     sink.close()
         self._metrics = self._log = self._tensorboard = None
-
-
-def mirror(
-    writer: SummaryWriter, event: str, step: int, values: dict[str, Any], when: float | None = None
-) -> None:
-    """Write an event's numbers and texts under their TensorBoard tags; `when` in Unix seconds, default now."""
-    for tag, value in tags_of(event, values).items():
-        if isinstance(value, str):
-            writer.add_text(tag, value, step, walltime=when)
-        else:
-            writer.add_scalar(tag, value, step, walltime=when)
-
-
-def mirror_settings(writer: SummaryWriter, hparams: dict[str, Any]) -> None:
-    """Write the settings of a run as a table of text, and for the HPARAMS tab, which compares runs."""
-    from torch.utils.tensorboard.summary import hparams as summaries
-
-    plain = {name: "-" if value is None else value for name, value in hparams.items()}
-    # add_hparams would make a run of its own beside this one.
-    into: Any = writer._get_file_writer()  # type: ignore[no-untyped-call]
-    for summary in summaries(plain, dict.fromkeys(_RESULTS, 0.0)):  # type: ignore[no-untyped-call]
-        into.add_summary(summary)
-    rows = "\n".join(f"| {name} | {value} |" for name, value in hparams.items())
-    writer.add_text("hparams", f"| setting | value |\n|---|---|\n{rows}", 0)
 
 
 def _finite(value: Any) -> Any:
@@ -259,20 +208,3 @@ def _open_wandb(run_dir: Path, *, attempt: int, settings: dict[str, Any]) -> Wan
     except OSError as error:
         print(f"warning: no mirror at W&B: {error}", file=sys.stderr)
         return None
-
-
-def _open_tensorboard(
-    run_dir: Path, *, after_step: int, hparams: dict[str, Any]
-) -> SummaryWriter | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        print(
-            f"warning: no TensorBoard files: {error}; pip install -r requirements.txt",
-            file=sys.stderr,
-        )
-        return None
-    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1)
-    if after_step == 0:
-        mirror_settings(writer, hparams)
-    return writer

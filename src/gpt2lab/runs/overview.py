@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from gpt2lab.runs import history
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run as it stands; None where it has not said."""
+    """The state of one run; None means not recorded."""
 
     run_name: str
     state: str  # running | killed | stopped | completed | failed | not begun
@@ -43,14 +42,14 @@ def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
 
 
 def read_run(run_dir: Path) -> RunStatus:
-    """Return the status of one run; what cannot be read is a problem of that run, not of the table."""
+    """Return the status of one run; an unreadable file becomes its `problem` and raises nothing."""
     now, problem = time.time(), None
     events: list[dict[str, Any]] = []
     try:
         events = history.read_events(run_dir)
     except (GPT2LabError, OSError) as error:
         problem = str(error)
-    status = _read_status(run_dir)
+    status = history.read_json(run_dir / "status.json") or {}
     steps, evals = history.current(events, "step"), history.current(events, "eval")
     begun = [event for event in events if event["event"] == "begin"]
     newest = steps[max(steps)] if steps else {}
@@ -88,9 +87,9 @@ def describe(runs: list[RunStatus]) -> str:
             run.run_name,
             run.state if not run.exit_code else f"{run.state} ({run.exit_code})",
             "n/a" if run.step is None else f"{run.step:,}/{run.last_step:,}",
-            _number(run.loss, ".4f"),
-            _number(run.val_loss, ".4f"),
-            _number(run.tokens_per_second, ",.0f"),
+            fmt.number(run.loss),
+            fmt.number(run.val_loss),
+            fmt.number(run.tokens_per_second, ",.0f"),
             fmt.duration(run.remaining_seconds) if run.state == "running" else "-",
             "-"
             if run.checkpoint_seconds is None
@@ -108,18 +107,6 @@ def as_json(runs: list[RunStatus]) -> dict[str, Any]:
     return {"runs": [dataclasses.asdict(run) for run in runs]}
 
 
-def _number(value: float | None, layout: str) -> str:
-    return "n/a" if value is None else format(value, layout)
-
-
-def _read_status(run_dir: Path) -> dict[str, Any]:
-    try:
-        status = json.loads((run_dir / "status.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
-
-
 def _last_write(run_dir: Path) -> float:
     try:
         return (run_dir / catalog.METRICS).stat().st_mtime
@@ -128,12 +115,10 @@ def _last_write(run_dir: Path) -> float:
 
 
 def _is_locked(run_dir: Path) -> bool:
-    """Tell whether a process trains in the folder: it holds the lock for as long as it lives."""
+    """Tell whether a process trains in the folder, by its lock."""
     try:
         with open(run_dir / "run.lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False

@@ -1,7 +1,7 @@
 """A run on one HTML page that needs no network and runs no script, whatever text the model wrote. No torch.
 
-The page is report.html, filled by jinja2, which escapes every value. The pictures are data in the page, and its
-Content-Security-Policy forbids everything but them and the page's own style sheet.
+jinja2 fills report.html and escapes every value. The pictures are data in the page; its Content-Security-Policy
+allows only them and the page's own style sheet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Events = list[Event]
 
 
 def write_report(run_dir: Path, out: Path) -> None:
-    """Write a run's page in one step: readers see the old one or the whole new one.
+    """Write a run's page in one step: readers see the old page or the new one.
 
     Raises: ConfigError if the folder is not a run's, a package is missing or `out` cannot be written;
     GPT2LabError if the metrics are damaged.
@@ -99,23 +99,25 @@ def _begins(events: Events) -> Events:
 
 
 def _tiles(events: Events) -> list[tuple[str, str, str]]:
-    """Return (what, value, note) of the numbers that come first."""
+    """Return (what, value, note) of the numbers at the top of the page."""
     steps, evals = history.current(events, "step"), history.current(events, "eval")
     scores = history.current(events, "hellaswag")
     tiles = []
     if steps:
         first, last = steps[min(steps)], steps[max(steps)]
-        note = f"{_number(first['loss'])} at step {first['step']:,}"
-        tiles.append(("training loss", _number(last["loss"]), note))
+        note = f"{fmt.number(first['loss'])} at step {first['step']:,}"
+        tiles.append(("training loss", fmt.number(last["loss"]), note))
     measured = [event for event in evals.values() if event["val_loss"] is not None]
     if measured:
         last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
-        note = f"± {_number(last['val_loss_se'])}; best {best['val_loss']:.4f} at step {best['step']:,}"
+        note = f"± {fmt.number(last['val_loss_se'])}; best {best['val_loss']:.4f} at step {best['step']:,}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
         last, (value, name) = scores[max(scores)], plots.REFERENCES["acc_norm"][0]
-        note = f"acc_norm ± {_number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
-        tiles.append(("HellaSwag", _number(last["acc_norm"]), note))
+        note = (
+            f"acc_norm ± {fmt.number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
+        )
+        tiles.append(("HellaSwag", fmt.number(last["acc_norm"]), note))
     if steps:
         last, goal = steps[max(steps)], _begins(events)[-1]["max_steps"]
         tiles.append(("tokens", fmt.count(last["tokens"]), f"step {last['step']:,} of {goal:,}"))
@@ -123,17 +125,15 @@ def _tiles(events: Events) -> list[tuple[str, str, str]]:
         mfu = [event["mfu"] for event in steps.values() if event.get("mfu") is not None]
         note = f"median step; MFU {statistics.median(mfu):.1%}" if mfu else "median step"
         tiles.append(("tokens/s", f"{statistics.median(rates):,.0f}", note))
-        starts, trained = (
-            history.last_attempt(events),
-            sum(e["step_seconds"] for e in steps.values()),
-        )
+        starts = history.last_attempt(events)
+        trained = sum(event["step_seconds"] for event in steps.values())
         note = f"{fmt.duration(trained)} in steps; {starts} start{'s' if starts > 1 else ''}"
         tiles.append(("time", fmt.duration(spent_seconds(events)), note))
     return tiles
 
 
 def _curves(run_dir: Path, events: Events) -> str | None:
-    """Return the plots as the address of a picture that is its own content."""
+    """Return the plots as a data: URL."""
     if not history.current(events, "step"):
         return None
     picture = base64.b64encode(plots.draw_svg([plots.read_curves(run_dir)])).decode()
@@ -141,7 +141,7 @@ def _curves(run_dir: Path, events: Events) -> str | None:
 
 
 def _forecast(run_dir: Path, events: Events) -> list[tuple[str, str, str, str, str]]:
-    """Return (what, foretold, its 80 % interval, actual, verdict) for all that estimate.json and the run both tell."""
+    """Return (what, forecast, its 80 % interval, actual, verdict) of all that estimate.json and the run both record."""
     document = read_json(run_dir / "estimate.json") or {}
     steps = history.current(events, "step")
     rows: list[tuple[str, str, str, str, str]] = []
@@ -150,19 +150,12 @@ def _forecast(run_dir: Path, events: Events) -> list[tuple[str, str, str, str, s
     span, rate = document["estimate"], document.get("throughput") or {}
     actual = document.get("actual")
     hours = actual["hours"] if actual else spent_seconds(events) / 3600
-    rows.append(
-        _compared(
-            "time",
-            (span["estimated_hours"], span["low_hours"], span["high_hours"]),
-            hours,
-            lambda value: fmt.duration(3600 * value),
-            is_final=actual is not None,
-        )
-    )
+    predicted = (span["estimated_hours"], span["low_hours"], span["high_hours"])
+    rows.append(_compared("time", predicted, hours, _hours, is_final=actual is not None))
     if rate.get("value") is not None:
         median = statistics.median(event["tokens_per_second"] for event in steps.values())
-        foretold = (rate["value"], rate["low"], rate["high"])
-        rows.append(_compared("tokens/s", foretold, median, lambda value: f"{value:,.0f}"))
+        predicted = (rate["value"], rate["low"], rate["high"])
+        rows.append(_compared("tokens/s", predicted, median, lambda value: f"{value:,.0f}"))
     needed = (document.get("memory") or {}).get("total")
     peak = max((e["peak_memory_bytes"] or 0 for e in steps.values()), default=0)
     if needed and peak:
@@ -170,30 +163,28 @@ def _forecast(run_dir: Path, events: Events) -> list[tuple[str, str, str, str, s
         rows.append(("memory", fmt.num_bytes(needed), "-", fmt.num_bytes(peak), share))
     loss, evals = document.get("loss") or {}, history.current(events, "eval")
     if loss.get("value") is not None and evals:
-        measured = _number(evals[max(evals)]["val_loss"])
+        measured = fmt.number(evals[max(evals)]["val_loss"])
         interval = f"{loss['low']:.2f} … {loss['high']:.2f}"
-        note = f"foretold for {loss['data']}"
+        note = f"forecast for {loss['data']}"
         rows.append(("validation loss", f"{loss['value']:.2f}", interval, measured, note))
     return rows
 
 
 def _compared(
     what: str,
-    foretold: tuple[float, float, float],
+    predicted: tuple[float, float, float],
     actual: float,
     write: Callable[[float], str],
     *,
     is_final: bool = True,
 ) -> tuple[str, str, str, str, str]:
-    value, low, high = foretold
-    verdict = "inside" if low <= actual <= high else "outside"
-    if not is_final:
-        verdict = "so far"
+    value, low, high = predicted
+    verdict = "so far" if not is_final else "inside" if low <= actual <= high else "outside"
     return what, write(value), f"{write(low)} … {write(high)}", write(actual), verdict
 
 
 def _starts(events: Events, *, is_running: bool) -> list[Event]:
-    """Return each start: when, from which step, on how many processes, what it changed, how it ended."""
+    """Return each start: when, from which step, with which world size, what it changed, how it ended."""
     starts: list[Event] = []
     for begin in _begins(events):
         of = [event for event in events if event["attempt"] == begin["attempt"]]
@@ -226,7 +217,7 @@ def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
     rows = []
     for name, value in to_flat(config).items():
         usual = plain[name]
-        if usual is not None and is_path(name):  # a run keeps the whole path
+        if usual is not None and is_path(name):  # a run keeps the absolute path
             usual = str(paths.from_repository(Path(usual)))
         differs = value != usual and LEAVES[name][0] != "checkpoint"
         rows.append((name, _setting(value), _setting(plain[name]), differs))
@@ -239,7 +230,7 @@ def _setting(value: Any) -> str:
 
 def _checkpoint(info: catalog.CheckpointInfo) -> tuple[str, ...]:
     kind = ", ".join(dict.fromkeys([info.kind, *info.labels]))
-    loss, size = _number(info.val_loss), fmt.num_bytes(info.num_bytes)
+    loss, size = fmt.number(info.val_loss), fmt.num_bytes(info.num_bytes)
     return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, _clock(info.created)
 
 
@@ -267,9 +258,9 @@ def _spread(steps: list[int], count: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
+def _hours(value: float) -> str:
+    return fmt.duration(3600 * value)
+
+
 def _clock(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
-
-
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.4f}"

@@ -1,8 +1,7 @@
-"""What a run came to, read back from its metrics: the report at the end of every start. No torch."""
+"""The report at the end of every start, read from the run's metrics. No torch."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from pathlib import Path
@@ -23,7 +22,7 @@ def describe_run(run_dir: Path) -> str:
     if steps:
         first, last = steps[min(steps)], steps[max(steps)]
         lines.append(
-            f"  training loss     {_number(first['loss'])} at step {first['step']:,} -> {_number(last['loss'])} "
+            f"  training loss     {fmt.number(first['loss'])} at step {first['step']:,} -> {fmt.number(last['loss'])} "
             f"at step {last['step']:,} ({last['tokens']:,} tokens)"
         )
     measured = [event for event in evals.values() if event["val_loss"] is not None]
@@ -32,8 +31,8 @@ def describe_run(run_dir: Path) -> str:
         best = min(measured, key=lambda event: event["val_loss"])
         error = "" if final["val_loss_se"] is None else f" +- {final['val_loss_se']:.4f}"
         lines.append(
-            f"  validation loss   {_number(evals[min(evals)]['val_loss'])} at step {min(evals):,} -> "
-            f"{_number(final['val_loss'])}{error} at step {final['step']:,}; best {_number(best['val_loss'])} "
+            f"  validation loss   {fmt.number(evals[min(evals)]['val_loss'])} at step {min(evals):,} -> "
+            f"{fmt.number(final['val_loss'])}{error} at step {final['step']:,}; best {fmt.number(best['val_loss'])} "
             f"at step {best['step']:,}"
         )
     if steps:
@@ -60,7 +59,7 @@ def describe_run(run_dir: Path) -> str:
 
 
 def command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
-    """Return a command that really goes on: a complete run needs more steps to do anything."""
+    """Return the command that continues a run; a complete run gets more steps."""
     last_start = [event for event in events if event["event"] == "begin"][-1]
     command = command_to_resume(run_dir, world_size=last_start["world_size"])
     if events[-1]["event"] == "done":
@@ -81,14 +80,7 @@ def command_to_resume(run_dir: Path, *, world_size: int) -> str:
 
 
 def program_of(run_dir: Path) -> Path:
-    """Return the program that began a run: src/train.py, or src/finetune.py if it learned conversations."""
-    try:
-        settings = json.loads((run_dir / "config.json").read_bytes())
-    except (OSError, ValueError):  # not written yet: the trainer says what it is going to do
-        settings = {}
+    """Return the program that began a run: src/train.py, or src/finetune.py if it has instructions."""
+    settings = history.read_json(run_dir / "config.json") or {}  # not written yet
     name = "train.py" if settings.get("instructions") is None else "finetune.py"
     return paths.REPOSITORY / "src" / name
-
-
-def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.4f}"

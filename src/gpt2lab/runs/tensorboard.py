@@ -1,32 +1,106 @@
-"""TensorBoard files from metrics.jsonl: a mirror that was never asked for, or was lost, made afterwards."""
+"""TensorBoard as a mirror of metrics.jsonl: its tags, its writer, and how to rebuild its files. No torch at the top."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import sys
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, SaveError
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.runs.logger import mirror, mirror_settings
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_RESULTS = ("Loss/train", "Loss/validation", "Evaluation/hellaswag_accuracy")  # of the HPARAMS tab
+# event -> {field: (TensorBoard tag, factor)}
+_SCALARS: dict[str, dict[str, tuple[str, float]]] = {
+    "step": {
+        "loss": ("Loss/train", 1.0),
+        "lr": ("Learning_Rate/lr", 1.0),
+        "grad_norm": ("Gradient/norm", 1.0),
+        "step_seconds": ("Performance/step_time_ms", 1000.0),
+        "tokens_per_second": ("Performance/tokens_per_sec", 1.0),
+        "epoch": ("Training/epoch", 1.0),
+        "elapsed_seconds": ("training/elapsed_hours", 1 / 3600),
+        "remaining_seconds": ("training/remaining_hours", 1 / 3600),
+        "on_track": ("training/on_track", 1.0),
+    },
+    "eval": {"val_loss": ("Loss/validation", 1.0)},
+    "hellaswag": {"acc_norm": ("Evaluation/hellaswag_accuracy", 1.0)},
+}
+
+
+def tags_of(event: str, values: dict[str, Any]) -> dict[str, float | str]:
+    """Return an event's numbers, and a sample's text, by the tags of TensorBoard and W&B."""
+    tags: dict[str, float | str] = {
+        tag: values[name] * factor
+        for name, (tag, factor) in _SCALARS.get(event, {}).items()
+        if values.get(name) is not None
+    }
+    if event == "sample" and values.get("text") is not None:
+        tags["Generated_Samples/text"] = values["text"]
+    return tags
+
+
+def open_tensorboard(
+    run_dir: Path, *, after_step: int, hparams: dict[str, Any]
+) -> SummaryWriter | None:
+    """Return a writer whose events replace those after `after_step`; None if TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        fix = "pip install -r requirements.txt"
+        print(f"warning: no TensorBoard files: {error}; {fix}", file=sys.stderr)
+        return None
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1)
+    if after_step == 0:
+        _mirror_settings(writer, hparams)
+    return writer
+
+
+def mirror(
+    writer: SummaryWriter, event: str, step: int, values: dict[str, Any], when: float | None = None
+) -> None:
+    """Write an event's numbers and texts under their TensorBoard tags; `when` in Unix seconds, default now."""
+    for tag, value in tags_of(event, values).items():
+        if isinstance(value, str):
+            writer.add_text(tag, value, step, walltime=when)
+        else:
+            writer.add_scalar(tag, value, step, walltime=when)
+
+
+def _mirror_settings(writer: SummaryWriter, hparams: dict[str, Any]) -> None:
+    """Write the settings of a run as a table of text, and for the HPARAMS tab, which compares runs."""
+    from torch.utils.tensorboard.summary import hparams as summaries
+
+    plain = {name: "-" if value is None else value for name, value in hparams.items()}
+    # add_hparams would make a run of its own beside this one.
+    into: Any = writer._get_file_writer()  # type: ignore[no-untyped-call]
+    for summary in summaries(plain, dict.fromkeys(_RESULTS, 0.0)):  # type: ignore[no-untyped-call]
+        into.add_summary(summary)
+    rows = "\n".join(f"| {name} | {value} |" for name, value in hparams.items())
+    writer.add_text("hparams", f"| setting | value |\n|---|---|\n{rows}", 0)
 
 
 def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
-    """Replace a run's TensorBoard files by what metrics.jsonl says; return their folder and the number of events.
+    """Replace a run's TensorBoard files by those of metrics.jsonl; return their folder and the number of events.
 
-    Only the line of steps that led to the newest weights is shown, each event at the time when it happened.
+    Only the steps that led to the newest weights are shown, each event at the time it happened.
 
     Raises: ConfigError if the run is being trained or has no metrics, GPT2LabError if they are damaged, SaveError.
     """
     if not (run_dir / catalog.METRICS).exists():
         raise ConfigError(f"{run_dir}: no {catalog.METRICS}; not the folder of a run")
     config = history.read_config(run_dir)
-    with contextlib.closing(RunFolder(run_dir)):  # refused while a trainer writes there
+    with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
         events = history.read_events(run_dir)
         from torch.utils.tensorboard import SummaryWriter
 
@@ -35,7 +109,7 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
         count = 0
         try:
             writer = SummaryWriter(str(fresh))
-            mirror_settings(writer, to_flat(config))
+            _mirror_settings(writer, to_flat(config))
             for kind in ("step", "eval", "hellaswag", "sample"):
                 for step, event in sorted(history.current(events, kind).items()):
                     mirror(writer, kind, step, event, when=event["time"])

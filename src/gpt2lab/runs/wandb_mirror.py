@@ -1,9 +1,10 @@
-"""Weights & Biases as a mirror of metrics.jsonl, kept by a process of its own that follows the file. No torch.
+"""Weights & Biases as a mirror of metrics.jsonl: a separate process follows the file. No torch.
 
-The trainer only starts it, and closes its standard input at the end. So whatever the library does (an error, a network
-that hangs, an exit of its process) cannot reach a run; the worst is that the end waits for it a few seconds.
-Each start of a run is a W&B run of its own, in a group with the run's name: steps that are taken again after a resume
-would otherwise be dropped, because a W&B run only goes forward.
+The trainer starts the process and closes its standard input at the end. No error, hang or exit of the library can
+reach a run; at worst the end of the run waits some seconds. wandb's own service process does not isolate like this
+(wandb 0.31): with the service stopped, run.log blocks within 400 calls; with it killed, run.log raises.
+Each start of a run is a W&B run of its own, in a group with the run's name: a W&B run only goes forward and would drop
+the steps that a resume takes again.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from typing import IO, Any
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS
-from gpt2lab.runs.tags import tags_of
+from gpt2lab.runs.tensorboard import tags_of
 
 _SOURCE = paths.REPOSITORY / "src"
 _LOG = "wandb.log"
 _POLL_SECONDS = 1.0
-_FINISH_SECONDS = 30.0  # that the end of a run waits for what was not sent yet
+_FINISH_SECONDS = 30.0  # the longest wait at the end of a run for the rest to be sent
 
 
 class WandbMirror:
-    """The process that mirrors one start, seen from the trainer."""
+    """The trainer's handle on the process that mirrors one start."""
 
     def __init__(self, run_dir: Path, *, attempt: int, settings: dict[str, Any]) -> None:
-        """Start it; raises OSError where that is not possible."""
+        """Start the process.
+
+        Raises: OSError.
+        """
         path = os.pathsep.join(filter(None, [str(_SOURCE), os.environ.get("PYTHONPATH")]))
         self._log = run_dir / _LOG
         with open(self._log, "w") as log:
@@ -47,21 +51,23 @@ class WandbMirror:
             )
         assert self._process.stdin is not None
         self._input: IO[bytes] = self._process.stdin
-        with contextlib.suppress(OSError):  # it is gone already: `problem` will tell
+        with contextlib.suppress(OSError):  # it has ended already: `problem` tells
             self._input.write(json.dumps(settings).encode() + b"\n")
             self._input.flush()
 
     def problem(self) -> str | None:
-        """Return why it ended before its time, None while it lives."""
+        """Return why the process ended too early, None while it lives."""
         if self._process.poll() is None:
             return None
         with contextlib.suppress(OSError):
             self._input.close()
         said = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        return f"W&B shows nothing more, the run goes on: {said[-1][:200]} (all of it in {_LOG})"
+        return (
+            f"no more events go to W&B, the run continues: {said[-1][:200]} (all of it in {_LOG})"
+        )
 
     def close(self) -> str | None:
-        """Let it send the rest, for some seconds; return what is wrong if it could not."""
+        """Wait some seconds for the rest to be sent; return the problem if there is one."""
         with contextlib.suppress(OSError):
             self._input.close()
         try:
@@ -77,23 +83,21 @@ class WandbMirror:
 
 
 def is_installed() -> bool:
-    """Tell whether the library is there; it is not imported."""
+    """Tell whether wandb is installed, without importing it."""
     return importlib.util.find_spec("wandb") is not None
 
 
 def follow(run_dir: Path, attempt: int) -> None:
-    """Send what the trainer writes to metrics.jsonl, until standard input ends and all is sent."""
+    """Send what the trainer writes to metrics.jsonl until standard input ends and all is sent."""
     settings = json.loads(sys.stdin.readline())
     ended = threading.Event()
 
     def wait_for_the_end() -> None:
-        os.read(
-            0, 1
-        )  # not sys.stdin, whose lock would abort an interpreter that ends while it is held
+        os.read(0, 1)  # not sys.stdin: an interpreter that ends while its lock is held aborts
         ended.set()
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
-    import wandb  # the trainer never does
+    import wandb  # in this process only
 
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "gpt2lab"),

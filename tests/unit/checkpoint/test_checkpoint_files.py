@@ -1,11 +1,12 @@
-"""Rows 4, 13 to 16, 30 and 34: the disk fills up, flips, loses and lies; what is used was checked, or refused.
+"""Rows 4, 13 to 16, 30 and 34: the disk fills up, flips, loses and lies; what is used was checked, or rejected.
 
-`CORRUPTIONS=1000 SEED=7 pytest tests/test_storage.py -k corruption` repeats the count in docs/reliability.md.
+`CORRUPTIONS=1000 SEED=7 pytest THIS_FILE -k corruption` repeats the count in docs/reliability.md.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -104,20 +105,20 @@ def test_random_corruption_is_always_found_and_the_one_before_used(
 def test_list_with_verify_finds_what_the_manifest_alone_does_not(two: Path, tmp_path: Path) -> None:
     shutil.copytree(two, tmp_path / "runs" / "run")
     flags = ["--list_checkpoints", f"--checkpoint_dir={tmp_path / 'runs'}"]
-    sound = launch.train([*flags, "--verify"])
+    sound = launch.call(launch.TRAIN, *flags, "--verify")
     assert (sound.returncode, sound.stderr) == (0, "")
     assert "every byte of 2 checkpoints read" in sound.stdout
     damaged = tmp_path / "runs" / "run" / "step_00000004" / "optim.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-9] ^= 1
     damaged.write_bytes(content)
-    assert launch.train(flags).returncode == 0
-    found = launch.train([*flags, "--verify", "--json"])
+    assert launch.call(launch.TRAIN, *flags).returncode == 0
+    found = launch.call(launch.TRAIN, *flags, "--verify", "--json")
     assert found.returncode == 1
     [listed] = json.loads(found.stdout)["runs"]
     assert [row["step"] for row in listed["checkpoints"]] == [2]
     assert "optim.safetensors: damaged" in listed["damaged"][0]
-    assert launch.train(["--verify"]).returncode == 2
+    assert launch.call(launch.TRAIN, "--verify").returncode == 2
 
 
 # -- row 13: the disk fills up --------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def test_a_disk_too_full_for_a_line_of_the_metrics_ends_no_run(
     monkeypatch.setattr(logger, "FileIO", FullDisk)
     run.train("--max_steps=10", "--checkpoint_freq=1", "--eval_freq=0", "--sample_freq=0")
     said = capsys.readouterr().out
-    assert said.count("No space left on device; training goes on, and keeps in memory") == 1
+    assert said.count("No space left on device; training continues and keeps") == 1
     assert "metrics.jsonl: written again, nothing is missing" in said
     assert list(run.losses()) == list(range(1, 11))
     [skipped] = [e["step"] for e in run.events("warning") if "not saved" in e["message"]]
@@ -182,9 +183,9 @@ def test_what_the_metrics_never_took_is_counted(
             self.failures = 10**9
 
     monkeypatch.setattr(logger, "FileIO", AlwaysFull)
-    refusal = run.refused("--max_steps=10", "--checkpoint_freq=0", "--eval_freq=0")
-    assert refusal.exit_code == 75
-    assert "metrics.jsonl: No space left on device" in str(refusal)
+    rejection = run.rejected("--max_steps=10", "--checkpoint_freq=0", "--eval_freq=0")
+    assert rejection.exit_code == 75
+    assert "metrics.jsonl: No space left on device" in str(rejection)
     assert re.search(r"the last \d+ events are not in metrics.jsonl", capsys.readouterr().out)
     assert run.checkpoints() == {}
     monkeypatch.undo()
@@ -314,14 +315,14 @@ def folder(two: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", ".hidden", "a/b", ""])
-def test_names_that_leave_the_folder_are_refused(name: str, folder: Path) -> None:
+def test_names_that_leave_the_folder_are_rejected(name: str, folder: Path) -> None:
     reseal(folder, files={name: {"bytes": 1, "sha256": "0" * 64}})
     with pytest.raises(CheckpointError, match="not a plain name"):
         manifest.verify(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-def test_links_are_refused(name: str, folder: Path, tmp_path: Path) -> None:
+def test_links_are_rejected(name: str, folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     shutil.move(folder / name, elsewhere)
     (folder / name).symlink_to(elsewhere)
@@ -347,33 +348,37 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_a_hostile_tensor_file_is_refused_in_one_line_and_little_memory(
-    case: str, folder: Path
+def test_hostile_tensor_files_are_rejected_in_one_line_and_little_memory(
+    two: Path, tmp_path: Path
 ) -> None:
-    """Its hash holds: only the reader stands between the header and the memory."""
-    header = HEADERS[case]
-    data = header if case == "claims 100 GB" else struct.pack("<Q", len(header)) + header + bytes(4)
-    (folder / "model.safetensors").write_bytes(data)
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    import hashlib
-
-    files["model.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    reseal(folder, files=files)
+    """Their hashes hold: only the reader stands between the header and the memory."""
+    folders = []
+    for case, header in HEADERS.items():
+        run = Path(shutil.copytree(two, tmp_path / case.replace(" ", "_")))
+        folder = run / "step_00000004"
+        length = struct.pack("<Q", len(header))
+        data = header if case == "claims 100 GB" else length + header + bytes(4)
+        (folder / "model.safetensors").write_bytes(data)
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        sha256 = hashlib.sha256(data).hexdigest()
+        files["model.safetensors"] = {"bytes": len(data), "sha256": sha256}
+        reseal(folder, files=files)
+        folders.append(str(folder))
     code = (
         "import resource, sys\nfrom pathlib import Path\n"
         "from gpt2lab.checkpoint import store\nfrom gpt2lab.errors import CheckpointError\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "try:\n    store._read(Path(sys.argv[1]) / 'model.safetensors')\n"
-        "except CheckpointError as error:\n    print('refused', '\\n' in str(error))\n"
-        "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
-        "assert grown < 200 * 1024, grown"
+        "for folder in sys.argv[1:]:\n"
+        "    try:\n        store._read(Path(folder) / 'model.safetensors')\n"
+        "    except CheckpointError as error:\n        print('rejected', '\\n' in str(error))\n"
+        "    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
+        "    assert grown < 200 * 1024, (folder, grown)"
     )
     environment = launch.environment(PYTHONPATH=str(launch.REPOSITORY / "src"))
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code, *folders], env=environment, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (0, "refused False\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "rejected False\n" * len(HEADERS)), done.stderr
 
 
 json_values = st.recursive(
@@ -396,7 +401,7 @@ FUZZ = settings(
     key=st.sampled_from(("files", "step", "tokens", "created", "kind", "config", "format")),
     value=json_values,
 )
-def test_any_sealed_manifest_is_read_or_refused(key: str, value: Any, two: Path) -> None:
+def test_any_sealed_manifest_is_read_or_rejected(key: str, value: Any, two: Path) -> None:
     copy = two.parent / "fuzz" / "step_00000004"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(two / copy.name, copy)
@@ -410,7 +415,7 @@ def test_any_sealed_manifest_is_read_or_refused(key: str, value: Any, two: Path)
 
 @FUZZ
 @given(data=st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_are_read_or_refused_as_manifest_and_as_state(data: bytes, two: Path) -> None:
+def test_any_bytes_are_read_or_rejected_as_manifest_and_as_state(data: bytes, two: Path) -> None:
     copy = two.parent / "fuzz_bytes" / "step_00000004"
     copy.mkdir(parents=True, exist_ok=True)
     (copy / "manifest.json").write_bytes(data)
@@ -421,7 +426,7 @@ def test_any_bytes_are_read_or_refused_as_manifest_and_as_state(data: bytes, two
         store._load_state(copy / "state.json")
 
 
-def test_a_checkpoint_of_other_tensors_is_refused_before_anything_is_copied(folder: Path) -> None:
+def test_a_checkpoint_of_other_tensors_is_rejected_before_anything_is_copied(folder: Path) -> None:
     from gpt2lab.config.schema import ModelConfig, OptimConfig
     from tiny import VOCAB
 

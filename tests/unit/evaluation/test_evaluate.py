@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib.util
-import io
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +13,8 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from test_hellaswag import write_items
 
 import launch
-from gpt2lab.commands.entry import run
 from gpt2lab.config.command_line import parse
 from gpt2lab.data.shards import fingerprint_of
 from gpt2lab.errors import DataError
@@ -28,21 +22,8 @@ from gpt2lab.evaluation.compare import compare
 from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
 from gpt2lab.training.pretrain import pretrain
-from launch import REPOSITORY
-from tiny import CONTEXT, make_tokens, write_shards
-
-EVALUATE, COMPARE = REPOSITORY / "scripts" / "evaluate.py", REPOSITORY / "scripts" / "compare.py"
-
-
-def flags_of(folder: Path, name: str, *more: str) -> list[str]:
-    return [
-        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
-        *("--total_batch_size=64", "--mini_batch_size=2", "--max_steps=4", "--eval_freq=2"),
-        *(f"--data_dir={folder / 'data'}", f"--checkpoint_dir={folder / 'runs'}"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--max_lr=0.01"),
-        *(f"--hellaswag_path={folder / 'items.jsonl'}", "--hellaswag_freq=2", "--sample_tokens=2"),
-        *(f"--run_name={name}", *more),
-    ]
+from launch import SCRIPTS, ask
+from tiny import CONTEXT, flags_of, make_tokens, write_items, write_shards
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def door(program: Path, *argv: str, folder: Path) -> Any:
-    """Call a door in `folder`, in this process; return its JSON or text, or the exit code and its one line."""
-    spec = importlib.util.spec_from_file_location(program.stem, program)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    out, err, here = io.StringIO(), io.StringIO(), Path.cwd()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(program.parent))
-        patch.setattr(sys, "argv", [str(program), *argv, "--checkpoint_dir=runs"])
-        patch.chdir(folder)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            spec.loader.exec_module(module)
-            code = run(module.main)
-    assert Path.cwd() == here
-    if code:
-        assert out.getvalue() == ""
-        (line,) = err.getvalue().splitlines()
-        return code, line
-    return json.loads(out.getvalue()) if "--json" in argv else out.getvalue()
-
-
 def last(folder: Path, run: str, kind: str, step: int = 4) -> dict[str, Any]:
     return next(e for e in launch.events(folder / "runs" / run, kind) if e["step"] == step)
 
@@ -87,7 +46,7 @@ def last(folder: Path, run: str, kind: str, step: int = 4) -> dict[str, Any]:
 
 def test_evaluate_repeats_the_runs_own_numbers(folder: Path) -> None:
     event, scores = last(folder, "a", "eval"), last(folder, "a", "hellaswag")
-    both = door(EVALUATE, "a", "--val=data", "--hellaswag", "--json", folder=folder)
+    both = ask("evaluate.py", "a", "--val=data", "--hellaswag", "--json", folder=folder)
     assert both["step"] == 4
     for name in ("val_loss", "val_loss_se", "val_tokens", "bits_per_byte"):
         assert both[name] == event[name]
@@ -97,24 +56,25 @@ def test_evaluate_repeats_the_runs_own_numbers(folder: Path) -> None:
     for name, value in both["hellaswag"].items():
         assert value == scores[name]
     one_text = ("--hellaswag", "--hellaswag_metrics=harness")
-    assert door(EVALUATE, "a", *one_text, "--json", folder=folder)["hellaswag"] == both[
+    assert ask("evaluate.py", "a", *one_text, "--json", folder=folder)["hellaswag"] == both[
         "hellaswag"
     ] | {"acc_token_norm": None, "acc_token_norm_se": None}
-    earlier = door(EVALUATE, "runs/a/step_00000002", "--json", folder=folder)
+    earlier = ask("evaluate.py", "runs/a/step_00000002", "--json", folder=folder)
     assert (earlier["step"], earlier["hellaswag"]) == (2, None)
     assert earlier["val_loss"] == last(folder, "a", "eval", 2)["val_loss"]
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_same(folder: Path) -> None:
     argv = ("a", "--val=data", "--hellaswag", "--json")
-    alone = door(EVALUATE, *argv, folder=folder)
+    alone = ask("evaluate.py", *argv, folder=folder)
     done = subprocess.run(
-        launch.command_for(EVALUATE, [*argv, "--checkpoint_dir=runs"], world=2),
+        launch.command_for(SCRIPTS / "evaluate.py", [*argv, "--checkpoint_dir=runs"], world=2),
         cwd=folder,
         env=launch.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     together = json.loads(done.stdout)
     assert together["hellaswag"] == alone["hellaswag"]
@@ -163,11 +123,11 @@ def test_a_damaged_validation_shard_is_named(folder: Path) -> None:
     content = json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)})
     (other / "shards.json").write_text(content)
     argv = ("a", "--val=damaged", "--json")
-    assert door(EVALUATE, *argv, folder=folder)["val_tokens"] == 320
+    assert ask("evaluate.py", *argv, folder=folder)["val_tokens"] == 320
     tokens = np.load(other / "tiny_val_000000.npy")
     tokens[7] ^= 1
     np.save(other / "tiny_val_000000.npy", tokens)
-    code, line = door(EVALUATE, *argv, folder=folder)
+    code, line = ask("evaluate.py", *argv, folder=folder)
     assert code == 2
     assert "tiny_val_000000.npy: damaged" in line
 
@@ -178,33 +138,33 @@ def test_another_vocabulary_has_no_bits_per_byte_and_no_hellaswag(
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     events = launch.events(tmp_path / "runs" / "tiny", "eval")
     assert [event["bits_per_byte"] for event in events] == [None, None]
-    code, line = door(EVALUATE, "tiny", "--hellaswag", folder=tmp_path)
+    code, line = ask("evaluate.py", "tiny", "--hellaswag", folder=tmp_path)
     assert code == 2
     assert "vocab_size 256 is below GPT-2's 50257: no HellaSwag" in line
 
 
-def test_refusals_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejections_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: Any, **__: Any) -> str:
         raise OSError("no network\nand more lines")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
 
-    def refused(*argv: str) -> str:
-        code, line = door(EVALUATE, *argv, folder=folder)
+    def rejected(*argv: str) -> str:
+        code, line = ask("evaluate.py", *argv, folder=folder)
         assert code == 2
         return str(line)
 
-    assert "nowhere/x/y: no such folder, nor a run" in refused("nowhere/x/y")
-    assert "no such run or folder" in refused("gpt2-of-nobody", "--hellaswag")
-    assert "neither a run, a checkpoint nor a Hugging Face" in refused("data")
-    assert "no such data folder" in refused("a", "--val=gone")
-    assert "gone.jsonl: cannot be read" in refused(
+    assert "nowhere/x/y: no such folder, nor a run" in rejected("nowhere/x/y")
+    assert "no such run or folder" in rejected("gpt2-of-nobody", "--hellaswag")
+    assert "neither a run, a checkpoint nor a Hugging Face" in rejected("data")
+    assert "no such data folder" in rejected("a", "--val=gone")
+    assert "gone.jsonl: cannot be read" in rejected(
         "a", "--hellaswag", "--hellaswag_path=gone.jsonl"
     )
-    assert "val_tokens 0 must be at least 1" in refused("a", "--val_tokens=0")
+    assert "val_tokens 0 must be at least 1" in rejected("a", "--val_tokens=0")
 
 
-def test_another_tokenizer_is_refused(folder: Path) -> None:
+def test_another_tokenizer_is_rejected(folder: Path) -> None:
     other = write_shards(folder / "other", train=(500,), val=(500,))
     files = [
         {
@@ -224,7 +184,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
     (other / "shards.json").write_text(
         json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)})
     )
-    code, line = door(EVALUATE, "a", "--val=other", folder=folder)
+    code, line = ask("evaluate.py", "a", "--val=other", folder=folder)
     assert code == 2
     assert "other: not known to be tokenised with GPT-2" in line
 
@@ -235,17 +195,17 @@ def test_a_damaged_checkpoint_is_never_evaluated(folder: Path, tmp_path: Path) -
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    code, line = door(EVALUATE, "runs/a/step_00000004", folder=tmp_path)
+    code, line = ask("evaluate.py", "runs/a/step_00000004", folder=tmp_path)
     assert code == 2
     assert "damaged (sha256" in line
-    assert door(EVALUATE, "a", "--json", folder=tmp_path)["step"] == 2, "the newest valid one"
+    assert ask("evaluate.py", "a", "--json", folder=tmp_path)["step"] == 2, "the newest valid one"
 
 
 # -- compare ---------------------------------------------------------------------------------------------------------
 
 
 def test_compare_is_the_paired_difference(folder: Path) -> None:
-    answer = door(COMPARE, "a", "b", "--json", folder=folder)
+    answer = ask("compare.py", "a", "b", "--json", folder=folder)
     a, b = (
         read_results(folder / "runs" / run / "validation" / "step_00000004.npz") for run in "ab"
     )
@@ -263,11 +223,11 @@ def test_compare_is_the_paired_difference(folder: Path) -> None:
 
 def test_one_step_against_another_and_saved_results(folder: Path) -> None:
     early, late = "runs/a/step_00000002", "runs/a/step_00000004"
-    answer = door(COMPARE, early, late, "--json", folder=folder)
+    answer = ask("compare.py", early, late, "--json", folder=folder)
     losses = [last(folder, "a", "eval", step)["val_loss"] for step in (2, 4)]
     assert answer["metrics"]["val_loss"]["difference"] == pytest.approx(losses[1] - losses[0])
-    door(EVALUATE, early, "--val=data", "--save=saved", "--json", folder=folder)
-    again = door(COMPARE, "saved", early, "--json", "--only=validation", folder=folder)
+    ask("evaluate.py", early, "--val=data", "--save=saved", "--json", folder=folder)
+    again = ask("compare.py", "saved", early, "--json", "--only=validation", folder=folder)
     assert list(again["metrics"]) == ["val_loss"]
     assert again["metrics"]["val_loss"]["difference"] == 0
     assert again["metrics"]["val_loss"]["within_noise"] is True
@@ -292,7 +252,7 @@ def test_the_words_follow_the_criterion(tmp_path: Path) -> None:
         b = synthetic(tmp_path / "b.npz", values)
         (difference,) = compare(a, b, checkpoint_dir=tmp_path)
         assert difference.within_noise is within
-        text = door(COMPARE, a, b, folder=tmp_path)
+        text = ask("compare.py", a, b, folder=tmp_path)
         row = next(line for line in text.splitlines() if line.startswith("acc"))
         assert row.endswith("within noise" if within else "beyond noise")
         assert "|B - A| < 2 se" in text
@@ -304,28 +264,36 @@ def test_other_units_are_never_compared(tmp_path: Path, folder: Path) -> None:
         compare(a, synthetic(tmp_path / "b.npz", np.ones(20)), checkpoint_dir=tmp_path)
     with pytest.raises(DataError, match=r"\(10 items each, but others"):
         compare(a, synthetic(tmp_path / "b.npz", np.ones(10), items="y"), checkpoint_dir=tmp_path)
-    door(EVALUATE, "a", "--val=data", "--val_tokens=160", "--save=fewer", "--json", folder=folder)
-    code, line = door(COMPARE, "a", "fewer", folder=folder)
+    ask(
+        "evaluate.py",
+        "a",
+        "--val=data",
+        "--val_tokens=160",
+        "--save=fewer",
+        "--json",
+        folder=folder,
+    )
+    code, line = ask("compare.py", "a", "fewer", folder=folder)
     assert code == 2
     assert "validation was not measured on the same windows (20 and 10 windows)" in line
     other = write_shards(folder / "data2", train=(500,), val=(650,))
     np.save(other / "tiny_val_000000.npy", make_tokens(650, seed=77))
-    door(EVALUATE, "a", "--val=data2", "--save=others", "--json", folder=folder)
-    code, line = door(COMPARE, "a", "others", folder=folder)
+    ask("evaluate.py", "a", "--val=data2", "--save=others", "--json", folder=folder)
+    code, line = ask("compare.py", "a", "others", folder=folder)
     assert "(20 windows each, but others)" in line
 
 
 def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path: Path, folder: Path) -> None:
-    code, line = door(COMPARE, "a", "runs/nobody/x", folder=folder)
+    code, line = ask("compare.py", "a", "runs/nobody/x", folder=folder)
     assert (code, "no such folder" in line) == (2, True)
     (tmp_path / "empty").mkdir()
-    code, line = door(COMPARE, "a", str(tmp_path / "empty"), folder=folder)
+    code, line = ask("compare.py", "a", str(tmp_path / "empty"), folder=folder)
     assert (
         "no validation or hellaswag results to compare; measure them with python scripts/evaluate.py"
         in line
     )
     (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 nonsense")
-    code, line = door(COMPARE, "a", str(tmp_path / "x.npz"), folder=folder)
+    code, line = ask("compare.py", "a", str(tmp_path / "x.npz"), folder=folder)
     assert "x.npz: not evaluation results" in line
 
 

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_evaluate import door
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.sample import compare_with_rerun, describe
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.evaluation.completion import Completer
-from gpt2lab.evaluation.generation import _pick, draw, generate, sample_text
-from gpt2lab.evaluation.style import Style
+from gpt2lab.evaluation.completion import Completer, Style
+from gpt2lab.evaluation.generation import _pick, draw, sample_text
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
-from launch import REPOSITORY
+from launch import ask
 from tiny import VOCAB
 
-SAMPLE = REPOSITORY / "scripts" / "sample.py"
 CONTEXT = 48
 
 
@@ -165,18 +160,18 @@ def test_the_benchmark_times_both_ways() -> None:
     assert describe(found).startswith("gpt2-nano, 64 tokens: ")
 
 
-# -- the door ----------------------------------------------------------------------------------------------------
+# -- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_the_door_prints_prompt_and_text_and_the_speed(
+def test_the_command_prints_prompt_and_text_and_the_speed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = ("hf", "--prompt=The ", "--max_new_tokens=5", "--device=cpu")
     expected = completer(folder, max_new_tokens=5, seed=1337)
     found = expected.complete(expected.encode("The "), num_samples=2)
     texts = [f"The {one.text}" for one in found]
-    assert door(SAMPLE, *argv, folder=folder) == f"{texts[0]}\n"
-    assert door(SAMPLE, *argv, "--num_samples=2", folder=folder) == "".join(
+    assert ask("sample.py", *argv, folder=folder) == f"{texts[0]}\n"
+    assert ask("sample.py", *argv, "--num_samples=2", folder=folder) == "".join(
         f"{text}\n---\n" for text in texts
     )
     assert expected.describe_speed().startswith("10 tokens in ")
@@ -187,16 +182,14 @@ def test_the_door_prints_prompt_and_text_and_the_speed(
     )
 
 
-def test_interactive_continues_line_by_line_and_survives_a_long_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"The\n{'word ' * 99}\nA\n\nnever read\n"))
+def test_interactive_continues_line_by_line_and_survives_a_long_one(folder: Path) -> None:
+    lines = f"The\n{'word ' * 99}\nA\n\nnever read\n"
     argv = ("hf", "--interactive", "--max_new_tokens=4", "--temperature=0", "--device=cpu")
     greedy = completer(folder, max_new_tokens=4, temperature=0.0)
     expected = [
         f"{prompt}{greedy.complete(greedy.encode(prompt))[0].text}\n" for prompt in ("The", "A")
     ]
-    assert door(SAMPLE, *argv, folder=folder) == "".join(expected)
+    assert ask("sample.py", *argv, folder=folder, stdin=lines) == "".join(expected)
 
 
 def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path) -> None:
@@ -204,7 +197,7 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path)
     (tmp_path / "in.txt").write_text(f"The\n\n{in_one}\n", encoding="utf-8-sig")
     out = tmp_path / "out.jsonl"
     argv = ("hf", f"--batch={tmp_path / 'in.txt'}", f"--out={out}", "--num_samples=2")
-    assert door(SAMPLE, *argv, "--max_new_tokens=4", "--device=cpu", folder=folder) == ""
+    assert ask("sample.py", *argv, "--max_new_tokens=4", "--device=cpu", folder=folder) == ""
     with open(out, encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     assert [(e["line"], e["sample"], e["prompt"]) for e in lines] == [
@@ -218,7 +211,7 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path)
         assert [text.text for text in found] == [
             e["text"] for e in lines if e["line"] == number + 1
         ]
-    code, line = door(SAMPLE, *argv, folder=folder)
+    code, line = ask("sample.py", *argv, folder=folder)
     assert (code, "exists already" in line) == (2, True)
     assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.jsonl"}
 
@@ -254,17 +247,17 @@ def test_bad_input_is_one_line_and_writes_nothing(
     (folder / "ok.txt").write_text("fine\n")
     (folder / "empty.txt").write_text("")
     before = sorted(folder.iterdir())
-    code, line = door(SAMPLE, *argv, "--device=cpu", "--max_new_tokens=2", folder=folder)
+    code, line = ask("sample.py", *argv, "--device=cpu", "--max_new_tokens=2", folder=folder)
     assert code in (2, 75)
     assert problem in line
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_vocabulary_that_is_not_gpt2s_is_refused(
+def test_a_vocabulary_that_is_not_gpt2s_is_rejected(
     folder: Path, tmp_path: Path, tiny_flags: list[str]
 ) -> None:
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
-    code, line = door(SAMPLE, "tiny", "--prompt=x", folder=tmp_path)
+    code, line = ask("sample.py", "tiny", "--prompt=x", folder=tmp_path)
     assert (code, "below GPT-2's 50257" in line) == (2, True)
 
 
@@ -289,8 +282,9 @@ def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_
     assert all(text.startswith("def ") for text in texts)
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def continued(model: GPT, prompt: list[int], *, seed: int = 0, **settings: Any) -> list[int]:
+    generators = [torch.Generator().manual_seed(seed)]
+    return [id for (id,) in draw(model, prompt, generators=generators, **settings)]
 
 
 def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, monkeypatch) -> None:
@@ -302,16 +296,15 @@ def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, mon
         return logits
 
     monkeypatch.setattr(padded_model, "head", high_on_padding)
-    ids = generate(padded_model, [1, 2], max_new_tokens=40, generator=seeded(), top_k=50304)
-    assert ids[:2] == [1, 2]
-    assert len(ids) == 42
+    ids = continued(padded_model, [1, 2], max_new_tokens=40, top_k=50304)
+    assert len(ids) == 40
     assert max(ids) < 50257
 
 
 def test_sampling_draws_from_its_own_generator_alone(padded_model) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    texts = [generate(padded_model, [5], max_new_tokens=8, generator=seeded(n)) for n in (0, 0, 1)]
+    texts = [continued(padded_model, [5], seed=n, max_new_tokens=8) for n in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -331,8 +324,8 @@ def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, mon
 
     monkeypatch.setattr(padded_model, "extend", watched)
     monkeypatch.setattr(padded_model, "head", certain)
-    ids = generate(padded_model, [1, 2], max_new_tokens=40, generator=seeded())
-    assert ids == [1, 2] + [17] * 9
+    ids = continued(padded_model, [1, 2], max_new_tokens=40)
+    assert ids == [17] * 9 + [50256]
     assert lengths == [2, 1, 1, 1, 1, 3, 1, 1, 1, 3], (
         "one new id a step; full, it keeps the newer half"
     )

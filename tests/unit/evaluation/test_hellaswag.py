@@ -19,32 +19,7 @@ from gpt2lab.evaluation.hellaswag_tokens import load_questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
-
-VERBS = ("opens", "paints", "drops", "lifts", "cleans", "forgets")
-
-
-def write_items(path: Path, count: int = 12) -> Path:
-    """Write self-made items in HellaSwag's format."""
-    rng = np.random.RandomState(0)
-    rows = []
-    for index in range(count):
-        nouns = [f"box {number}" for number in rng.randint(0, 99, 5)]
-        endings = [
-            f"{VERBS[(index + k) % 6]} the {nouns[k]} [step] slowly" * (k + 1) for k in range(4)
-        ]
-        rows.append(
-            {
-                "ind": index,
-                "activity_label": "Moving house",
-                "ctx_a": f"A man carries a {nouns[4]}.",
-                "ctx_b": "he then",
-                "ctx": f"A man carries a {nouns[4]}. he then",
-                "endings": endings,
-                "label": int(rng.randint(4)),
-            }
-        )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from tiny import write_items
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +50,7 @@ def measure(
     result = HellaSwag(
         load_questions(path),
         context_length=model.config.context_length,
-        strategy=Strategy(runtime, compile=False, dtype="fp32"),
+        strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
         runtime=runtime,
         metrics=metrics,
         batch_tokens=batch_tokens,
@@ -170,7 +145,7 @@ def test_any_batch_size_picks_the_same_and_scores_within_rounding(
 
 
 def test_batches_hold_each_row_once_and_do_not_waste(tmp_path: Path) -> None:
-    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40)).pieces("harness")
+    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40)).sequences("harness")
     rows = make_rows(pieces, context_length=64, first_slot=0)
     batches = cut_batches(rows, batch_tokens=300)
     assert sorted(slot for batch in batches for row in batch for slot in row.slots) == list(
@@ -187,8 +162,8 @@ def test_the_subset_is_the_same_every_time(tmp_path: Path) -> None:
     assert subset.fingerprint == questions.subset(10).fingerprint != questions.fingerprint
     assert questions.subset(0) is questions.subset(40) is questions
     for style in STYLES:
-        everything = [b"".join(p.tobytes() for p in item) for item in questions.pieces(style)]
-        chosen = [b"".join(p.tobytes() for p in item) for item in subset.pieces(style)]
+        everything = [b"".join(p.tobytes() for p in item) for item in questions.sequences(style)]
+        chosen = [b"".join(p.tobytes() for p in item) for item in subset.sequences(style)]
         places = [everything.index(item) for item in chosen]
         assert places == sorted(places)
         assert places != list(range(10))
@@ -202,14 +177,14 @@ def test_a_long_context_is_cut_on_the_left(model: GPT, tmp_path: Path) -> None:
     for count in (300, 301):
         row["ctx_a"] = row["ctx"] = "word " * count + "end."
         (tmp_path / "long.jsonl").write_text(json.dumps(row))
-        pieces = load_questions(tmp_path / "long.jsonl").pieces("harness")
+        pieces = load_questions(tmp_path / "long.jsonl").sequences("harness")
         assert len(make_rows(pieces, context_length=64, first_slot=0)) == 4
         sums.append(measure(model, tmp_path / "long.jsonl").details["harness_nats"])
     np.testing.assert_array_equal(sums[0], sums[1])
     assert np.isfinite(sums[0]).all()
 
 
-def test_broken_weights_are_refused_instead_of_always_picking_the_first(tmp_path: Path) -> None:
+def test_broken_weights_are_rejected_instead_of_always_picking_the_first(tmp_path: Path) -> None:
     config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context_length=64)
     broken = build_model(config, seed=3, device=torch.device("cpu"))
     with torch.no_grad():
@@ -220,7 +195,7 @@ def test_broken_weights_are_refused_instead_of_always_picking_the_first(tmp_path
 
 def test_an_evaluation_asked_to_stop_has_no_result(model: GPT, tmp_path: Path) -> None:
     runtime = on_cpu()
-    strategy = Strategy(runtime, compile=False, dtype="fp32")
+    strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
     scorer = HellaSwag(
         load_questions(write_items(tmp_path / "items.jsonl")),
         context_length=64,

@@ -1,6 +1,6 @@
 """HellaSwag equals the reference harness: log-likelihoods and every decision of lm-eval on self-written items.
 
-`python tests/test_hellaswag_reference.py ITEMS.jsonl OUT.json` does the same for any items and the answer of
+`python THIS_FILE ITEMS.jsonl OUT.json` does the same for any items and the answer of
 tests/golden/run_lm_eval.py.
 """
 
@@ -44,7 +44,7 @@ def scored(items: Path, description: dict[str, Any], **options: Any) -> Results:
     result = HellaSwag(
         load_questions(items),
         context_length=description["context_length"],
-        strategy=Strategy(runtime, compile=False, dtype="fp32"),
+        strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
         runtime=runtime,
         **options,
     ).measure(model_of(description))

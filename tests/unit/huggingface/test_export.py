@@ -11,8 +11,6 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from test_evaluate import door, flags_of
-from test_hellaswag import write_items
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2lab.checkpoint.target import find_target
@@ -26,10 +24,8 @@ from gpt2lab.model import hf_config as hf_config
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
-from launch import REPOSITORY, events
-from tiny import CONTEXT, VOCAB, write_shards
-
-EXPORT = REPOSITORY / "scripts" / "export_hf.py"
+from launch import ask, events
+from tiny import CONTEXT, VOCAB, flags_of, write_items, write_shards
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +61,7 @@ def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(
     folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "deep" / "big"
-    answer = door(EXPORT, "big", f"--out={out}", "--json", folder=folder)
+    answer = ask("export_hf.py", "big", f"--out={out}", "--json", folder=folder)
     assert answer["out"] == str(out)
     assert answer["max_abs_diff"] <= 1e-5 * max(1.0, answer["max_abs_logit"])
     tensors = ours(folder, "big")
@@ -87,7 +83,7 @@ def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(
 def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(
     folder: Path, tmp_path: Path
 ) -> None:
-    door(EXPORT, "big", f"--out={tmp_path / 'x'}", folder=folder)
+    ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     with safetensors.safe_open(tmp_path / "x" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         names = set(file.keys())
@@ -101,7 +97,7 @@ def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(
 def test_transformers_generates_from_it_by_the_names_that_people_use(
     folder: Path, tmp_path: Path
 ) -> None:
-    door(EXPORT, "big", f"--out={tmp_path / 'x'}", folder=folder)
+    ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "x")
     assert model.dtype == torch.float32
@@ -115,7 +111,7 @@ def test_transformers_generates_from_it_by_the_names_that_people_use(
 
 def test_bfloat16_is_checked_against_the_rounded_weights(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "half"
-    answer = door(EXPORT, "big", f"--out={out}", "--dtype=bfloat16", "--json", folder=folder)
+    answer = ask("export_hf.py", "big", f"--out={out}", "--dtype=bfloat16", "--json", folder=folder)
     assert answer["max_abs_diff"] <= 1e-5 * max(1.0, answer["max_abs_logit"])
     tensors = safetensors.torch.load_file(out / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -128,7 +124,7 @@ def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(
     folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "small"
-    answer = door(EXPORT, "small", f"--out={out}", "--json", folder=folder)
+    answer = ask("export_hf.py", "small", f"--out={out}", "--json", folder=folder)
     assert listing(out) == {"config.json", "model.safetensors", "README.md"}
     config = AutoModelForCausalLM.from_pretrained(out).config
     assert (config.vocab_size, config.eos_token_id) == (VOCAB, None)
@@ -138,15 +134,15 @@ def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(
 
 def test_a_checkpoint_and_an_export_can_be_exported(folder: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
-    door(EXPORT, "runs/big/step_00000002", f"--out={first}", folder=folder)
-    door(EXPORT, str(first), f"--out={tmp_path / 'second'}", folder=folder)
+    ask("export_hf.py", "runs/big/step_00000002", f"--out={first}", folder=folder)
+    ask("export_hf.py", str(first), f"--out={tmp_path / 'second'}", folder=folder)
     contents = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("first", "second")]
     assert contents[0] == contents[1]
     assert "step 2 of the run `big`" in (first / "README.md").read_text()
 
 
 def test_the_model_card_tells_the_runs_numbers(folder: Path, tmp_path: Path) -> None:
-    door(EXPORT, "big", f"--out={tmp_path / 'x'}", folder=folder)
+    ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     card = (tmp_path / "x" / "README.md").read_text()
     loss, scores = (events(folder / "runs" / "big", kind)[-1] for kind in ("eval", "hellaswag"))
     assert f"{loss['val_loss']:.4f} +- {loss['val_loss_se']:.4f} nats/token" in card
@@ -155,9 +151,8 @@ def test_the_model_card_tells_the_runs_numbers(folder: Path, tmp_path: Path) -> 
     assert "| training data | `data`, fingerprint `" in card
     assert "planned 1h 00m (30m 00s ... 2h 00m), actual 1h 30m" in card
     target = find_target("small", folder / "runs")
-    write_card(
-        target, Path("s"), tmp_path, dtype="float32", parameters=1, max_abs_diff=0, max_abs_logit=1
-    )
+    numbers = {"out": "s", "dtype": "float32", "parameters": 1}
+    write_card(target, tmp_path, {**numbers, "max_abs_diff": 0, "max_abs_logit": 1})
     card = (tmp_path / "README.md").read_text()
     assert "planned" not in card
     assert "HellaSwag" not in card
@@ -175,7 +170,7 @@ def test_an_export_that_transformers_would_read_otherwise_is_not_kept(
         path.write_text(path.read_text().replace('"n_head": 2', '"n_head": 4'))
 
     monkeypatch.setattr(exporting, "write_hf_config", wrong)
-    code, line = door(EXPORT, "big", f"--out={tmp_path / 'x'}", folder=folder)
+    code, line = ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     assert code == 1
     assert "logits differ by" in line
     assert list(tmp_path.iterdir()) == []
@@ -186,23 +181,23 @@ def test_bad_input_is_one_line_and_writes_nothing(
 ) -> None:
     out = tmp_path / "x"
     before = listing(folder)
-    assert door(EXPORT, "no/such/run", f"--out={out}", folder=folder)[0] == 2
+    assert ask("export_hf.py", "no/such/run", f"--out={out}", folder=folder)[0] == 2
     (tmp_path / "there").mkdir()
-    code, line = door(EXPORT, "big", f"--out={tmp_path / 'there'}", folder=folder)
+    code, line = ask("export_hf.py", "big", f"--out={tmp_path / 'there'}", folder=folder)
     assert (code, "exists already" in line) == (2, True)
     (tmp_path / "file").write_text("")
-    code, line = door(EXPORT, "big", f"--out={tmp_path / 'file' / 'x'}", folder=folder)
+    code, line = ask("export_hf.py", "big", f"--out={tmp_path / 'file' / 'x'}", folder=folder)
     assert (code, "Not a directory" in line) == (75, True)
     truncated = tmp_path / "truncated"
-    door(EXPORT, "big", f"--out={truncated}", folder=folder)
+    ask("export_hf.py", "big", f"--out={truncated}", folder=folder)
     content = (truncated / "model.safetensors").read_bytes()
     (truncated / "model.safetensors").write_bytes(content[:-100])
-    code, line = door(EXPORT, str(truncated), f"--out={out}", folder=folder)
+    code, line = ask("export_hf.py", str(truncated), f"--out={out}", folder=folder)
     assert (code, "model.safetensors" in line) == (2, True)
     monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install") as refusal:
+    with pytest.raises(ConfigError, match="pip install") as rejection:
         export("big", checkpoint_dir=folder / "runs", out=out, dtype="float32", push_to_hub=None)
-    assert refusal.value.exit_code == 2
+    assert rejection.value.exit_code == 2
     assert listing(folder) == before
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file", "truncated"}
 
@@ -229,12 +224,12 @@ def test_pushing_needs_a_login_before_and_uploads_the_checked_folder(
     out = tmp_path / "x"
     argv = ("small", f"--out={out}", "--push_to_hub=mine")
     logged_in, fails = False, False
-    code, line = door(EXPORT, *argv, folder=folder)
+    code, line = ask("export_hf.py", *argv, folder=folder)
     assert (code, out.exists()) == (2, False)
     assert "hf auth login" in line
     logged_in = True
-    door(EXPORT, *argv, folder=folder)
+    ask("export_hf.py", *argv, folder=folder)
     assert uploaded == [("me/mine", True)]
     fails = True
-    code, line = door(EXPORT, "small", f"--out={tmp_path / 'y'}", argv[2], folder=folder)
+    code, line = ask("export_hf.py", "small", f"--out={tmp_path / 'y'}", argv[2], folder=folder)
     assert (code, "written and checked, but not pushed" in line) == (75, True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from gpt2lab.config import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError, GPT2LabError
-from gpt2lab.runs import history, logger
-from gpt2lab.runs.logger import Telemetry
-from gpt2lab.training.histograms import histogram
+from gpt2lab.runs import history
+from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.training.histograms import Histograms
 from gpt2lab.training.pretrain import pretrain
+from whole_run import SCALARS
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
 
@@ -38,10 +40,10 @@ def lines_of(run_dir: Path) -> list[dict]:
 
 def test_every_line_tells_what_when_which_start_and_which_step(tmp_path) -> None:
     before = time.time()
-    telemetry = Telemetry(tmp_path, attempt=3)
-    telemetry.event("eval", 7, val_loss=1.5, seconds=0.25)
-    telemetry.warn("look out", 8)
-    telemetry.close()
+    logger = MetricsLogger(tmp_path, attempt=3)
+    logger.event("eval", 7, val_loss=1.5, seconds=0.25)
+    logger.warn("look out", 8)
+    logger.close()
     first, second = lines_of(tmp_path)
     assert before <= first.pop("time") <= second.pop("time") <= time.time()
     assert first == {"event": "eval", "attempt": 3, "step": 7, "val_loss": 1.5, "seconds": 0.25}
@@ -50,19 +52,19 @@ def test_every_line_tells_what_when_which_start_and_which_step(tmp_path) -> None
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_number_that_is_not_finite_becomes_null(tmp_path, bad) -> None:
-    telemetry = Telemetry(tmp_path, attempt=1)
-    telemetry.event("step", 1, loss=bad, lr=0.5, mfu=None)
-    telemetry.close()
+    logger = MetricsLogger(tmp_path, attempt=1)
+    logger.event("step", 1, loss=bad, lr=0.5, mfu=None)
+    logger.close()
     (line,) = lines_of(tmp_path)
     assert (line["loss"], line["lr"], line["mfu"]) == (None, 0.5, None)
 
 
 def test_event_is_on_the_disk_before_the_next_begins(tmp_path) -> None:
-    telemetry = Telemetry(tmp_path, attempt=1)
+    logger = MetricsLogger(tmp_path, attempt=1)
     for step in (1, 2, 3):
-        telemetry.event("step", step)
+        logger.event("step", step)
         assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, step + 1))
-    telemetry.close()
+    logger.close()
 
 
 def whole_line(step: int) -> bytes:
@@ -73,15 +75,15 @@ def whole_line(step: int) -> bytes:
 def test_a_console_on_a_full_disk_is_written_again(tmp_path) -> None:
     """As in `python src/train.py > train.log`; what the disk had no room for is in log.txt, where it has."""
     code = (
-        "import os, sys; from pathlib import Path; from gpt2lab.runs.logger import Telemetry\n"
-        f"telemetry = Telemetry(Path({str(tmp_path)!r}), attempt=1)\n"
+        "import os, sys; from pathlib import Path; from gpt2lab.runs.logger import MetricsLogger\n"
+        f"logger = MetricsLogger(Path({str(tmp_path)!r}), attempt=1)\n"
         "disk = os.dup(1); os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
-        "telemetry.say('one'); telemetry.say('two'); os.dup2(disk, 1); telemetry.say('three')\n"
-        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); telemetry.say('four'); telemetry.close()"
+        "logger.say('one'); logger.say('two'); os.dup2(disk, 1); logger.say('three')\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1); logger.say('four'); logger.close()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(Path(logger.__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(launch.REPOSITORY / "src")},
         capture_output=True,
         text=True,
     )
@@ -92,9 +94,9 @@ def test_a_console_on_a_full_disk_is_written_again(tmp_path) -> None:
 
 def test_a_name_that_is_no_text_can_be_logged(tmp_path) -> None:
     """Names of files are bytes: what of them is not UTF-8 is half a surrogate pair in Python."""
-    telemetry = Telemetry(tmp_path, attempt=1)
-    telemetry.say("run caf\udce9")
-    telemetry.close()
+    logger = MetricsLogger(tmp_path, attempt=1)
+    logger.say("run caf\udce9")
+    logger.close()
     assert (tmp_path / "log.txt").read_text() == "run caf\\udce9\n"
 
 
@@ -103,26 +105,26 @@ def test_line_torn_by_a_killed_writer_is_cut_when_the_file_is_opened(tmp_path, t
     whole = b"".join(whole_line(step) for step in (1, 2))
     (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
     assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
-    telemetry = Telemetry(tmp_path, attempt=2)
+    logger = MetricsLogger(tmp_path, attempt=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == whole
-    telemetry.event("step", 3)
-    telemetry.close()
+    logger.event("step", 3)
+    logger.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
 
 
 def test_file_of_a_torn_line_alone_becomes_empty(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"event"')
-    Telemetry(tmp_path, attempt=2).close()
+    MetricsLogger(tmp_path, attempt=2).close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
 def test_metrics_and_log_only_ever_grow(tmp_path, capsys) -> None:
     contents = {"metrics.jsonl": b"", "log.txt": b""}
     for attempt in (1, 2, 3):
-        telemetry = Telemetry(tmp_path, attempt=attempt)
-        telemetry.event("step", attempt)
-        telemetry.say(f"attempt {attempt}")
-        telemetry.close()
+        logger = MetricsLogger(tmp_path, attempt=attempt)
+        logger.event("step", attempt)
+        logger.say(f"attempt {attempt}")
+        logger.close()
         for name, before in contents.items():
             after = (tmp_path / name).read_bytes()
             assert after.startswith(before)
@@ -133,11 +135,11 @@ def test_metrics_and_log_only_ever_grow(tmp_path, capsys) -> None:
 
 def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    telemetry = Telemetry(None, attempt=1)
-    telemetry.event("step", 1, loss=1.0)
-    telemetry.say("hello")
-    telemetry.warn("hello", 1)
-    telemetry.close()
+    logger = MetricsLogger(None, attempt=1)
+    logger.event("step", 1, loss=1.0)
+    logger.say("hello")
+    logger.warn("hello", 1)
+    logger.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
@@ -204,19 +206,6 @@ def open_tensorboard(run_dir: Path):
     return accumulator
 
 
-SCALARS = {
-    "Loss/train": ("step", "loss", 1.0),
-    "Loss/validation": ("eval", "val_loss", 1.0),
-    "Learning_Rate/lr": ("step", "lr", 1.0),
-    "Gradient/norm": ("step", "grad_norm", 1.0),
-    "Performance/step_time_ms": ("step", "step_seconds", 1000.0),
-    "Performance/tokens_per_sec": ("step", "tokens_per_second", 1.0),
-    "Training/epoch": ("step", "epoch", 1.0),
-    "training/elapsed_hours": ("step", "elapsed_seconds", 1 / 3600),
-    "training/remaining_hours": ("step", "remaining_seconds", 1 / 3600),
-}
-
-
 def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path) -> None:
     more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
     pretrain(command_line.parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
@@ -271,21 +260,31 @@ def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path)
     assert math.sqrt(sum(squares)) == pytest.approx(min(norm, 1.0), rel=1e-4)
 
 
-def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram() -> None:
-    assert histogram(torch.tensor([1.0, math.nan])) is None
-    assert histogram(torch.tensor([1.0, math.inf])) is None
-    same = histogram(torch.full((3, 2), 2.0))
-    assert same is not None
-    assert (same.low, same.high, same.sum, same.sum_of_squares) == (2, 2, 12, 24)
-    assert sum(same.counts) == 6
+def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path) -> None:
+    model: Any = torch.nn.ParameterDict(
+        {
+            "nan": torch.tensor([1.0, math.nan]),
+            "infinite": torch.tensor([1.0, math.inf]),
+            "same": torch.full((3, 2), 2.0),
+        }
+    )
+    logger = MetricsLogger(tmp_path, attempt=1, tensorboard_from=0)
+    Histograms(model, logger, 1, last_step=1).parameters(1)
+    logger.close()
+    written = open_tensorboard(tmp_path)
+    assert written.Tags()["histograms"] == ["Parameters/same"]
+    (event,) = written.Histograms("Parameters/same")
+    found = event.histogram_value
+    assert (found.min, found.max, found.sum, found.sum_squares) == (2, 2, 12, 24)
+    assert (found.num, sum(found.bucket)) == (6, 6)
 
 
-def test_histograms_without_tensorboard_are_refused(tiny_flags, tmp_path) -> None:
+def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path) -> None:
     with pytest.raises(ConfigError, match="histogram_freq 5 needs --use_tensorboard"):
         pretrain(command_line.parse([*tiny_flags, "--histogram_freq=5"]))
     assert not (tmp_path / "runs").exists()
     sharded = {"histogram_freq": 5, "use_tensorboard": True, "parallel": "fsdp"}
-    assert "needs whole tensors" in find_problems(override(Config(), sharded))[0]
+    assert "needs full tensors" in find_problems(override(Config(), sharded))[0]
 
 
 def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> None:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from xml.etree import ElementTree
 
 import pytest
 
@@ -24,12 +25,13 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.target import find_folder
-from gpt2lab.commands.resume_lines import plan_continuation, write
+from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.runs import history, overview, plots
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.pretrain import pretrain
+from launch import call
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
@@ -52,14 +54,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
 
 
-def script(name: str, *words: object) -> tuple[int, str, str]:
-    """Call a door; return its exit code, stdout and stderr."""
-    command = [sys.executable, str(SCRIPTS / name), *map(str, words)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return answer.returncode, answer.stdout, answer.stderr
-
-
-def test_a_name_means_the_same_run_to_every_door_in_every_folder(
+def test_a_name_means_the_same_run_to_every_command_in_every_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, here = tmp_path / "runs", tmp_path / "here"
@@ -99,7 +94,7 @@ def test_status_of_a_complete_run(run_dir: Path) -> None:
     assert (status.step, status.last_step, status.checkpoint_step) == (12, 12, 12)
     assert status.loss == steps[12]["loss"]
     assert status.heartbeat_seconds is not None
-    code, said, _ = script("status.py", "--checkpoint_dir", run_dir.parent)
+    code, said, _ = call("status.py", "--checkpoint_dir", run_dir.parent)
     assert code == 0
     assert "completed  12/12" in said
 
@@ -137,7 +132,7 @@ def test_a_failed_run_shows_its_exit_code_and_a_damaged_one_its_problem(run_dir:
     rewrite_status(run_dir, state="failed", exit_code=76)
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write("not json\n")
-    said = script("status.py", "--checkpoint_dir", run_dir.parent)[1]
+    said = call("status.py", "--checkpoint_dir", run_dir.parent)[1]
     assert "failed (76)" in said
     assert "not JSON" in said.splitlines()[-1]
 
@@ -176,10 +171,10 @@ def test_what_this_user_may_not_read_hides_no_run(
 
 
 def test_status_as_json_of_no_runs_and_of_a_wrong_folder(tmp_path: Path) -> None:
-    assert script("status.py", "--json", "--checkpoint_dir", tmp_path)[1] == '{"runs": []}\n'
-    assert "no runs in" in script("status.py", "--checkpoint_dir", tmp_path)[1]
+    assert call("status.py", "--json", "--checkpoint_dir", tmp_path)[1] == '{"runs": []}\n'
+    assert "no runs in" in call("status.py", "--checkpoint_dir", tmp_path)[1]
     for words in (["--checkpoint_dir", "nowhere"], ["--watch", "0"], ["--watch", "1", "--json"]):
-        code, said, error = script("status.py", *words)
+        code, said, error = call("status.py", *words)
         assert (code, said, error.count("\n")) == (2, "", 1)
 
 
@@ -218,15 +213,28 @@ def test_many_steps_become_few_points_that_are_medians() -> None:
 
 
 def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_path: Path) -> None:
-    code, said, error = script("plot.py", "r", "--checkpoint_dir", run_dir.parent)
+    code, said, error = call("plot.py", "r", "--checkpoint_dir", run_dir.parent)
     assert (code, said.strip()) == (0, str(run_dir / "plot.png")), error
     other = shutil.copytree(run_dir, run_dir.with_name("other"))
-    code, _, error = script("plot.py", run_dir, other, "--out", tmp_path / "both.png")
+    code, _, error = call("plot.py", run_dir, other, "--out", tmp_path / "both.png")
     assert code == 0, error
     for path in (run_dir / "plot.png", tmp_path / "both.png"):
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")
         assert int.from_bytes(content[16:20], "big") > 1000  # pixels wide
+
+
+def test_svg_pictures_follow_the_colours_of_the_page(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.svg"
+    table = Path(__file__).parents[3] / "docs" / "benchmarks.json"
+    for words in ([run_dir, "--only_loss"], ["--speeds", table]):
+        code, _, error = call("plot.py", *words, "--out", out)
+        assert code == 0, error
+        picture = out.read_text()
+        assert "prefers-color-scheme:dark" in picture
+        assert "currentColor" in picture
+        assert "#ffffff" not in picture  # no background
+        ElementTree.fromstring(picture)
 
 
 def test_a_picture_that_cannot_be_written_leaves_the_one_before(
@@ -262,7 +270,9 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
     plots._draw_panel(axes, "acc_norm", [curves])
     lines = [line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"]
     assert lines == [0.3114, 0.337]
-    assert not plots._has(curves, "acc_token_norm")  # the lineage's 0.2955 has no place here
+    panels = [axes.get_ylabel() for axes in plots._figure([curves]).axes]
+    assert "HellaSwag acc_norm" in panels
+    assert "HellaSwag acc_token_norm" not in panels  # the lineage's 0.2955 has no place here
     plots.draw([curves], tmp_path / "x.png")
 
 
@@ -272,9 +282,11 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
         ([], "which run"),
         (["no_such_run"], "no run of this name"),
         (["RUN", "RUN"], "several runs: say where"),
-        (["RUN", "--out", "x.pdf"], "a PNG is written"),
+        (["RUN", "--out", "x.pdf"], "end in .png or .svg"),
         (["RUN", "--out", "nowhere/x.png"], "cannot be written"),
         (["EMPTY"], "has taken no step"),
+        (["--speeds", "none.json"], "--speeds needs --out"),
+        (["--speeds", "none.json", "--out", "x.svg"], "no table of speeds"),
     ],
 )
 def test_a_plot_that_cannot_be_drawn_is_one_line(
@@ -282,7 +294,7 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     names = {"RUN": run_dir, "EMPTY": tmp_path / "empty"}
-    code, said, error = script("plot.py", *(names.get(word, word) for word in words))
+    code, said, error = call("plot.py", *(names.get(word, word) for word in words))
     assert (code, said) == (2, "")
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -295,16 +307,19 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(
 def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
     more = ["--max_steps", "14", "--allow_change", "max_steps"]
     by_name = ["r", "--checkpoint_dir", run_dir.parent]
-    code, command, notes = script("resume_command.py", *by_name, *more)
+    code, command, notes = call("resume_command.py", *by_name, *more)
     assert (code, notes) == (0, "changed: max_steps 12 -> 14\n")
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    python, program, *argv = shlex.split(command)
+    assert Path(shutil.which(python) or "").absolute() == Path(sys.executable)
+    done = call(program, *argv)
     assert done.returncode == 0, done.stderr
     assert max(launch.steps(run_dir)) == 14
 
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
     found = plan_continuation(str(run_dir / "step_00000008"), num_gpus=2, argv=[])
-    assert (found.step, found.last_step, found.world) == (8, 12, 2)
+    assert found.start.checkpoint is not None
+    assert (found.start.checkpoint.step, found.start.plan.max_steps, found.world) == (8, 12, 2)
     command = write(found, output="command")
     assert "torchrun --standalone --nproc_per_node=2" in command
     assert "--resume 8 --run_name r" in command
@@ -330,7 +345,7 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
     argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
     text = write(plan_continuation(str(run_dir), num_gpus=None, argv=argv), output="script")
     done = subprocess.run(
-        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=120
+        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     assert max(launch.steps(run_dir)) == 13
@@ -345,7 +360,7 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
         (["--no_such_flag", "1"], 1, "unknown flag"),
     ],
 )
-def test_what_the_trainer_would_refuse_is_refused_now(
+def test_what_the_trainer_would_reject_is_rejected_now(
     run_dir: Path, argv: list[str], num_gpus: int, message: str
 ) -> None:
     before = sorted(os.listdir(run_dir))

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_looking_at_runs import script
 
 import launch
 from gpt2lab.config.command_line import parse
 from gpt2lab.runs.report import render
 from gpt2lab.training.pretrain import pretrain
+from launch import call
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 needs_browser = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def text_of(page: str) -> str:
 
 def test_the_page_tells_the_run_s_own_numbers(run_dir: Path) -> None:
     append(run_dir, message="the wall is on fire")
-    code, said, error = script("report.py", "r", "--checkpoint_dir", run_dir.parent)
+    code, said, error = call("report.py", "r", "--checkpoint_dir", run_dir.parent)
     assert (code, said.strip()) == (0, str(run_dir / "report.html")), error
     page = (run_dir / "report.html").read_text()
     text = text_of(page)
@@ -137,7 +137,7 @@ def test_a_report_that_cannot_be_written_is_one_line(
     (damaged / "metrics.jsonl").write_text("no\n")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     names = {"RUN": run_dir, "EMPTY": tmp_path / "empty", "DAMAGED": damaged}
-    code, said, error = script("report.py", *(names.get(word, word) for word in words))
+    code, said, error = call("report.py", *(names.get(word, word) for word in words))
     assert (code, said) == (2, "")
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -194,7 +194,7 @@ def browse(page: Path, *flags: str) -> str:
         f"--user-data-dir={profile}",
     ]
     command += ["--virtual-time-budget=2000", *flags, page.resolve().as_uri()]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
@@ -209,7 +209,7 @@ def test_hostile_text_is_shown_and_does_nothing(
     config = json.loads((run_dir / "config.json").read_text())
     (run_dir / "config.json").write_text(json.dumps(config | {"sample_prompt": text}))
     page = tmp_path / "page.html"
-    code, _, error = script("report.py", run_dir, "--out", page)
+    code, _, error = call("report.py", run_dir, "--out", page)
     assert code == 0, error
     document = browse(page, "--dump-dom")
     assert "<title>r</title>" in document

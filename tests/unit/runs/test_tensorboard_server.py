@@ -12,7 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import psutil
-from test_looking_at_runs import script
+
+from launch import script
 
 
 def free_port() -> int:
@@ -32,7 +33,7 @@ def test_a_server_is_started_once_and_ended_alone(tmp_path: Path) -> None:
         assert code == 0, error
         assert f"http://localhost:{port}/" in said
         process = psutil.Process(json.loads((tmp_path / ".tensorboard.pid").read_text())["pid"])
-        with urllib.request.urlopen(f"http://localhost:{port}/data/logdir", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://localhost:{port}/data/logdir", timeout=120) as answer:
             assert json.loads(answer.read())["logdir"] == str(tmp_path)
         listens = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
         assert listens
@@ -42,13 +43,13 @@ def test_a_server_is_started_once_and_ended_alone(tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         code, said, error = show(tmp_path / "other", "--port", port)
         assert (code, said, error.count("\n")) == (2, "", 1)
-        assert f"port {port} is in use by another program" in error
+        assert f"port {port} cannot be used (Address already in use)" in error
         assert list((tmp_path / "other").iterdir()) == []
     finally:
         stopped = show(tmp_path, "--stop")
     assert stopped == (0, f"stopped http://localhost:{port}/\n", "")
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    assert show(tmp_path, "--stop")[1] == "no TensorBoard of ours is running\n"
+    assert show(tmp_path, "--stop")[1] == "no TensorBoard of this folder is running\n"
 
 
 def test_a_pid_file_left_behind_ends_nobody(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_a_pid_file_left_behind_ends_nobody(tmp_path: Path) -> None:
     try:
         content = {"pid": bystander.pid, "port": 6006}
         (tmp_path / ".tensorboard.pid").write_text(json.dumps(content))
-        assert show(tmp_path, "--stop")[:2] == (0, "no TensorBoard of ours is running\n")
+        assert show(tmp_path, "--stop")[:2] == (0, "no TensorBoard of this folder is running\n")
         time.sleep(0.2)
         assert bystander.poll() is None
     finally:
@@ -64,7 +65,7 @@ def test_a_pid_file_left_behind_ends_nobody(tmp_path: Path) -> None:
         bystander.wait()
 
 
-def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_rejected_in_one_line(tmp_path: Path) -> None:
     for folder, words, message in (
         (tmp_path / "nowhere", [], "no such folder"),
         (tmp_path, ["--port", 0], "must be from 1 to 65535"),

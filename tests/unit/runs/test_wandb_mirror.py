@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
-from test_logger import SCALARS
 
 import launch
 from gpt2lab.config.command_line import parse
 from gpt2lab.runs import wandb_mirror
 from gpt2lab.training.pretrain import pretrain
+from whole_run import SCALARS
 
 # What a stand-in for the library does; `{}` is the file that it writes down what it was asked in.
 RECORDS = """
