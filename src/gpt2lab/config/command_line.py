@@ -17,11 +17,11 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import LENGTHS, Config, Recipe, TuningConfig
+from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, is_path, override, to_flat
 from gpt2lab.errors import ConfigError
 
-# Flags of the program that this one replaces; they meet people's fingers and scripts for years to come.
+# Flags of the predecessor: people and scripts will type them for years.
 RENAMED = {
     "num_layers": "--n_layer",
     "embd_size": "--n_embd",
@@ -53,8 +53,17 @@ def _whole_numbers(known: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | 
 
 
 def option(default: Any, help: str) -> Any:
-    """Declare a flag of a door: a dataclass field with its help."""
+    """Declare a flag of a command: a dataclass field with its help."""
     return field(default=default, metadata={"help": help})
+
+
+def argument(help: str) -> Any:
+    """Declare an argument that must be given."""
+    return field(metadata={"help": help})
+
+
+# A model to load: its help, the same in every command.
+TARGET = "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2"
 
 
 @dataclass(frozen=True)
@@ -74,29 +83,29 @@ class Verbs:
     dry_run: bool = option(False, "print what the run would do and need, and exit")
     preflight: bool = option(
         False,
-        "try disk, memory, data, one small step and the network for up to a minute, say GO or NO-GO, and exit",
+        "check disk, memory, data, one small step and the network in up to a minute, print GO or NO-GO, and exit",
     )
     json: bool = option(
         False, "with --list_checkpoints, --dry_run or --preflight: one JSON object on stdout"
     )
     import_checkpoint: Path | None = option(
         None,
-        "a .pt of nanoGPT or of the program that this one replaces: make it the first checkpoint of a run, and exit",
+        "make a .pt file of nanoGPT or of the predecessor the first checkpoint of a run, and exit",
     )
     trust: bool = option(
         False, "with --import_checkpoint: read a file whose settings are pickled objects"
     )
     preset: Literal["1x4090", "1xa100", "1xh200", "4xh200", "8xh100"] | None = option(
         None,
-        "cards to train on: sets the mini batch that fits them, where none was typed, and says what speed to expect; "
+        "GPUs to train on: sets the mini batch that fits them, unless typed, and prints the expected speed; "
         "tokens per step stay",
     )
     allow_change: str | None = option(
-        None, "comma-separated settings a resume may change; `data` for other data"
+        None, "comma-separated settings that a resume may change; `data` for other data"
     )
     fit_schedule: bool = option(
         False,
-        "with --max_hours: as many steps as surely end in time, so that the decay is complete",
+        "with --max_hours: train as many steps as surely end in time, so that the decay completes",
     )
     stop_after_steps: int | None = option(
         None, "stop and save once N steps of the run are done; schedule untouched"
@@ -105,16 +114,14 @@ class Verbs:
         None, "stop and save before this moment: HH:MM or 2026-11-21T18:30; schedule untouched"
     )
     pg_timeout_minutes: float = option(
-        60.0, "the process group's timeout, of this start; --hang_seconds notices a hang before"
+        60.0, "timeout of the process group; --hang_seconds notices a hang earlier"
     )
 
 
 @dataclass(frozen=True)
 class _Flags:
     verbs: Annotated[Verbs, tyro.conf.FlagCreatePairsOff] = field(default_factory=Verbs)
-    config: Config = field(
-        default_factory=Config
-    )  # without `tuning`, which is not on its command line
+    config: Config = field(default_factory=Config)  # without `tuning`: not on its command line
 
 
 @dataclass(frozen=True)
@@ -150,33 +157,28 @@ _PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppress
 
 @dataclass(frozen=True)
 class Command:
-    """A parsed command line, not yet combined with any saved settings."""
+    """A parsed command line, not yet combined with a preset or with saved settings."""
 
     argv: tuple[str, ...]
     verbs: Verbs
-    typed: frozenset[str]  # names of the settings that the user gave
+    values: dict[str, Any]  # the settings that the user typed, by flag name; paths are absolute
     finds_mini_batch: bool = False  # `--mini_batch_size auto`
-    recipe: Recipe = "pretrain"
+    recipe: RecipeName = "pretrain"
 
-    def with_flags(self, *flags: str, instead_of: tuple[str, ...] = ()) -> Command:
-        """Return the command with flags added, and those that set `instead_of` left out."""
-        return parse([*_without(list(self.argv), instead_of), *flags], self.recipe)
+    @property
+    def typed(self) -> frozenset[str]:
+        """Names of the settings that the user typed."""
+        return frozenset(self.values)
 
-    def over(self, base: Config) -> Config:
+    def override(self, base: Config) -> Config:
         """Return `base` with what the user typed on top; a typed preset counts as typing each of its settings.
 
-        Typed paths are resolved against the working directory, all others against the repository.
+        Typed paths were resolved against the working directory; all others are relative to the repository.
         """
-        flags = _parse(self.argv, base, self.recipe)
-        typed = {name: value for name, value in to_flat(flags.config).items() if name in self.typed}
-        for name in typed:
-            if is_path(name) and typed[name] is not None:
-                typed[name] = paths.from_working_directory(Path(typed[name]))
-        if typed.get("instructions"):
-            typed["instructions"] = _resolve_source(typed["instructions"])
+        typed = dict(self.values)
         if "model" in typed and typed["model"] != base.model.model:
             base = preset(typed["model"], base)
-        if any(name in typed for name in LENGTHS):  # the three are one setting in three units
+        if typed.keys() & set(LENGTHS):  # one setting in three units
             typed |= {name: None for name in LENGTHS if name not in typed}
         config = override(base, typed)
         files = {name: value for name, value in to_flat(config).items() if value and is_path(name)}
@@ -184,122 +186,106 @@ class Command:
 
     def fresh(self) -> Config:
         """Return the settings of a fresh start: defaults, preset, flags."""
-        return self.over(preset(_parse(self.argv, Config(), self.recipe).config.model.model))
+        return self.override(preset(self.values.get("model", Config().model.model)))
 
 
-def _resolve_source(name: str) -> str:
-    """Return what --instructions means from any working directory."""
-    is_name = name == "demo" or name.startswith("hf:")
-    return name if is_name else str(paths.from_working_directory(Path(name)))
-
-
-def parse(argv: list[str], recipe: Recipe = "pretrain") -> Command:
+def parse(argv: list[str], recipe: RecipeName = "pretrain") -> Command:
     """Parse the trainer's command line, or that of another recipe.
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
-    finds_mini_batch = _asks_for_search(argv)
-    if finds_mini_batch:
-        argv = _without(argv, ("mini_batch_size",))
-    flags = _parse(tuple(argv), Config(), recipe)
-    names = {
-        token[2:].partition("=")[0].replace("-", "_") for token in argv if token.startswith("--")
-    }
-    typed = {name.removeprefix("no_") if name not in LEAVES else name for name in names}
-    typed &= set(LEAVES)
-    lengths = [f"--{name}" for name in LENGTHS if name in typed]
+    words, finds_mini_batch = _take_auto(argv)
+    target = _TuningFlags if recipe == "finetune" else _Flags
+    flags = run_tyro(target, words, default=target(), about=_ABOUT[recipe])
+    config = flags.config
+    if isinstance(flags, _TuningFlags):
+        config = dataclasses.replace(config, tuning=flags.tuning)
+    values = _typed_values(words, config)
+    lengths = [f"--{name}" for name in LENGTHS if name in values]
     if len(lengths) > 1:
         raise ConfigError(
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
-    _refuse_idle_verbs(flags.verbs)
-    if recipe == "finetune" and (finds_mini_batch or "data_dir" in typed):
+    _reject_idle_verbs(flags.verbs)
+    if recipe == "finetune" and (finds_mini_batch or "data_dir" in values):
         name = "--mini_batch_size auto" if finds_mini_batch else "--data_dir"
         raise ConfigError(f"{name} is for pretraining, {PROGRAMS['pretrain']}; leave it out here")
     if flags.verbs.preflight and (finds_mini_batch or flags.verbs.fit_schedule):
         raise ConfigError(
             "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
         )
-    return Command(
-        argv=tuple(argv),
-        verbs=flags.verbs,
-        typed=frozenset(typed),
-        finds_mini_batch=finds_mini_batch,
-        recipe=recipe,
-    )
+    return Command(tuple(argv), flags.verbs, values, finds_mini_batch, recipe)
 
 
-def _asks_for_search(argv: list[str]) -> bool:
-    """Tell whether the mini batch is to be found; the setting itself is always a number."""
-    words = (
-        " ".join(argv)
-        .replace("=", " ")
-        .replace("-batch-", "_batch_")
-        .replace("mini_batch-", "mini_batch_")
-    )
-    return re.search(r"--mini_batch_size auto\b", words) is not None
+def _typed_values(words: list[str], config: Config) -> dict[str, Any]:
+    """Return {setting: value} of the flags among the words, paths resolved against the working directory."""
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
+    names = {name if name in LEAVES else name.removeprefix("no_") for name in names} & set(LEAVES)
+    values = {name: value for name, value in to_flat(config).items() if name in names}
+    for name in names:
+        if is_path(name) and values[name] is not None:
+            values[name] = paths.from_working_directory(Path(values[name]))
+    source = values.get("instructions")
+    if source and source != "demo" and not source.startswith("hf:"):
+        values["instructions"] = str(paths.from_working_directory(Path(source)))
+    return values
 
 
-def _without(argv: list[str], names: tuple[str, ...]) -> list[str]:
-    """Return a command line without some flags and their values."""
-    kept, skips = [], False
-    for token in argv:
-        if skips:
-            skips = False
-            continue
-        name, equals, _ = token.partition("=")
-        if name.startswith("--") and name[2:].replace("-", "_") in names:
-            skips = not equals
-            continue
-        kept.append(token)
-    return kept
+def _take_auto(argv: list[str]) -> tuple[list[str], bool]:
+    """Take `--mini_batch_size auto` out of a command line: the setting itself is always a number."""
+    words: list[str] = []
+    found = False
+    for word in argv:
+        name, _, value = word.partition("=")
+        is_flag = name.replace("-", "_") == "__mini_batch_size"
+        if is_flag and value == "auto":
+            found = True
+        elif word == "auto" and words and words[-1].replace("-", "_") == "__mini_batch_size":
+            words.pop()
+            found = True
+        else:
+            words.append(word)
+    return words, found
 
 
-def _refuse_idle_verbs(verbs: Verbs) -> None:
-    """Refuse a verb that would be ignored: whoever typed it expected something."""
-    imports = verbs.import_checkpoint is not None
+def _reject_idle_verbs(verbs: Verbs) -> None:
+    """Reject a verb that would be ignored: whoever typed it expected something."""
+    imports, resumes = verbs.import_checkpoint is not None, verbs.resume is not None
     asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight, imports]
-    if verbs.json and not any(asks[:3]):
-        raise ConfigError("--json goes with --list_checkpoints, --dry_run or --preflight")
-    if sum(asks) > 1:
-        raise ConfigError(
-            "give one of --list_checkpoints, --dry_run, --preflight and --import_checkpoint"
-        )
-    if verbs.trust and not imports:
-        raise ConfigError("--trust goes with --import_checkpoint")
-    if imports and verbs.resume is not None:
-        raise ConfigError("--import_checkpoint begins a run; resume it afterwards")
-    if verbs.fit_schedule and verbs.resume is not None:
-        raise ConfigError(
+    for is_wrong, message in (
+        (
+            verbs.json and not any(asks[:3]),
+            "--json goes with --list_checkpoints, --dry_run or --preflight",
+        ),
+        (
+            sum(asks) > 1,
+            "give one of --list_checkpoints, --dry_run, --preflight and --import_checkpoint",
+        ),
+        (verbs.trust and not imports, "--trust goes with --import_checkpoint"),
+        (imports and resumes, "--import_checkpoint begins a run; resume it afterwards"),
+        (
+            verbs.fit_schedule and resumes,
             "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
-            "(or --max_steps N --allow_change max_steps)"
-        )
-    if not verbs.pg_timeout_minutes > 0:
-        raise ConfigError(f"pg_timeout_minutes {verbs.pg_timeout_minutes:g} must be above 0")
-    if verbs.verify and not verbs.list_checkpoints:
-        raise ConfigError("--verify goes with --list_checkpoints")
+            "(or --max_steps N --allow_change max_steps)",
+        ),
+        (
+            not verbs.pg_timeout_minutes > 0,
+            f"pg_timeout_minutes {verbs.pg_timeout_minutes:g} must be above 0",
+        ),
+        (verbs.verify and not verbs.list_checkpoints, "--verify goes with --list_checkpoints"),
+        (
+            verbs.allow_change is not None and not resumes,
+            "--allow_change goes with --resume: a fresh run has nothing to change",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(message)
     if verbs.allow_change is None:
         return
-    if verbs.resume is None:
-        raise ConfigError("--allow_change goes with --resume: a fresh run has nothing to change")
     names = [name.strip().lstrip("-") for name in verbs.allow_change.split(",")]
     unknown = [name for name in names if name not in LEAVES and name != "data"]
     if unknown:
         raise ConfigError(f"--allow_change {unknown[0]}: no such setting; see --help, or `data`")
-
-
-def _parse(argv: tuple[str, ...], base: Config, recipe: Recipe) -> _Flags:
-    target = _TuningFlags if recipe == "finetune" else _Flags
-    default = (
-        _TuningFlags(config=base, tuning=base.tuning)
-        if recipe == "finetune"
-        else _Flags(config=base)
-    )
-    flags = run_tyro(target, list(argv), default=default, about=_ABOUT[recipe])
-    if isinstance(flags, _TuningFlags):
-        return _Flags(flags.verbs, dataclasses.replace(flags.config, tuning=flags.tuning))
-    assert isinstance(flags, _Flags)
-    return flags
 
 
 def run_tyro(
@@ -370,7 +356,6 @@ def _unknown(token: str, target: Any) -> str:
     owner = "finetune" if name in _TUNING else "pretrain" if name in _PRETRAINING else None
     if owner is not None:
         return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"
-    known = [*LEAVES, *(leaf for leaf in Verbs.__dataclass_fields__)]
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, [*LEAVES, *Verbs.__dataclass_fields__], n=1)
     hint = f"did you mean --{close[0]}?" if close else "see --help"
     return f"unknown flag --{name}: {hint}"

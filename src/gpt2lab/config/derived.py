@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gpt2lab.config.schema import BatchConfig, LengthConfig
+from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, SystemConfig
 from gpt2lab.errors import ConfigError
 
 CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
+BUCKET_BYTES = int(SystemConfig.ddp_bucket_mb * 2**20)  # one message of ddp or zero1, by default
+
+
+def compiles(system: SystemConfig, *, on_gpu: bool, max_steps: int) -> bool:
+    """Tell whether a run of `max_steps` optimizer steps uses torch.compile, where the machine can."""
+    if system.compile == "auto":
+        return on_gpu or max_steps >= CPU_COMPILE_FROM_STEPS
+    return system.compile == "on"
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,12 @@ def plan_batches(batch: BatchConfig, *, context_length: int, world_size: int) ->
     return BatchPlan(samples, batch.mini_batch_size, accumulation, world_size, context_length)
 
 
+def mini_batch_sizes(sequences: int, *, at_most: int | None = None) -> list[int]:
+    """Return the mini batches that divide a rank's `sequences` of a step, ascending; the first is 1."""
+    limit = sequences if at_most is None else min(sequences, at_most)
+    return [size for size in range(1, limit + 1) if sequences % size == 0]
+
+
 def count_steps(
     length: LengthConfig, batch: BatchConfig, *, context_length: int, windows_per_epoch: int
 ) -> int:
@@ -83,3 +97,23 @@ def count_steps(
 def is_due(step: int, freq: int, last: int) -> bool:
     """Tell whether something with frequency `freq` happens after update `step` of `last`; always after the last."""
     return step == last or (freq > 0 and step % freq == 0)
+
+
+def count_due(step: int, freq: int, last: int) -> int:
+    """Count how often it still happens after `step`, the last step included."""
+    if step >= last:
+        return 0
+    regular = (last // freq - step // freq) if freq > 0 else 0
+    return regular + (0 if freq > 0 and last % freq == 0 else 1)
+
+
+def frequencies(config: Config) -> dict[str, int]:
+    """Return the steps between events of each kind; 0 = only after the last step."""
+    freqs = {
+        "eval": config.eval.eval_freq,
+        "sample": config.eval.sample_freq,
+        "checkpoint": config.checkpoint.checkpoint_freq,
+    }
+    if config.eval.hellaswag_path is not None:
+        freqs["hellaswag"] = config.eval.hellaswag_freq
+    return freqs

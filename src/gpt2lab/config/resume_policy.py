@@ -1,4 +1,4 @@
-"""What a resume may change: settings that differ from the saved ones, and which of them are refused. No torch."""
+"""What a resume may change: settings that differ from the saved ones, and which of them are rejected. No torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def find_changes(saved: Config, now: Config) -> dict[str, list[Any]]:
     }
 
 
-def refuse_changes(
+def reject_changes(
     command: Command, config: Config, changes: dict[str, list[Any]], *, run: str
 ) -> None:
-    """Refuse changes of what is fixed, and of what is guarded without --allow_change; other data count as guarded.
+    """Reject changes of what is fixed, and of what is guarded without --allow_change; other data count as guarded.
 
     Raises: ConfigError naming each setting, and the flag that allows it.
     """
@@ -34,9 +34,7 @@ def refuse_changes(
         allowed |= set(LENGTHS)
     policies = {name: "guarded" if name == "data" else policy_of(name, config) for name in changes}
     fixed = [name for name, policy in policies.items() if policy == "fixed"]
-    guarded = [
-        name for name, policy in policies.items() if policy == "guarded" and name not in allowed
-    ]
+    guarded = [n for n, policy in policies.items() if policy == "guarded" and n not in allowed]
 
     def show(names: list[str]) -> str:
         return ", ".join(f"{name} {changes[name][0]} -> {changes[name][1]}" for name in names)

@@ -1,7 +1,7 @@
-"""All settings of a run: type, default, help, bounds and resume policy stand at the field.
+"""All settings of a run: each field states its type, default, help, bounds and resume policy.
 
-Nested for code (a function receives only its own part), flat for people: the field name is the flag.
-Resume policy: `free` may change on resume, `fixed` never may, `guarded` only with --allow_change.
+The code sees nested dataclasses, people see flat flags: a field's name is its flag. Resume policy: a `free` setting may
+change on resume, a `guarded` one needs --allow_change, a `fixed` one never changes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ModelName = Literal[
 ]
 
 Parallel = Literal["ddp", "zero1", "fsdp"]
-Recompute = Literal["none", "block", "selective"]
+ActivationCheckpointing = Literal["none", "block", "selective"]
 Optimizer = Literal["adamw", "muon"]
 AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 T = TypeVar("T")
 
-Recipe = Literal["pretrain", "finetune"]
+RecipeName = Literal["pretrain", "finetune"]
 
 LENGTHS = ("max_steps", "max_tokens", "num_epochs")  # the length of a run, in three units
 
@@ -80,25 +80,27 @@ class ModelConfig:
         0.0, "dropout probability in embedding, attention and residual branches"
     )
     positions: Literal["learned", "rotary"] = fixed(
-        "learned", "GPT-2's position embedding, or queries and keys turned by their position"
+        "learned", "learned: GPT-2's position embeddings; rotary: rotary position embeddings (RoPE)"
     )
     norm: Literal["layernorm", "rmsnorm"] = fixed(
-        "layernorm", "rmsnorm: no mean taken off, no bias"
+        "layernorm", "layernorm: with bias, as GPT-2; rmsnorm: RMSNorm without bias"
     )
     qk_norm: Literal["none", "rmsnorm"] = fixed(
-        "none", "rmsnorm: queries and keys are normalised in each head"
+        "none", "rmsnorm: normalize queries and keys in each head"
     )
-    activation: Literal["gelu", "relu2"] = fixed("gelu", "of the MLP; relu2 = ReLU squared")
+    activation: Literal["gelu", "relu2"] = fixed(
+        "gelu", "activation of the MLP; relu2 = ReLU squared"
+    )
 
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Which weights a fresh run begins with."""
+    """Which weights a fresh run starts with."""
 
     init_from: str | None = fixed(
         None,
-        "weights to begin with, and their architecture: a run, a checkpoint, a Hugging Face folder, or hf:NAME; "
-        "default random ones. Optimizer, step and data begin afresh",
+        "start from the weights and architecture of a run, a checkpoint, a Hugging Face folder, or hf:NAME; "
+        "default random weights. Optimizer, step and data start afresh",
     )
 
 
@@ -108,24 +110,23 @@ class DataConfig:
 
     data_dir: Path = free(
         Path("data/fineweb_edu"),
-        "folder of token shards, see scripts/prepare_data.py (not to fine-tune)",
+        "folder of token shards made by scripts/prepare_data.py (pretraining only)",
     )
     shuffle: Literal["shards", "windows", "none"] = guarded(
-        "shards", "what each epoch after the first permutes (windows: every epoch, single windows)"
+        "shards",
+        "shards: permute shards in every epoch but the first; windows: permute single windows in every epoch",
     )
     seed: int = guarded(1337, "seed of initial weights, data order and dropout", least=0)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How many tokens an update sees, and how many at once."""
+    """How many tokens an update sees, and how many one forward pass."""
 
-    total_batch_size: int = guarded(
-        524_288, "tokens per optimizer step over all processes", least=1
-    )
+    total_batch_size: int = guarded(524_288, "tokens per optimizer step over all ranks", least=1)
     mini_batch_size: int = free(
         16,
-        "sequences per forward pass of one process (guarded when dropout > 0); src/train.py finds one with `auto`",
+        "sequences per forward pass on each rank (guarded when dropout > 0); src/train.py accepts `auto`",
         least=1,
     )
 
@@ -135,27 +136,29 @@ class OptimConfig:
     """The optimizer and its learning rate."""
 
     optimizer: Optimizer = guarded(
-        "adamw", "muon: for the matrices of the blocks, with AdamW for all other weights"
+        "adamw", "muon: Muon for the matrices of the blocks, AdamW for all other weights"
     )
     max_lr: float = guarded(6e-4, "peak learning rate", above=0)
     muon_lr: float | None = guarded(
-        None, "muon only: peak rate of its matrices, in AdamW's measure; default max_lr", above=0
+        None,
+        "muon only: peak learning rate of its matrices, scaled to match AdamW; default max_lr",
+        above=0,
     )
     min_lr: float | None = guarded(None, "final learning rate; default max_lr / 10", least=0)
     warmup_steps: int | None = guarded(
-        None, "linear warm-up steps; default the lesser of 715 and a tenth of the run", least=0
+        None, "linear warm-up steps; default 715 or a tenth of the run, whichever is less", least=0
     )
     lr_schedule: Literal["cosine", "linear", "wsd"] = guarded("cosine", "decay after warm-up")
     wsd_decay: float = guarded(
-        0.2, "wsd only: last part of the run, as a fraction, spent decaying linearly"
+        0.2, "wsd only: fraction of the run, at its end, in which the rate decays linearly"
     )
     weight_decay: float = guarded(
-        0.1, "AdamW decay of matrices (biases and norms are not decayed)", least=0
+        0.1, "AdamW weight decay of matrices (biases and norms are not decayed)", least=0
     )
-    grad_clip: float = guarded(1.0, "largest L2 norm of the gradient; 0 = no clipping", least=0)
+    grad_clip: float = guarded(1.0, "clip the gradient to this L2 norm; 0 = no clipping", least=0)
     on_spike: Literal["warn", "skip", "rewind"] = guarded(
         "warn",
-        "loss 6 standard deviations above the last 128: say so, skip the update, or go back and skip the data",
+        "on a loss 6 standard deviations above the last 128: warn, skip the update, or rewind and skip the data",
     )
 
 
@@ -169,13 +172,15 @@ class LengthConfig:
         None, "passes over the training split; default 1 if none of the three is given", above=0
     )
     max_hours: float | None = free(
-        None, "hours that one start may take: it saves and stops before; resume to go on", above=0
+        None,
+        "hours that one start may take: it saves and stops before; resume to continue",
+        above=0,
     )
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What is measured on the way. A frequency of 0 means: only after the last step."""
+    """Evaluation while training. A frequency of 0 means: only after the last step."""
 
     eval_freq: int = free(250, "steps between validation losses", least=0)
     val_tokens: int = free(
@@ -193,12 +198,12 @@ class EvalConfig:
     )
     hellaswag_path: Path | None = free(
         None,
-        "HellaSwag items, one JSON object a line; without it the evaluation is off, or, where another "
-        "--hellaswag flag is given, its validation set is downloaded once to data/hellaswag/",
+        "HellaSwag items, one JSON object per line; without it the evaluation is off, unless another "
+        "--hellaswag flag is given: then the validation set is downloaded once to data/hellaswag/",
     )
     early_stopping_patience: int = free(
         0,
-        "stop and save once N validation losses in a row were no better than the best; 0 = never",
+        "stop and save after N validation losses in a row without improvement; 0 = never",
         least=0,
     )
     hellaswag_limit: int = free(
@@ -206,7 +211,7 @@ class EvalConfig:
     )
     hellaswag_metrics: HellaSwagMetrics = free(
         "all",
-        "harness = acc and acc_norm, tutorial = acc_token_norm; each of the two texts costs half of all",
+        "harness = acc and acc_norm, tutorial = acc_token_norm; each costs half of the time of all",
     )
 
 
@@ -222,15 +227,17 @@ class CheckpointConfig:
         250, "steps between rolling checkpoints; 0 = only after the last", least=0
     )
     checkpoint_minutes: float = free(
-        30.0, "besides, save when the last save is this many minutes old; 0 = never", least=0
+        30.0, "also save when the last save is this many minutes old; 0 = never", least=0
     )
     epoch_checkpoints: Literal["on", "off"] = free(
         "on", "on: keep a checkpoint of the end of every epoch"
     )
     keep_checkpoints: int = free(
-        10, "rolling checkpoints kept (labelled ones are kept besides)", least=1
+        10, "rolling checkpoints kept, in addition to labelled ones", least=1
     )
-    keep_emergency_checkpoints: int = free(10, "checkpoints kept of interrupted runs", least=1)
+    keep_emergency_checkpoints: int = free(
+        10, "emergency checkpoints kept, of interrupted starts", least=1
+    )
 
 
 @dataclass(frozen=True)
@@ -244,78 +251,78 @@ class LogConfig:
     )
     use_wandb: bool = free(
         False,
-        "mirror the metrics to Weights & Biases, from a process of its own (pip install wandb)",
+        "mirror the metrics to Weights & Biases, from a separate process (pip install wandb)",
     )
 
 
 @dataclass(frozen=True)
 class SystemConfig:
-    """Which hardware, how it is used, and how it is watched."""
+    """Hardware, parallelism, and hang and drift detection."""
 
     device: Literal["auto", "cpu", "cuda"] = free("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = guarded(
         "auto",
-        "matmul precision, weights stay fp32; auto = bf16 where the hardware has it, else fp32",
+        "precision of matrix products, weights stay fp32; auto = bf16 where the hardware has it, else fp32",
     )
     compile: Literal["auto", "on", "off"] = free(
         "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
     )
     attention: AttentionBackend = free(
         "auto",
-        "CUDA only: torch's attention kernel that a training step must run; auto = torch's choice, shown at the start",
+        "CUDA only: attention kernel that a training step must use; auto = torch's choice, shown at the start",
     )
     parallel: Parallel = free(
         "ddp",
-        "what each process holds: ddp all; zero1 all but optimizer state, of which its share; fsdp its share of all",
+        "ddp: full replica; zero1: optimizer state sharded; fsdp: everything sharded",
     )
-    activation_checkpointing: Recompute = free(
+    activation_checkpointing: ActivationCheckpointing = free(
         "none",
-        "what the backward pass computes again instead of keeping: whole blocks, or all but their matrix products",
+        "what the backward pass recomputes instead of storing: full blocks, or all but their matrix products",
     )
-    ddp_bucket_mb: float = free(25.0, "MiB of gradients that ddp and zero1 sum at once", above=0)
+    ddp_bucket_mb: float = free(25.0, "MiB of gradients per all-reduce of ddp and zero1", above=0)
     fsdp_offload: bool = free(
-        False, "fsdp, CUDA only: weights and optimizer state live in the CPU's memory (slow)"
+        False, "fsdp, CUDA only: keep weights and optimizer state in the CPU's memory (slow)"
     )
     reduce: Literal["fast", "exact"] = guarded(
-        "fast", "exact: the same bits on any number of processes (slow, a gradient per micro-batch)"
+        "fast", "exact: the same bits on any world size (slow, one gradient per micro-batch)"
     )
     deterministic: bool = free(
-        False, "CUDA only: kernels that give the same bits in every run (slower)"
+        False, "CUDA only: deterministic kernels, the same bits in every run (slower)"
     )
     hang_seconds: float = free(
         600.0,
-        "end with exit code 78 when a phase of a step lasts longer (thrice for its first time); 0 = never",
+        "exit with code 78 when a phase of a step takes longer (three times as long the first time); 0 = never",
         least=0,
     )
     drift_check_freq: int = free(
         250,
-        "steps between comparisons of all processes' weights (and at every save); 0 = at saves",
+        "steps between comparisons of the weights of all ranks (and at every save); 0 = only at saves",
         least=0,
     )
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """What src/finetune.py has besides; in a pretraining run `instructions` is None."""
+    """Fine-tuning; in a pretraining run `instructions` is None."""
 
     instructions: str | None = free(
         None,
-        "conversations to learn: a .jsonl file, hf:NAME, or `demo` (a small set that ships with the code)",
+        "conversations to train on: a .jsonl file, hf:NAME, or `demo` (a small set that ships with the code)",
     )
     val_fraction: float = guarded(
-        0.1, "part of the conversations held out for validation; which ones, their text decides"
+        0.1, "fraction of the conversations held out for validation, chosen by a hash of their text"
     )
     packing: Literal["on", "off"] = guarded(
         "on",
-        "several conversations in a row, none sees another; off: one in each row, then padding",
+        "on: several conversations per row, each attends only to itself; off: one per row, then padding",
     )
     lora_r: int = fixed(
-        0, "rank of LoRA adapters, trained in place of the weights; 0 = train all weights", least=0
+        0, "rank of LoRA adapters, trained instead of the weights; 0 = train all weights", least=0
     )
-    lora_alpha: float = fixed(16.0, "adapters count lora_alpha / lora_r", above=0)
+    lora_alpha: float = fixed(16.0, "adapter output is scaled by lora_alpha / lora_r", above=0)
     lora_targets: str = fixed(
         "c_attn,c_fc,c_proj",
-        "linear layers that get adapters: comma-separated ends of module names",
+        "linear layers that get adapters: comma-separated suffixes of module names",
     )
 
 
@@ -333,7 +340,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
-    # The trainer's command line has no such flags: flags.py adds them to that of src/finetune.py.
+    # src/train.py has no such flags: command_line.py adds them for src/finetune.py.
     tuning: Annotated[TuningConfig, tyro.conf.Suppress, tyro.conf.Fixed] = field(
         default_factory=TuningConfig
     )

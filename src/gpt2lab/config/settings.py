@@ -11,18 +11,13 @@ from typing import Any
 from gpt2lab.config.schema import LENGTHS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
 
-
-def _leaves() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
-    """Map each flag name to (section name, its field)."""
-    return {
-        leaf.name: (section.name, leaf)
-        for section in fields(Config)
-        for leaf in fields(section.default_factory)  # type: ignore[arg-type]
-    }
-
-
-LEAVES = _leaves()
-# What shapes the weights: two models are of one architecture where these agree.
+# Each flag's name: (name of its section, its field).
+LEAVES: dict[str, tuple[str, dataclasses.Field[Any]]] = {
+    leaf.name: (section.name, leaf)
+    for section in fields(Config)
+    for leaf in fields(section.default_factory)  # type: ignore[arg-type]
+}
+# Two models have the same architecture if these settings agree.
 ARCHITECTURE = tuple(
     leaf.name for leaf in fields(ModelConfig) if leaf.metadata["policy"] == "fixed"
 )
@@ -40,11 +35,10 @@ def options_of(model: ModelConfig) -> str:
 
 
 def policy_of(name: str, config: Config) -> Policy:
-    """Return the resume policy of a flag; a re-cut micro-batch redraws dropout masks, hence the one exception."""
+    """Return the resume policy of a flag; another micro-batch redraws dropout masks, hence the one exception."""
     if name == "mini_batch_size" and config.model.dropout > 0:
         return "guarded"
-    policy: Policy = LEAVES[name][1].metadata["policy"]
-    return policy
+    return LEAVES[name][1].metadata["policy"]
 
 
 def is_path(name: str) -> bool:
@@ -84,74 +78,65 @@ def override(config: Config, values: dict[str, Any]) -> Config:
         if is_path(name) and value is not None:
             value = Path(value)
         by_section.setdefault(LEAVES[name][0], {})[name] = value
-    changed = {
-        name: dataclasses.replace(getattr(config, name), **part)
-        for name, part in by_section.items()
-    }
-    return dataclasses.replace(config, **changed)
+    sections = {n: dataclasses.replace(getattr(config, n), **v) for n, v in by_section.items()}
+    return dataclasses.replace(config, **sections)
 
 
 def find_problems(config: Config) -> list[str]:
     """List every setting that cannot work, each with its value and the fix."""
     flat, problems = to_flat(config), []
-
-    def check(ok: bool, message: str) -> None:
-        if not ok:
-            problems.append(message)
-
     for name, (_, leaf) in LEAVES.items():
         value, least, above = flat[name], leaf.metadata.get("least"), leaf.metadata.get("above")
-        if value is None:
-            continue
-        finite = not isinstance(value, float) or math.isfinite(value)
-        check(finite, f"{name} {value} is not a finite number")
-        if finite and least is not None:
-            check(value >= least, f"{name} {value} must be at least {least}")
-        if finite and above is not None:
-            check(value > above, f"{name} {value} must be above {above}")
-    check(flat["seed"] < 2**32, f"seed {flat['seed']} must be below 2**32")
-    if flat["min_lr"] is not None:
-        check(
-            flat["min_lr"] <= flat["max_lr"],
-            f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}",
-        )
-    check(0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)")
-    check(0 < flat["wsd_decay"] <= 1, f"wsd_decay {flat['wsd_decay']} must be in (0, 1]")
-    check(0 < flat["val_fraction"] < 1, f"val_fraction {flat['val_fraction']} must be in (0, 1)")
-    if flat["n_head"] >= 1:
-        check(
-            flat["n_embd"] % flat["n_head"] == 0,
-            f"n_embd {flat['n_embd']} is not a multiple of n_head {flat['n_head']}",
-        )
-        check(
-            flat["positions"] == "learned" or flat["n_embd"] // flat["n_head"] % 2 == 0,
-            f"positions rotary turns pairs of channels: n_embd {flat['n_embd']} / n_head {flat['n_head']} must be even",
-        )
-    check(
-        flat["histogram_freq"] <= 0 or flat["use_tensorboard"],
-        f"histogram_freq {flat['histogram_freq']} needs --use_tensorboard, where histograms are shown",
-    )
-    check(
-        flat["histogram_freq"] <= 0 or flat["parallel"] != "fsdp",
-        f"histogram_freq {flat['histogram_freq']} needs whole tensors, and with --parallel fsdp no process has them",
-    )
+        if isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"{name} {value} is not a finite number")
+        elif value is not None and least is not None and value < least:
+            problems.append(f"{name} {value} must be at least {least}")
+        elif value is not None and above is not None and value <= above:
+            problems.append(f"{name} {value} must be above {above}")
+    n_embd, n_head, histograms = flat["n_embd"], flat["n_head"], flat["histogram_freq"]
+    head_size, rest = divmod(n_embd, n_head) if n_head >= 1 else (0, 0)
     lengths = [name for name in LENGTHS if flat[name] is not None]
-    check(
-        len(lengths) <= 1,
-        f"{' and '.join(lengths)} both set the length of the run; give one of them",
+    parallel, run_name = flat["parallel"], flat["run_name"]
+    rules = (
+        (flat["seed"] >= 2**32, f"seed {flat['seed']} must be below 2**32"),
+        (
+            flat["min_lr"] is not None and not flat["min_lr"] <= flat["max_lr"],
+            f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}",
+        ),
+        (not 0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)"),
+        (not 0 < flat["wsd_decay"] <= 1, f"wsd_decay {flat['wsd_decay']} must be in (0, 1]"),
+        (
+            not 0 < flat["val_fraction"] < 1,
+            f"val_fraction {flat['val_fraction']} must be in (0, 1)",
+        ),
+        (rest, f"n_embd {n_embd} is not a multiple of n_head {n_head}"),
+        (
+            flat["positions"] != "learned" and head_size % 2,
+            f"positions rotary: n_embd {n_embd} / n_head {n_head} must be even",
+        ),
+        (
+            histograms > 0 and not flat["use_tensorboard"],
+            f"histogram_freq {histograms} needs --use_tensorboard, where histograms are shown",
+        ),
+        (
+            histograms > 0 and parallel == "fsdp",
+            f"histogram_freq {histograms} needs full tensors, and with --parallel fsdp no rank has them",
+        ),
+        (
+            len(lengths) > 1,
+            f"{' and '.join(lengths)} both set the length of the run; give one of them",
+        ),
+        (
+            parallel == "fsdp" and flat["reduce"] == "exact",
+            "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1",
+        ),
+        (
+            flat["optimizer"] != "adamw" and parallel != "ddp",
+            f"optimizer {flat['optimizer']} updates full matrices, which --parallel {parallel} shards; use ddp",
+        ),
+        (
+            run_name is not None and (not run_name or "/" in run_name or run_name.startswith(".")),
+            f"run_name {run_name!r} must be a plain folder name; put the folder above it in --checkpoint_dir",
+        ),
     )
-    check(
-        (flat["parallel"], flat["reduce"]) != ("fsdp", "exact"),
-        "reduce exact adds up whole gradients, which no process has under fsdp; use --parallel ddp or zero1",
-    )
-    check(
-        flat["optimizer"] == "adamw" or flat["parallel"] == "ddp",
-        f"optimizer {flat['optimizer']} updates whole matrices, which --parallel {flat['parallel']} splits; use ddp",
-    )
-    name = flat["run_name"]
-    check(
-        name is None
-        or (name not in ("", ".", "..") and "/" not in name and not name.startswith(".")),
-        f"run_name {name!r} must be a plain folder name; put the folder above it in --checkpoint_dir",
-    )
-    return problems
+    return problems + [message for is_wrong, message in rules if is_wrong]

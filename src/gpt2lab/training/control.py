@@ -1,7 +1,7 @@
-"""The one moment of a step at which all processes agree what happens next.
+"""The one moment of a step at which all ranks agree what happens next.
 
-Each process brings what it knows: its signals, and whether it met an error. The first one adds the clock and the files
-STOP and SAVE in the run's folder. The largest of each is everyone's answer, so no process acts on its own.
+Each rank brings its signals and whether it met an error; rank 0 adds the clock and the files STOP and SAVE in the run's
+folder. One max-reduction gives every rank the same answer, so none acts on its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.training.deadline import REASONS, Deadline, find_due
 from gpt2lab.training.heartbeat import Heartbeat
-from gpt2lab.training.stop import Signals
+from gpt2lab.training.stop import REASONS, Signals, find_due
 
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 _STOP_FILE_CODE = 1000  # above every signal's number
@@ -24,11 +23,11 @@ _LOOK_EVERY = 0.5  # seconds between looks at the folder: it may lie on a slow n
 
 @dataclass(frozen=True)
 class Request:
-    """What all processes agreed on."""
+    """What all ranks agreed on."""
 
     stop: str | None = None  # a signal's name, "STOP file", or a deadline's reason, or `has_ended`
     save: bool = False
-    refusal: GPT2LabError | None = None
+    error: GPT2LabError | None = None
 
 
 class Control:
@@ -40,16 +39,14 @@ class Control:
         runtime: Runtime,
         *,
         run_dir: Path | None,
-        deadlines: tuple[Deadline, ...],
+        deadlines: dict[str, float],
         save_every_seconds: float,
         heartbeat: Heartbeat,
     ) -> None:
-        """`run_dir` and `deadlines` count on the first process; `save_every_seconds` 0 means no such saves."""
+        """`run_dir` and `deadlines` count on rank 0; `save_every_seconds` 0 means no such saves."""
         self.signals = signals
-        self.margin_seconds = (
-            0.0  # what a step and a save may still take: a deadline is met before it
-        )
-        self.has_ended: str | None = None  # a reason that every process found alike
+        self.margin_seconds = 0.0  # of a step and a save: a deadline is met this long before it
+        self.has_ended: str | None = None  # a reason that every rank found alike
         self._runtime, self._run_dir, self._deadlines = runtime, run_dir, deadlines
         self._save_every, self._heartbeat = save_every_seconds, heartbeat
         self._last_save = self._last_look = time.monotonic()
@@ -59,56 +56,50 @@ class Control:
         """Begin to count the minutes to the next save."""
         self._last_save, self._save_is_due = time.monotonic(), False
 
-    def agree(self, refusal: GPT2LabError | None = None) -> Request:
-        """Return what all agreed on; `refusal` is an error that this process met and that must end the run."""
+    def agree(self, error: GPT2LabError | None = None) -> Request:
+        """Return what all ranks agreed on; `error` is one that this rank met and that must end the run."""
         self._heartbeat.beat()
-        slots = [self._stop(), self._save(), self._time(), int(refusal is not None)]
-        stop, save, due, failed = self._runtime.largest(slots)
+        due = self._look()
+        stop = self.signals.number or (_STOP_FILE_CODE if self._stop_file else 0)
+        slots = [stop, int(self._save_is_due), due, int(error is not None)]
+        stop, save, due, failed = self._runtime.max_over_ranks(slots)
         self._save_is_due |= bool(save)
         reason = self.has_ended
         if failed:
-            refusals = self._runtime.gather(refusal)
-            refusal = next(one for one in refusals if one is not None)
-            refusal.is_local = False  # from here on everyone's
+            error = next(one for one in self._runtime.gather(error) if one is not None)
+            error.is_local = False  # from here on everyone's
         if stop:
             reason = "STOP file" if stop == _STOP_FILE_CODE else signal.Signals(stop).name
         elif due:
             reason = REASONS[due - 1]
-        return Request(stop=reason, save=self._save_is_due, refusal=refusal)
+        return Request(stop=reason, save=self._save_is_due, error=error)
 
     def is_interrupted(self) -> bool:
-        """Tell all processes whether to leave an evaluation; they ask at equal places."""
+        """Tell all ranks whether to leave an evaluation; they ask at equal places."""
         return self.agree().stop not in (None, self.has_ended)
 
     def is_asked_to_stop(self) -> bool:
-        """Tell whether this process was asked by a signal; for what one process does alone."""
+        """Tell whether a signal asked this rank to stop; for what one rank does alone."""
         return self.signals.level > 0
 
-    def _stop(self) -> int:
-        self._look_into_folder()
-        return self.signals.number or (_STOP_FILE_CODE if self._stop_file else 0)
+    def _look(self) -> int:
+        """Take up what asks this rank to save or stop; return the place of a due deadline in REASONS, from 1, or 0.
 
-    def _save(self) -> int:
+        The files STOP and SAVE are removed, so that the next start is not stopped too.
+        """
         if self.signals.wants_save:
             self.signals.wants_save, self._save_is_due = False, True
-        if self._run_dir is not None and self._save_every:
-            self._save_is_due |= time.monotonic() - self._last_save >= self._save_every
-        return int(self._save_is_due)
-
-    def _time(self) -> int:
         if self._run_dir is None:
             return 0
+        now = time.monotonic()
+        if now - self._last_look >= _LOOK_EVERY:
+            self._last_look = now
+            self._stop_file |= _take(self._run_dir / STOP_FILE)
+            self._save_is_due |= _take(self._run_dir / SAVE_FILE)
+        if self._save_every:
+            self._save_is_due |= now - self._last_save >= self._save_every
         reason = find_due(self._deadlines, margin_seconds=self.margin_seconds)
         return 0 if reason is None else 1 + REASONS.index(reason)
-
-    def _look_into_folder(self) -> None:
-        """Take up STOP and SAVE; each is removed when it is, so that the next start is not stopped too."""
-        now = time.monotonic()
-        if self._run_dir is None or now - self._last_look < _LOOK_EVERY:
-            return
-        self._last_look = now
-        self._stop_file |= _take(self._run_dir / STOP_FILE)
-        self._save_is_due |= _take(self._run_dir / SAVE_FILE)
 
 
 def _take(path: Path) -> bool:

@@ -1,44 +1,35 @@
-"""What is measured on the way: validation loss, HellaSwag, a text; each timed, recorded and shown."""
+"""Evaluation while training: validation loss, HellaSwag, a text sample; each timed, recorded and shown."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from pathlib import Path
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.config.schema import Config
-from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
-from gpt2lab.evaluation.validation import MeasuresLoss
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
-from gpt2lab.planner.progress import Progress
-from gpt2lab.runs.logger import Telemetry
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
-from gpt2lab.training.control import Control
+from gpt2lab.training.components import Components, Session
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """The measurements of one run; a wish to stop cuts each of them short."""
+class Evaluator:
+    """The evaluations of one run; a request to stop cuts each of them short."""
 
-    config: Config
-    model: GPT
-    validation: MeasuresLoss
-    hellaswag: HellaSwag | None  # without items the evaluation is off
-    strategy: Strategy
-    runtime: Runtime
-    telemetry: Telemetry
-    progress: Progress
-    control: Control
-    run_dir: Path
+    def __init__(
+        self, components: Components, session: Session, hellaswag: HellaSwag | None
+    ) -> None:
+        """`hellaswag` None: without items that evaluation is off."""
+        self.config, self.run_dir = components.start.config, components.start.run_dir
+        self.runtime, self.strategy = components.runtime, components.strategy
+        self.model, self.hellaswag = components.model, hellaswag
+        self.validation = components.batches.validation(components.strategy)
+        self.logger, self.control = session.logger, session.control
+        self.progress = session.clock.progress
 
     def place(self, state: TrainState) -> str:
         """Name the step just done, as every console line begins."""
@@ -50,7 +41,7 @@ class Measurements:
         Raises: NonFiniteError.
         """
         began = time.monotonic()
-        with self.strategy.whole(self.model) as model:
+        with self.strategy.full_model(self.model) as model:
             result = self.validation.measure(model, interrupted=self.control.is_interrupted)
         if result is None:
             return state
@@ -62,7 +53,7 @@ class Measurements:
             )
         state = state.with_val_loss(result.val_loss)
         self.progress.record_event("eval", seconds)
-        self.telemetry.event(
+        self.logger.event(
             "eval",
             state.step,
             val_loss=result.val_loss,
@@ -75,7 +66,7 @@ class Measurements:
         error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
         bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
         best = " | best so far" if state.best_step == state.step else ""
-        self.telemetry.say(
+        self.logger.say(
             f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error}{bits} "
             f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
         )
@@ -95,21 +86,21 @@ class Measurements:
         if self.hellaswag is None:
             return
         began = time.monotonic()
-        with self.strategy.whole(self.model) as model:
+        with self.strategy.full_model(self.model) as model:
             results = self.hellaswag.measure(model, interrupted=self.control.is_interrupted)
         if results is None:
             return
         seconds = time.monotonic() - began
         self.progress.record_event("hellaswag", seconds)
         summary = summarize(results)
-        self.telemetry.event("hellaswag", state.step, **summary, seconds=seconds)
+        self.logger.event("hellaswag", state.step, **summary, seconds=seconds)
         self.keep(results, state.step)
         scores = ", ".join(
             f"{name} {summary[name]:.4f}"
             + ("" if summary[f"{name}_se"] is None else f" +- {summary[f'{name}_se']:.4f}")
             for name in results.per_unit
         )
-        self.telemetry.say(
+        self.logger.say(
             f"{self.place(state)} | HellaSwag {scores} on {results.n:,} items | {fmt.duration(seconds)}"
         )
 
@@ -117,13 +108,13 @@ class Measurements:
         """Have an evaluation kept unit by unit, for scripts/compare.py."""
         problem = keep_results(self.run_dir, results, step) if self.runtime.rank == 0 else None
         if problem:
-            self.telemetry.warn(problem, step)
+            self.logger.warn(problem, step)
 
     def sample(self, state: TrainState) -> None:
-        """Continue the run's prompt on the first process; the others go on to wait at the next step."""
+        """Continue the run's prompt on rank 0; the other ranks wait at the next step."""
         if self.config.model.vocab_size < NUM_TOKENS:
             return
-        with self.strategy.whole(self.model) as model:
+        with self.strategy.full_model(self.model) as model:
             if self.runtime.rank == 0:
                 self._sample_from(model, state)
 
@@ -139,11 +130,11 @@ class Measurements:
                     interrupted=self.control.is_asked_to_stop,
                 )
         except DataError as error:  # no vocabulary: training does not need it
-            self.telemetry.warn(f"no text sample: {error}", state.step)
+            self.logger.warn(f"no text sample: {error}", state.step)
             return
         if text is None:
             return
         seconds = time.monotonic() - began
         self.progress.record_event("sample", seconds)
-        self.telemetry.event("sample", state.step, text=text, seconds=seconds)
-        self.telemetry.say(f"{self.place(state)} | sample: {text!r}")
+        self.logger.event("sample", state.step, text=text, seconds=seconds)
+        self.logger.say(f"{self.place(state)} | sample: {text!r}")

@@ -1,8 +1,8 @@
-"""What every process is doing right now, and what is said when one of them does nothing any more. No torch.
+"""What every rank is doing, and what happens when one of them hangs. No torch.
 
-Each process tells its phase in a small file of the run's folder and watches itself with a thread. When its phase lasts
-too long it reads the others' files, names the one that all wait for, prints its own stacks, and ends: a hang becomes a
-crash, which a restart cures.
+Each rank writes its phase to a small file in the run's folder and watches itself with a thread. When a phase lasts too
+long, the thread reads the other ranks' files, names the rank that all wait for, prints the stacks and ends the process:
+a hang becomes a crash, which a restart cures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PHASES = ("reading data", "agreeing", "training", "comparing weights", "measurin
 
 
 class Heartbeat:
-    """The phase of this process, and the watch over it."""
+    """The phase of this rank, and the thread that watches it."""
 
     def __init__(
         self,
@@ -39,13 +39,9 @@ class Heartbeat:
         hang_seconds: float,
         tell: Callable[[str], None] = lambda report: None,
     ) -> None:
-        """`hang_seconds` 0: no watch. `tell` is given the report before the process ends."""
-        self._folder, self._rank, self._hang_seconds, self._tell = (
-            run_dir / FOLDER,
-            rank,
-            hang_seconds,
-            tell,
-        )
+        """`hang_seconds` 0: no watch. `tell` receives the report before the process ends."""
+        self._folder, self._rank = run_dir / FOLDER, rank
+        self._hang_seconds, self._tell = hang_seconds, tell
         # One object, so that the watching thread never sees one phase with another's age.
         self._now = (0, PHASES[0], time.monotonic())
         self._longest: dict[str, float] = {}
@@ -79,10 +75,9 @@ class Heartbeat:
 
     def limit_seconds(self, phase: str) -> float:
         """Return how long a phase may last."""
-        longest = self._longest.get(phase)
-        if longest is None:
+        if phase not in self._longest:
             return _FIRST_TIME * self._hang_seconds
-        return max(self._hang_seconds, _SLOWER * longest)
+        return max(self._hang_seconds, _SLOWER * self._longest[phase])
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank_{rank:04d}.json"
@@ -97,14 +92,14 @@ class Heartbeat:
             # What was seen may be over: writing takes its time on a slow disk.
             if lasts > self.limit_seconds(phase) and seen is self._now:
                 report = self.report(pause)
-                print(f"error: process {self._rank}: {report}", file=sys.stderr, flush=True)
+                print(f"error: rank {self._rank}: {report}", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
                 self._tell(report)
                 os._exit(EXIT_CODE)
 
     def _write(self, step: int, phase: str, lasts: float) -> None:
         path = self._path(self._rank)
-        told = {
+        beat = {
             "rank": self._rank,
             "host": os.uname().nodename,
             "pid": os.getpid(),
@@ -113,34 +108,31 @@ class Heartbeat:
             "seconds": round(lasts, 1),
             "time": time.time(),
         }
-        path.with_suffix(".tmp").write_text(json.dumps(told))
+        path.with_suffix(".tmp").write_text(json.dumps(beat))
         os.replace(path.with_suffix(".tmp"), path)
 
     def report(self, pause: float) -> str:
-        """Name the processes that the others wait for: silent ones, else those furthest behind."""
-        beats = read_beats(self._folder)
+        """Name the ranks that the others wait for: silent ones, else those furthest behind."""
+        beats: list[dict[str, Any]] = []
+        for path in sorted(self._folder.glob("rank_*.json")):
+            with suppress(OSError, ValueError):
+                beats.append(json.loads(path.read_text()))
         silent = [beat for beat in beats if time.time() - beat["time"] > 2 * pause + 0.5]
-        behind = min(((beat["step"], _place(beat["phase"])) for beat in beats), default=None)
-        blamed = silent or [b for b in beats if (b["step"], _place(b["phase"])) == behind]
-        told = "; ".join(
-            f"process {beat['rank']} on {beat['host']} "
+        behind = min(map(_place, beats), default=None)
+        blamed = silent or [beat for beat in beats if _place(beat) == behind]
+        named = "; ".join(
+            f"rank {beat['rank']} on {beat['host']} "
             + (f"silent for {time.time() - beat['time']:.0f} s, last seen " if silent else "")
             + f"{beat['phase']} of step {beat['step']} for {beat['seconds']:.0f} s"
             for beat in blamed
         )
         step, phase, since = self._now
         own = f"{phase} of step {step} for {time.monotonic() - since:.0f} s"
-        return f"hangs in {own}; all wait for: {told or 'nobody known'}; go on with --resume latest"
+        return (
+            f"hangs in {own}; all wait for: {named or 'nobody known'}; go on with --resume latest"
+        )
 
 
-def read_beats(folder: Path) -> list[dict[str, Any]]:
-    """Return what the processes told last, by rank."""
-    beats = []
-    for path in sorted(folder.glob("rank_*.json")):
-        with suppress(OSError, ValueError):
-            beats.append(json.loads(path.read_text()))
-    return beats
-
-
-def _place(phase: str) -> int:
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)
+def _place(beat: dict[str, Any]) -> tuple[int, int]:
+    phase = beat["phase"]
+    return beat["step"], PHASES.index(phase) if phase in PHASES else len(PHASES)

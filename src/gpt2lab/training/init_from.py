@@ -1,8 +1,7 @@
-"""`--init_from`: a fresh run that begins with the weights of another model instead of random ones. No torch."""
+"""`--init_from`: start a fresh run from the weights of another model instead of random ones. No torch."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig, ModelName
 from gpt2lab.config.settings import ARCHITECTURE, override
 from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.files import sha256_of
 from gpt2lab.model.hf_config import HF_WEIGHTS
 
 
@@ -23,7 +23,7 @@ class InitialWeights:
     sha256: str  # of their file
 
     def record(self) -> dict[str, Any]:
-        """Return what run.json and every manifest keep of it."""
+        """Return the record in run.json and every manifest."""
         checkpoint = self.target.checkpoint
         return {
             "init_from": self.target.name,
@@ -50,7 +50,7 @@ def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]
         given |= set(PRESETS[typed.model.model])
         config = typed
     else:
-        config = command.over(preset(_preset_of(target, source)))
+        config = command.override(preset(_preset_of(target, source)))
     config = override(config, {n: getattr(source, n) for n in ARCHITECTURE if n not in given})
     for field in ARCHITECTURE:
         here, there = getattr(config.model, field), getattr(source, field)
@@ -75,11 +75,8 @@ def _preset_of(target: Target, source: ModelConfig) -> ModelName:
 def _hash(target: Target) -> str:
     if target.checkpoint is not None:
         return str(target.checkpoint.manifest["files"][HF_WEIGHTS]["sha256"])  # the same name
-    path, digest = target.folder / HF_WEIGHTS, hashlib.sha256()
+    path = target.folder / HF_WEIGHTS
     try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        return sha256_of(path)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    return digest.hexdigest()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-from torch import nn
-
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, NonFiniteError
-from gpt2lab.runs.logger import Telemetry
+from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.training.components import Components
 from gpt2lab.training.start import Start
 
 BACK = 100  # steps before the spike, where there is a checkpoint that old: later weights may be bent already
@@ -21,15 +18,11 @@ MOST = 10  # rewinds of one run; what needs more is no accident
 
 
 def rewind(
-    start: Start,
+    components: Components,
     state: TrainState,
     batch: GlobalBatch,
     loss: float,
-    *,
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    runtime: Runtime,
-    telemetry: Telemetry,
+    logger: MetricsLogger,
 ) -> TrainState | None:
     """Load an earlier checkpoint and move on past the batch that spiked; None if there is no checkpoint.
 
@@ -38,21 +31,22 @@ def rewind(
 
     Raises: NonFiniteError after too many; CheckpointError if the checkpoint does not load.
     """
+    start, runtime = components.start, components.runtime
     spike, jumped = state.step + 1, batch.first_sample + batch.samples
     if sum(record["reason"] == "rewind" for record in state.skipped) >= MOST:
         raise NonFiniteError(
             f"step {spike}: the loss spiked again after {MOST} rewinds; "
             f"resume from an earlier checkpoint with a lower --max_lr and --allow_change max_lr"
         )
-    chosen = runtime.decided_by_first(lambda: _choose(start, spike))
+    chosen = runtime.on_rank_zero(lambda: _choose(start, spike))
     if chosen is None:
         return None
-    loaded, _ = runtime.everywhere(
-        lambda: store.load(chosen.path, model=model, optimizers=optimizers)
+    loaded, _ = runtime.on_all_ranks(
+        lambda: store.load(chosen.path, model=components.model, optimizers=components.optimizers)
     )
     record = {"step": spike, "reason": "rewind", "samples": [loaded.samples, jumped]}
-    telemetry.event("rewind", chosen.step, spike_step=spike, loss=loss, samples=record["samples"])
-    telemetry.warn(
+    logger.event("rewind", chosen.step, spike_step=spike, loss=loss, samples=record["samples"])
+    logger.warn(
         f"step {spike}: loss {loss:.4f} is a spike; back to step {chosen.step}, "
         f"and on without the {jumped - loaded.samples:,} windows up to it",
         chosen.step,

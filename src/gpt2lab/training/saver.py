@@ -1,12 +1,10 @@
-"""When the loop wants a checkpoint: gather, write, label, retire, report; and what a failed write means."""
+"""Save a checkpoint: gather, write, label, retire old ones, report; and handle a failed write."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,64 +13,53 @@ from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.config.schema import CheckpointConfig
-from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError, SaveError
 from gpt2lab.model import rng
-from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.runs.logger import Telemetry
+from gpt2lab.training.components import Components, Session
 from gpt2lab.training.stop import Signals
 
-_ROOM = (
-    1.2  # free disk before a save, in checkpoints: headers, state, and what others write meanwhile
-)
+_ROOM = 1.2  # free disk before a save, in checkpoints: headers, state, and what others write
 
 
-@dataclass(frozen=True)
 class Saver:
-    """All that a checkpoint holds besides the state, and where it goes."""
+    """Writes the checkpoints of one run."""
 
-    config: CheckpointConfig
-    run_dir: Path
-    folder: RunFolder | None  # on the first process only
-    model: GPT
-    optimizers: list[torch.optim.Optimizer]
-    runtime: Runtime
-    telemetry: Telemetry
-    facts: dict[str, Any]  # for the manifests of this start
-    signals: Signals
-    resumed_from: int | None = None  # step of the checkpoint that this start loaded
+    def __init__(self, components: Components, session: Session, signals: Signals) -> None:
+        start = components.start
+        self.config, self.run_dir = start.config.checkpoint, start.run_dir
+        self.folder, self.logger, self.signals = session.folder, session.logger, signals
+        self.model, self.optimizers = components.model, components.optimizers
+        self.runtime, self.facts = components.runtime, components.facts
+        self.resumed_from = start.checkpoint.step if start.checkpoint else None
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
     ) -> tuple[bool, float]:
         """Commit a checkpoint of exactly `state.step`; tell whether that worked, and the seconds it took.
 
-        A failed write is a warning, and training goes on with the checkpoint before; where the process is about to
-        end (`must_succeed`) it is an error.
+        A failed write is a warning, and training continues; where the process is about to end (`must_succeed`) it is
+        an error.
 
-        Raises: SaveError on all processes.
+        Raises: SaveError on all ranks.
         """
         began = time.monotonic()
         rng_states = self.runtime.gather(rng.capture(self.runtime.device))
         content = store.collect(self.model, self.optimizers, keep=self.folder is not None)
-        failure = self.runtime.decided_by_first(
+        failure = self.runtime.on_rank_zero(
             lambda: self._write(state, kind, labels, content, rng_states, began)
         )
         if failure is not None and must_succeed:
             raise SaveError(f"{failure}; free space and resume from the checkpoint before")
         if failure is not None:
-            self.telemetry.warn(
-                f"{failure}; training goes on, the next is due as planned", state.step
-            )
+            self.logger.warn(f"{failure}; training goes on, the next is due as planned", state.step)
         return failure is None, time.monotonic() - began
 
     def rescue(self, state: TrainState) -> bool:
-        """Save the last complete step when an error ends this process, without a word to the others; tell if it worked.
+        """Save the last complete step when an error ends this rank, without communication; return whether it worked.
 
-        What is spread over processes cannot be saved so. Whichever process gets the run's lock may write: the first
-        one, or a survivor of its death.
+        Sharded state cannot be saved this way. The rank that holds the run's lock writes: rank 0, or a survivor of its
+        death.
         """
         opened: RunFolder | None = None
         began, label = time.monotonic(), f"emergency_{state.step:08d}"
@@ -83,14 +70,7 @@ class Saver:
             content = store.collect(self.model, self.optimizers, keep=True)
             if not weights_are_finite(content):
                 return False
-            store.save(
-                folder.path,
-                kind="emergency",
-                content=content,
-                state=state,
-                rng_states=[rng.capture(self.runtime.device)],
-                facts=self.facts,
-            )
+            self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
         except (OSError, RuntimeError, GPT2LabError):  # the first error is the one to report
             return False
@@ -108,7 +88,7 @@ class Saver:
             try:
                 catalog.set_label(self.folder.path, label, step)
             except OSError as error:
-                self.telemetry.warn(f"label {label} of step {step} not set: {error}", step)
+                self.logger.warn(f"label {label} of step {step} not set: {error}", step)
 
     def _write(
         self,
@@ -119,28 +99,20 @@ class Saver:
         rng_states: list[dict[str, Any]],
         began: float,
     ) -> str | None:
-        """Write, label and report on the first process; return what went wrong, or None."""
+        """Write, label and report on rank 0; return what went wrong, or None."""
         assert self.folder is not None
         if not weights_are_finite(content):
             raise NonFiniteError(
                 f"step {state.step}: the weights are not finite and were not saved; "
                 f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
             )
-        if (problem := self._make_room() or self.telemetry.catch_up()) is not None:
+        if (problem := self._make_room() or self.logger.catch_up()) is not None:
             return f"checkpoint of step {state.step} not saved: {problem}"
         try:
             with self.signals.committing():
-                path = store.save(
-                    self.folder.path,
-                    kind=kind,
-                    content=content,
-                    state=state,
-                    rng_states=rng_states,
-                    facts=self.facts,
-                )
+                self._commit(state, kind, content, rng_states)
         except OSError as error:
-            path = self.folder.path / folder_name(state.step)
-            if not path.exists():  # else the error came after the commit, which stands
+            if not (self.run_dir / folder_name(state.step)).exists():  # else the commit stands
                 return f"checkpoint of step {state.step} not saved: {error}"
         self.label(state.step, labels)
         self._report(state, kind, labels, time.monotonic() - began)
@@ -149,28 +121,35 @@ class Saver:
                 self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:
-            self.telemetry.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
+            self.logger.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None
 
+    def _commit(
+        self, state: TrainState, kind: str, content: store.Content, rng_states: list[dict[str, Any]]
+    ) -> None:
+        store.save(
+            self.run_dir,
+            kind=kind,
+            content=content,
+            state=state,
+            rng_states=rng_states,
+            facts=self.facts,
+        )
+
     def _retain(self, keep: int, keep_emergency: int) -> None:
-        assert self.folder is not None
         catalog.retain(
-            self.folder.path,
-            keep=keep,
-            keep_emergency=keep_emergency,
-            resumed_from=self.resumed_from,
+            self.run_dir, keep=keep, keep_emergency=keep_emergency, resumed_from=self.resumed_from
         )
 
     def _make_room(self) -> str | None:
-        """See to it that the disk has room for a checkpoint, by retiring old ones early; say if it has not."""
-        assert self.folder is not None
+        """Make room for a checkpoint by retiring old ones early; return what is missing, or None."""
         needed = _ROOM * store.num_bytes(self.model, self.optimizers)
-        if shutil.disk_usage(self.folder.path).free >= needed:
+        if shutil.disk_usage(self.run_dir).free >= needed:
             return None
         with suppress(OSError, CheckpointError):  # what cannot be tidied shows in the free space
-            catalog.sweep(self.folder.path)
+            catalog.sweep(self.run_dir)
             self._retain(max(1, self.config.keep_checkpoints - 1), 1)
-        free = shutil.disk_usage(self.folder.path).free
+        free = shutil.disk_usage(self.run_dir).free
         if free >= needed:
             return None
         return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
@@ -178,7 +157,7 @@ class Saver:
     def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
         path = self.run_dir / folder_name(state.step)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
-        self.telemetry.event(
+        self.logger.event(
             "checkpoint",
             state.step,
             path=str(path),
@@ -188,12 +167,12 @@ class Saver:
             seconds=seconds,
         )
         named = f" ({', '.join(labels)})" if labels else ""
-        self.telemetry.say(
+        self.logger.say(
             f"step {state.step} | saved {kind} checkpoint{named}: {path.name}, "
             f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
         )
 
 
 def weights_are_finite(content: store.Content) -> bool:
-    """Tell whether every weight is a number; what is not must never become the newest checkpoint."""
+    """Tell whether every weight is finite: other weights must never become the newest checkpoint."""
     return all(bool(torch.isfinite(weight).all()) for weight in content.model.values())

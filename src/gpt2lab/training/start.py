@@ -1,346 +1,45 @@
-"""Decide what a start of the trainer will do: which run, which checkpoint, which settings. No torch.
-
-Decided once, by the first process, and handed to the others: no process acts on its own clock or listing.
-Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
-"""
+"""One start of a run, resolved: the run, the checkpoint, the settings, the data. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import re
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2lab import paths
-from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.checkpoint.disk import Room, look_for_room
-from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.config.command_line import Command
-from gpt2lab.config.resume_policy import find_changes, refuse_changes
+from gpt2lab.checkpoint.catalog import CheckpointInfo, Room
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import find_problems, override, to_flat
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData
-from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
-from gpt2lab.evaluation.hellaswag_items import read_items
-from gpt2lab.evaluation.hellaswag_source import fetch_hellaswag
-from gpt2lab.finetuning.beginning import begin_tuning, open_what_is_learned, refuse_other_recipe
-from gpt2lab.optim.schedule import default_warmup
-from gpt2lab.planner.plan import Plan, make_plan
-from gpt2lab.runs import history
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
-from gpt2lab.training.deadline import Deadline, find_deadlines
-from gpt2lab.training.init_from import InitialWeights, begin_from
-
-# Where a run lives is a fact of this start, never a setting that was saved.
-_HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
+from gpt2lab.planner.job import Plan
+from gpt2lab.training.init_from import InitialWeights
 
 
 @dataclass(frozen=True)
 class Start:
-    """What this start is: all that the processes must agree on before they touch a tensor."""
+    """One start of a run: all that the ranks must agree on before they touch a tensor."""
 
     config: Config
     run_dir: Path
-    checkpoint: CheckpointInfo | None
+    checkpoint: CheckpointInfo | None  # to resume from
     changes: dict[str, list[Any]]  # setting -> [saved, now], on a resume
     attempt: int
     data: TokenData
+    orders: dict[str, Order]  # split -> the order of its samples
     plan: Plan
     room: Room
-    unused_targets: int  # at the shards' ends, per epoch
     hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, but nobody gave a file
     stop_after_steps: int | None
-    deadlines: tuple[Deadline, ...]  # on the first process's clock
-    last_save_seconds: float | None  # what the run's newest checkpoint took, on a resume
+    deadlines: dict[str, float]  # reason: moment on rank 0's monotonic clock
+    last_save_seconds: float | None  # of the run's newest checkpoint, on a resume
     initial: InitialWeights | None  # of a fresh run with --init_from
     warnings: tuple[str, ...]
     attention: str | None = None  # on a GPU: the kernel that was seen to compute it
 
     def describe_data(self) -> str:
         """Write the data for people."""
-        return self.data.describe(self.unused_targets)
+        return self.data.describe(self.orders["train"].unused_targets)
 
     @property
     def is_complete(self) -> bool:
         """Tell whether the checkpoint already is the end of the run."""
         return self.checkpoint is not None and self.checkpoint.step >= self.plan.max_steps
-
-
-def decide(command: Command, *, world_size: int, set_aside: bool) -> Start:
-    """Combine the command line with what is on disk.
-
-    Raises: ConfigError, DataError or CheckpointError: everything that can be refused is refused here, before
-    anything is written.
-    """
-    config = command.fresh()
-    _raise_problems(find_problems(override(Config(), {"run_name": config.checkpoint.run_name})))
-    warnings: list[str] = []
-    run_dir, checkpoint = None, None
-    if command.verbs.resume is not None:
-        run_dir, checkpoint, warnings = _choose(command, config, set_aside=set_aside)
-    saved: Config | None = None
-    initial: InitialWeights | None = None
-    if checkpoint is None and config.init.init_from is not None:
-        config, initial = begin_from(command, config)
-        warnings = [*warnings, *initial.target.warnings]
-    if checkpoint is None and command.recipe == "finetune":
-        config = begin_tuning(command, config)
-    if checkpoint is not None and run_dir is not None:
-        saved = override(Config(), checkpoint.manifest["config"])
-        refuse_other_recipe(command, saved, run=run_dir.name)
-        here = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
-        config = override(_keep_resolved(command.over(saved), saved), here)
-        refuse_changes(command, config, find_changes(saved, config), run=run_dir.name)
-    elif run_dir is None:
-        run_dir = _fresh_folder(config)
-        config = override(config, {"run_name": run_dir.name})
-    _raise_problems(find_problems(config))
-    config, note = _fit_parallel(command, config, world_size)
-    config, second = _fit_mini_batch(command, config, world_size)
-    warnings = [*warnings, *note, *second]
-    data = open_what_is_learned(config)
-    orders = {split: _order(config, data, split) for split in data.splits}
-    plan = make_plan(
-        config, world_size=world_size, windows_per_epoch=orders["train"].windows_per_epoch
-    )
-    config = _resolve(config, plan.max_steps)
-    changes: dict[str, list[Any]] = {}
-    if saved is not None and checkpoint is not None:
-        changes = find_changes(saved, config)
-        if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
-            changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
-        refuse_changes(command, config, changes, run=run_dir.name)
-    hellaswag, no_hellaswag = _choose_hellaswag(command, config)
-    events = history.read_events(run_dir)
-    saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
-    room = look_for_room(run_dir, plan.disk_bytes)
-    start = Start(
-        config=config,
-        run_dir=run_dir,
-        checkpoint=checkpoint,
-        changes=changes,
-        attempt=history.last_attempt(events) + 1,
-        data=data,
-        plan=plan,
-        stop_after_steps=command.verbs.stop_after_steps,
-        last_save_seconds=saves[-1] if saves else None,
-        deadlines=find_deadlines(
-            command.verbs.stop_at, os.environ, max_hours=config.length.max_hours
-        ),
-        unused_targets=orders["train"].unused_targets,
-        hellaswag=hellaswag,
-        initial=initial,
-        room=room,
-        warnings=(*warnings, *data.warnings, *no_hellaswag, *room.shortage()),
-    )
-    if not start.is_complete:
-        _check_length(start)
-    return start
-
-
-def _choose_hellaswag(
-    command: Command, config: Config
-) -> tuple[Literal["off", "on", "fetch"], tuple[str, ...]]:
-    """Decide whether HellaSwag is evaluated, after checking its file if there is one, and say why not.
-
-    Without a file it is wanted where a HellaSwag setting was typed, or was and has been saved.
-    """
-    settings, defaults = to_flat(config), to_flat(Config())
-    asked = [
-        name for name in _HELLASWAG if name in command.typed or settings[name] != defaults[name]
-    ]
-    path = config.eval.hellaswag_path
-    if path is None and (not asked or "hellaswag_path" in command.typed):  # typed: None
-        return "off", ()
-    if config.model.vocab_size < NUM_TOKENS:
-        return "off", (
-            f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag",
-        )
-    if path is None:
-        return "fetch", ()
-    read_items(path)
-    return "on", ()
-
-
-def with_hellaswag(start: Start) -> Start:
-    """Download HellaSwag where it is wanted and nobody gave a file; where that fails, train without it and say so."""
-    if start.hellaswag != "fetch" or start.is_complete:
-        return start
-    try:
-        path = fetch_hellaswag()
-    except DataError as error:
-        note = f"HellaSwag is not evaluated: {error}"
-        return dataclasses.replace(start, hellaswag="off", warnings=(*start.warnings, note))
-    config = override(start.config, {"hellaswag_path": path})
-    return dataclasses.replace(start, hellaswag="on", config=config)
-
-
-def _fit_parallel(
-    command: Command, config: Config, world_size: int
-) -> tuple[Config, tuple[str, ...]]:
-    """Refuse a typed way to share among processes that there are not; a saved one becomes ddp, and says so.
-
-    Raises: ConfigError.
-    """
-    system, notes = config.system, []
-    if system.parallel != "ddp" and world_size == 1:
-        if "parallel" in command.typed:
-            raise ConfigError(
-                f"parallel {system.parallel}: shares what one process holds among several, and there is one; "
-                f"start it with torchrun --nproc_per_node=N, or leave it out"
-            )
-        notes.append(f"parallel {system.parallel} -> ddp: there is one process")
-        system = dataclasses.replace(system, parallel="ddp")
-    if system.fsdp_offload and system.parallel != "fsdp":
-        if "fsdp_offload" in command.typed:
-            raise ConfigError("--fsdp_offload goes with --parallel fsdp")
-        system = dataclasses.replace(system, fsdp_offload=False)
-    return dataclasses.replace(config, system=system), tuple(notes)
-
-
-def _fit_mini_batch(
-    command: Command, config: Config, world_size: int
-) -> tuple[Config, tuple[str, ...]]:
-    """Lower a mini batch that nobody typed, where this many processes cannot share the batch otherwise.
-
-    Tokens per step and the curve stay as they are. With dropout the cut decides the masks, so nothing is touched.
-    """
-    batch, T = config.batch, config.model.context_length
-    is_open = command.finds_mini_batch or (
-        command.verbs.preset is not None and "mini_batch_size" not in command.typed
-    )
-    typed = {"mini_batch_size", "total_batch_size"} & command.typed and not is_open
-    share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one process
-    if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
-        return config, ()
-    fitting = max(size for size in range(1, batch.mini_batch_size + 1) if share % size == 0)
-    note = (
-        f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
-        f"{world_size} processes share {share * world_size} sequences a step"
-    )
-    return override(config, {"mini_batch_size": fitting}), (note,)
-
-
-def _order(config: Config, data: TokenData, split: str) -> Order:
-    try:
-        return Order(
-            [shard.tokens for shard in data.splits[split]],
-            context_length=config.model.context_length,
-            shuffle=config.data.shuffle,
-            seed=config.data.seed,
-        )
-    except GPT2LabError as error:
-        raise type(error)(
-            f"{data.folder}, {split} {error}; use longer shards or a smaller --context_length"
-        ) from None
-
-
-def _choose(
-    command: Command, config: Config, *, set_aside: bool
-) -> tuple[Path | None, CheckpointInfo | None, list[str]]:
-    """Return (run folder, checkpoint, warnings) for --resume; (None or folder, None, ...) for a fresh `auto`."""
-    target, folder, name = (
-        command.verbs.resume,
-        config.checkpoint.checkpoint_dir,
-        config.checkpoint.run_name,
-    )
-    assert target is not None
-    if target == "auto" and name is None:
-        raise ConfigError(
-            "--resume auto needs --run_name: without it, which run to continue would be a guess"
-        )
-    is_step = re.fullmatch(r"[0-9]+", target) is not None
-    if target not in ("latest", "auto", "best") and not is_step:
-        checkpoint = catalog.open_checkpoint(paths.from_working_directory(Path(target)))
-        run_dir = checkpoint.path.parent
-        in_place = checkpoint.path.name == folder_name(checkpoint.step)
-        if not in_place or run_dir.name.startswith(catalog.SUPERSEDED):
-            raise CheckpointError(
-                f"{checkpoint.path}: not in its run's folder under its own name; "
-                f"move it to RUN/{folder_name(checkpoint.step)} first"
-            )
-        for flag, typed, here in (
-            ("run_name", name, run_dir.name),
-            ("checkpoint_dir", folder.resolve(), run_dir.parent.resolve()),
-        ):
-            if flag in command.typed and typed != here:
-                raise ConfigError(
-                    f"--{flag} names another run than --resume {target}; leave one of them out"
-                )
-        return run_dir, checkpoint, []
-    found = folder / name if name else catalog.newest_run(folder)
-    if found is None:
-        raise CheckpointError(
-            f"{folder}: no checkpoint of any run to resume; start one without --resume"
-        )
-    run_dir = found
-    if target == "best" or is_step:
-        return run_dir, catalog.find(run_dir, target), []
-    existed = catalog.has_checkpoints(run_dir)
-    info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
-    if info is None and existed:
-        raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
-    if info is None and target == "latest":
-        raise CheckpointError(
-            f"{run_dir}: no checkpoint to resume; start the run without --resume, or use --resume auto"
-        )
-    return run_dir, info, warnings
-
-
-def _fresh_folder(config: Config) -> Path:
-    name = config.checkpoint.run_name or f"{config.model.model}_{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = config.checkpoint.checkpoint_dir / name
-    if catalog.has_checkpoints(run_dir):
-        raise ConfigError(
-            f"{run_dir} holds checkpoints already; continue it with --run_name {name} --resume latest, "
-            f"or start another with --run_name {name}_2"
-        )
-    return run_dir
-
-
-def _keep_resolved(config: Config, saved: Config) -> Config:
-    """Let a typed `auto` mean what the run already decided for itself."""
-    flat = to_flat(saved)
-    return override(
-        config,
-        {name: flat[name] for name in ("dtype", "compile") if to_flat(config)[name] == "auto"},
-    )
-
-
-def _resolve(config: Config, max_steps: int) -> Config:
-    """Replace the defaults that depend on other settings by numbers, so that a resume cannot derive others."""
-    optim = config.optim
-    if optim.min_lr is None:
-        # Rounded, so that the value which people read, and type again, is the value.
-        optim = dataclasses.replace(optim, min_lr=float(f"{optim.max_lr / 10:.12g}"))
-    if optim.warmup_steps is None:
-        optim = dataclasses.replace(optim, warmup_steps=default_warmup(max_steps))
-    length = config.length
-    if (length.max_steps, length.max_tokens, length.num_epochs) == (None, None, None):
-        length = dataclasses.replace(length, num_epochs=1.0)
-    return dataclasses.replace(config, optim=optim, length=length)
-
-
-def _check_length(start: Start) -> None:
-    warmup = start.config.optim.warmup_steps
-    if warmup is not None and warmup > start.plan.max_steps:
-        raise ConfigError(
-            f"warmup_steps {warmup} is longer than the run of {start.plan.max_steps} steps; lower it"
-        )
-    done = start.checkpoint.step if start.checkpoint else 0
-    stop = start.stop_after_steps
-    if stop is not None and stop <= done:
-        raise ConfigError(
-            f"stop_after_steps {stop}: it counts from the run's beginning, and {done} steps are done; "
-            f"give {done + max(1, stop)} to take {max(1, stop)} more"
-        )
-
-
-def _raise_problems(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError("; ".join(problems))

@@ -1,7 +1,7 @@
-"""What reaches a process from outside: signals, and the death of the program that started it. No torch.
+"""What asks a run to end: signals, the death of the launcher, and moments on the clock. No torch.
 
-A handler only counts. A signal may land anywhere, and a process that waits inside a collective runs no Python handler
-at all: therefore a thread reads the signals from a socket, as `signal.set_wakeup_fd` offers.
+A process that waits inside a collective runs no Python signal handler. Therefore a thread reads the signals from a
+socket (`signal.set_wakeup_fd`) and counts them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
 from pathlib import Path
-from types import FrameType
+
+from gpt2lab.errors import ConfigError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
@@ -29,7 +31,7 @@ COMMIT_SECONDS = 5.0  # what a commit in flight is given then
 
 
 class Signals:
-    """What this process was asked for, counted. Level 1: finish the step, save, end; 2: only that; 3: end now."""
+    """Counts the signals that this process received. Level 1: finish the step, save, end; 2: only that; 3: end now."""
 
     def __init__(self) -> None:
         self.level = 0  # how often it was asked to stop
@@ -39,8 +41,10 @@ class Signals:
         self._last = -ONE_WISH_SECONDS  # when it was asked last, on the monotonic clock
         self._ears, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
-        handled = (*STOP_SIGNALS, SAVE_SIGNAL)
-        self._handlers = {number: signal.signal(number, _leave_to_thread) for number in handled}
+        self._handlers = {  # the thread acts
+            number: signal.signal(number, lambda *_: None)
+            for number in (*STOP_SIGNALS, SAVE_SIGNAL)
+        }
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
@@ -85,10 +89,6 @@ class Signals:
         self._thread.join()
 
 
-def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    pass
-
-
 def end_with_parent() -> None:
     """Have the kernel send SIGTERM when the launcher dies; else its workers train on, and hold their GPUs.
 
@@ -125,3 +125,61 @@ def show_stacks_on_request() -> None:
     with suppress(OSError, ValueError, AttributeError):  # no real stderr: nobody would read it
         faulthandler.enable(sys.__stderr__)
         faulthandler.register(STACKS_SIGNAL, sys.__stderr__)
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------------
+
+# Rank 0 alone looks at the clock and sends the others an index into this list. A moment becomes a reading of the
+# monotonic clock once, at the start: clocks that jump later change nothing.
+REASONS = ("max_hours", "stop_at", "SLURM_JOB_END_TIME")
+
+
+def find_deadlines(
+    stop_at: str | None,
+    environ: Mapping[str, str],
+    *,
+    max_hours: float | None = None,
+    now: datetime | None = None,
+) -> dict[str, float]:
+    """Return {reason: moment on the monotonic clock}: --max_hours, --stop_at, and the end of a Slurm job.
+
+    Raises: ConfigError if --stop_at is not a moment, or has passed.
+    """
+    now = now or datetime.now().astimezone()
+    moments: dict[str, float] = {}
+    if max_hours is not None:
+        moments["max_hours"] = now.timestamp() + 3600 * max_hours
+    if stop_at is not None:
+        moments["stop_at"] = parse_moment(stop_at, now=now).timestamp()
+    slurm = environ.get("SLURM_JOB_END_TIME", "")
+    if slurm.isdigit() and int(slurm) > 0:
+        moments["SLURM_JOB_END_TIME"] = float(slurm)
+    return {name: time.monotonic() + at - now.timestamp() for name, at in moments.items()}
+
+
+def parse_moment(text: str, *, now: datetime) -> datetime:
+    """Return the moment that `HH:MM` (the next one), or an ISO date and time, means.
+
+    Raises: ConfigError.
+    """
+    wall = now.astimezone().replace(tzinfo=None)
+    try:
+        if clock := re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip()):
+            moment = wall.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
+            moment = moment if moment > wall else moment + timedelta(days=1)
+        else:
+            moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        moment = moment.astimezone()  # by the clock of that day: summer time may begin before it
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"stop_at {text!r} is no moment; write 18:30 or 2026-11-21T18:30 (local time, or with +02:00)"
+        ) from None
+    if moment <= now:
+        raise ConfigError(f"stop_at {text} has passed; it is {now:%Y-%m-%dT%H:%M} now")
+    return moment
+
+
+def find_due(deadlines: Mapping[str, float], *, margin_seconds: float) -> str | None:
+    """Return the reason of a deadline that is less than the margin away, or None."""
+    now = time.monotonic()
+    return next((name for name, at in deadlines.items() if at - now < margin_seconds), None)

@@ -18,11 +18,11 @@ from gpt2lab.optim.optimizers import set_learning_rate
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step tells about itself."""
+    """The numbers of one step."""
 
     loss: float  # nats/token, mean over the global batch, of the weights before the update
     grad_norm: float  # L2, before clipping
-    updated: bool  # False: the update was refused, weights and moments are as before
+    updated: bool  # False: the update was skipped, weights and moments are as before
 
 
 def is_finite(loss: float, grad_norm: float) -> bool:
@@ -44,10 +44,10 @@ def train_step(
     """Take one optimizer step and return the loss and gradient norm before it.
 
     The loss is a sum over target tokens, divided once by the number of targets in the *global* batch. It therefore
-    depends neither on how many processes share the batch nor on how it is cut into micro-batches, up to the order of
-    floating-point sums. `seed` is the step's own: dropout belongs to the micro-batch, not to the process.
+    depends neither on the world size nor on the micro-batch size, up to the order of floating-point sums. `seed` is
+    the step's own: dropout belongs to the micro-batch, not to the rank.
 
-    `accept(loss, grad_norm)` decides before the weights are touched; both are global, so all processes decide alike.
+    `accept(loss, grad_norm)` decides before the weights change; both are global, so all ranks decide alike.
 
     Raises: TornUpdateError if the optimizer failed half-way.
     """
@@ -56,7 +56,7 @@ def train_step(
     scale = strategy.averaged_over / batch.num_targets
     losses = []  # each () nats, summed over (B, T)
 
-    for micro in batch.micro_batches:  # this process's share, in global order
+    for micro in batch.micro_batches:  # this rank's share, in global order
         torch.manual_seed(fold_seed(seed, micro.index))
         with strategy.grad_sync(model, enabled=micro.is_last):
             with strategy.autocast():

@@ -1,6 +1,6 @@
-"""The command line: what every flag is, which value wins, and what is refused in one line.
+"""The command line: what every flag is, which value wins, and what is rejected in one line.
 
-`python tests/test_flags.py` rewrites tests/golden/flags.txt.
+`python tests/unit/config/test_flags.py` rewrites tests/golden/flags.txt.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_the_flags_are_those_that_the_golden_file_holds() -> None:
     )
     assert golden == now, (
         "Flags, types, defaults, policies and help are a contract with scripts and saved runs.\n"
-        "If this change is meant, run `python tests/test_flags.py` and commit tests/golden/flags.txt"
+        "If this change is meant, run `python tests/unit/config/test_flags.py` and commit tests/golden/flags.txt"
         f" with it:\n{changes}"
     )
 
@@ -165,7 +165,7 @@ def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> Non
 def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset() -> None:
     micro = parse(["--model=gpt2-micro"]).fresh()  # what is saved has absolute paths
     saved = override(micro, {"n_layer": 7, "max_lr": 0.5, "seed": 3})
-    over = to_flat(parse(["--max_lr=0.25"]).over(saved))
+    over = to_flat(parse(["--max_lr=0.25"]).override(saved))
     assert (over["n_layer"], over["max_lr"], over["seed"]) == (7, 0.25, 3)
     assert {name for name, value in to_flat(saved).items() if over[name] != value} == {"max_lr"}
 
@@ -174,18 +174,18 @@ def test_typing_a_saved_value_again_changes_nothing() -> None:
     micro = parse(["--model=gpt2-micro"]).fresh()
     saved = override(micro, {"n_layer": 7, "num_epochs": 2.0})
     command = parse(["--model=gpt2-micro", "--n_layer=7", "--num_epochs=2"])
-    assert to_flat(command.over(saved)) == to_flat(saved)
+    assert to_flat(command.override(saved)) == to_flat(saved)
 
 
 def test_another_typed_preset_counts_as_typing_each_of_its_settings() -> None:
     saved = override(preset("gpt2-micro"), {"n_layer": 7, "seed": 3})
-    over = to_flat(parse(["--model=gpt2-mini", "--n_embd=96"]).over(saved))
+    over = to_flat(parse(["--model=gpt2-mini", "--n_embd=96"]).override(saved))
     assert (over["model"], over["n_layer"], over["n_embd"], over["seed"]) == ("gpt2-mini", 6, 96, 3)
 
 
 def test_a_typed_length_replaces_a_saved_one_in_another_unit() -> None:
     saved = override(Config(), {"num_epochs": 1.0})
-    over = to_flat(parse(["--max_steps=10"]).over(saved))
+    over = to_flat(parse(["--max_steps=10"]).override(saved))
     assert (over["max_steps"], over["max_tokens"], over["num_epochs"]) == (10, None, None)
 
 
@@ -215,8 +215,8 @@ def test_a_switch_can_be_typed_off_again() -> None:
     saved = override(Config(), {"use_tensorboard": True})
     command = parse(["--no_use_tensorboard"])
     assert command.typed == {"use_tensorboard"}
-    assert command.over(saved).log.use_tensorboard is False
-    assert parse([]).over(saved).log.use_tensorboard is True
+    assert command.override(saved).log.use_tensorboard is False
+    assert parse([]).override(saved).log.use_tensorboard is True
 
 
 def test_a_default_path_is_at_the_repository_and_a_typed_one_at_the_working_directory(
@@ -240,8 +240,8 @@ def test_a_saved_path_stays_and_a_typed_one_over_it_is_at_the_working_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved = override(Config(), {"data_dir": "/corpora/a"})
-    assert parse(["--seed=1"]).over(saved).data.data_dir == Path("/corpora/a")
-    assert parse(["--data_dir=a"]).over(saved).data.data_dir == tmp_path / "a"
+    assert parse(["--seed=1"]).override(saved).data.data_dir == Path("/corpora/a")
+    assert parse(["--data_dir=a"]).override(saved).data.data_dir == tmp_path / "a"
 
 
 def test_verbs_are_no_settings() -> None:
@@ -252,10 +252,10 @@ def test_verbs_are_no_settings() -> None:
     assert parse([]).verbs == Verbs()
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- what is rejected -------------------------------------------------------------------------------------------------
 
 
-def refusal(*argv: str) -> str:
+def rejection(*argv: str) -> str:
     with pytest.raises(ConfigError) as error:
         parse(list(argv))
     assert "\n" not in str(error.value)
@@ -273,11 +273,11 @@ def refusal(*argv: str) -> str:
     ],
 )
 def test_an_unknown_flag_gets_the_nearest_known_one(typed: str, meant: str) -> None:
-    assert refusal(typed) == f"unknown flag {typed.partition('=')[0]}: did you mean {meant}?"
+    assert rejection(typed) == f"unknown flag {typed.partition('=')[0]}: did you mean {meant}?"
 
 
 def test_an_unknown_flag_that_resembles_nothing_gets_no_guess() -> None:
-    assert refusal("--qqqq=1") == "unknown flag --qqqq: see --help"
+    assert rejection("--qqqq=1") == "unknown flag --qqqq: see --help"
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ def test_an_unknown_flag_that_resembles_nothing_gets_no_guess() -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["--{}=3", "--{} 3"])
-def test_a_flag_of_the_ancestor_names_the_one_it_is_now(old: str, new: str, form: str) -> None:
-    message = refusal(*form.format(old).split())
+def test_a_flag_of_the_predecessor_names_the_one_it_is_now(old: str, new: str, form: str) -> None:
+    message = rejection(*form.format(old).split())
     assert message.startswith(f"unknown flag --{old}: it is now --{new}")
     assert new in LEAVES
 
@@ -302,14 +302,14 @@ def test_a_flag_of_the_ancestor_names_the_one_it_is_now(old: str, new: str, form
     "pair",
     list(itertools.combinations(("--max_steps=3", "--max_tokens=5000", "--num_epochs=1"), 2)),
 )
-def test_two_lengths_of_a_run_are_refused(pair: tuple[str, str]) -> None:
+def test_two_lengths_of_a_run_are_rejected(pair: tuple[str, str]) -> None:
     first, second = (flag.partition("=")[0] for flag in pair)
-    assert refusal(*pair).startswith(f"{first} and {second} both set the length of the run")
-    assert refusal(*reversed(pair)) == refusal(*pair)
+    assert rejection(*pair).startswith(f"{first} and {second} both set the length of the run")
+    assert rejection(*reversed(pair)) == rejection(*pair)
 
 
-def test_fp16_is_refused_with_the_reason() -> None:
-    message = refusal("--dtype=fp16")
+def test_fp16_is_rejected_with_the_reason() -> None:
+    message = rejection("--dtype=fp16")
     assert "'fp16'" in message
     assert "loss scaling" in message
     assert "bf16 or fp32" in message
@@ -327,8 +327,8 @@ def test_fp16_is_refused_with_the_reason() -> None:
         (("stray",), "'stray'"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_in_one_line(argv: tuple[str, ...], part: str) -> None:
-    assert part in refusal(*argv)
+def test_a_value_that_cannot_be_is_rejected_in_one_line(argv: tuple[str, ...], part: str) -> None:
+    assert part in rejection(*argv)
 
 
 if __name__ == "__main__":

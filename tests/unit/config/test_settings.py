@@ -15,7 +15,7 @@ from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, find_problems, is_path, override, to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.training.start import decide
+from gpt2lab.training.resolve import resolve
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"n_head": 5}, "n_embd 768 is not a multiple of n_head 5"),
@@ -71,7 +71,7 @@ def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
         f"--checkpoint_dir={tmp_path}",
     ]
     with pytest.raises(ConfigError) as error:
-        decide(parse(argv), world_size=1, set_aside=False)
+        resolve(parse(argv), world_size=1, set_aside=False)
     for name in ("n_head 5", "seed -1", "dropout 2.0", "log_freq 0"):
         assert name in str(error.value)
     assert "\n" not in str(error.value)
@@ -110,6 +110,6 @@ def test_paths_are_paths_in_the_config_and_text_in_the_flat_form() -> None:
     assert to_flat(config)["hellaswag_path"] == "x"
 
 
-def test_a_setting_of_another_version_is_refused_by_name() -> None:
+def test_a_setting_of_another_version_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match="unknown settings n_leyer, quux: written by another"):
         override(Config(), {"n_layer": 3, "quux": 1, "n_leyer": 2})

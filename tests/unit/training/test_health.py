@@ -18,7 +18,7 @@ from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import DriftError, NonFiniteError
 from gpt2lab.model.gpt import GPT
-from gpt2lab.training import drift, rewind, spikes
+from gpt2lab.training import health, ranks, rewind
 from whole_run import Run
 
 S = 8  # windows a step
@@ -49,9 +49,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judge by few losses, so that a short run has spikes."""
-    monkeypatch.setattr(spikes, "FEWEST", 4)
-    monkeypatch.setattr(spikes, "WINDOW", 8)
+    """Judge by few losses, so that a short run has health."""
+    monkeypatch.setattr(health, "FEWEST", 4)
+    monkeypatch.setattr(state_module, "WINDOW", 8)
     monkeypatch.setattr(rewind, "BACK", 3)
 
 
@@ -83,9 +83,9 @@ def test_four_in_a_row_end_the_run_with_a_finite_newest_checkpoint(
     run: Run, spoil: Callable[..., None]
 ) -> None:
     spoil(math.nan, 2, 4, 5, 6, 7)
-    refusal = run.refused("--max_steps=20")
-    assert isinstance(refusal, NonFiniteError)
-    assert "4 updates in a row" in str(refusal)
+    rejection = run.rejected("--max_steps=20")
+    assert isinstance(rejection, NonFiniteError)
+    assert "4 updates in a row" in str(rejection)
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 76)
     newest = max(run.checkpoints())
     assert hashes(run, newest) == hashes(run, 3)
@@ -97,13 +97,13 @@ def test_the_row_of_bad_gradients_is_counted_across_a_resume(
 ) -> None:
     spoil(math.nan, 4, 5, 6, 7)
     run.train("--max_steps=20", "--stop_after_steps=5")
-    assert "step 7: 4 updates in a row" in str(run.refused("--max_steps=20", "--resume=latest"))
+    assert "step 7: 4 updates in a row" in str(run.rejected("--max_steps=20", "--resume=latest"))
 
 
 def test_weights_that_are_not_finite_are_never_saved(run: Run) -> None:
     """The gradient was finite, the step it led to was not."""
-    refusal = run.refused("--max_steps=4", "--max_lr=3e38", "--min_lr=0", "--warmup_steps=0")
-    assert isinstance(refusal, NonFiniteError)
+    rejection = run.rejected("--max_steps=4", "--max_lr=3e38", "--min_lr=0", "--warmup_steps=0")
+    assert isinstance(rejection, NonFiniteError)
     assert all(
         bool(torch.isfinite(tensor).all())
         for info in run.checkpoints().values()
@@ -175,19 +175,19 @@ def test_a_rewind_without_a_checkpoint_skips(tiny_data: Path, tmp_path: Path, sp
 def test_how_to_answer_a_spike_is_guarded(run: Run) -> None:
     run.train("--max_steps=4", "--stop_after_steps=2")
     assert "--allow_change on_spike" in str(
-        run.refused("--max_steps=4", "--resume=latest", "--on_spike=skip")
+        run.rejected("--max_steps=4", "--resume=latest", "--on_spike=skip")
     )
 
 
 def test_a_spike_is_judged_by_the_spread_and_needs_a_history() -> None:
     calm = tuple(3.0 + 0.01 * (-1) ** n for n in range(64))
-    assert spikes.z_score(3.05, calm) == pytest.approx(5.0)
-    assert not spikes.is_spike(3.05, calm)
-    assert spikes.is_spike(3.07, calm)
-    assert not spikes.is_spike(1.0, calm), "a fall is no spike"
-    assert not spikes.is_spike(1e9, calm[:63])
-    assert not spikes.is_spike(math.nan, calm)
-    assert not spikes.is_spike(3.01, (3.0,) * 64), "a flat curve has no noise to measure by"
+    assert health.z_score(3.05, calm) == pytest.approx(5.0)
+    assert not health.is_spike(3.05, calm)
+    assert health.is_spike(3.07, calm)
+    assert not health.is_spike(1.0, calm), "a fall is no spike"
+    assert not health.is_spike(1e9, calm[:63])
+    assert not health.is_spike(math.nan, calm)
+    assert not health.is_spike(3.01, (3.0,) * 64), "a flat curve has no noise to measure by"
     assert state_module.extend(calm, math.inf) == calm
     assert len(state_module.extend(calm * 4, 3.0)) == state_module.WINDOW
 
@@ -202,26 +202,26 @@ def test_states_of_before_the_guards_still_load() -> None:
 @pytest.mark.parametrize("bit", [0, 13, 31])
 def test_one_flipped_bit_changes_a_checksum(bit: int) -> None:
     values = torch.randn(33, 7)
-    before = drift.checksum(values)
+    before = ranks.checksum(values)
     bits = values.view(torch.int32)
     bits[17, 3] ^= torch.tensor(-(2**31) if bit == 31 else 2**bit, dtype=torch.int32)
-    assert drift.checksum(values) != before
+    assert ranks.checksum(values) != before
 
 
 def test_drift_names_the_parameter_and_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, runtime = torch.nn.Linear(2, 2), Runtime()
-    drift.check_drift(model, runtime, 7)
+    ranks.check_drift(model, runtime, 7)
     runtime.is_distributed = True
     monkeypatch.setattr(runtime, "gather", lambda sums: [sums, [sums[0], sums[1] + 1]])
-    with pytest.raises(DriftError, match=r"step 7: .*first in bias .*process 1") as caught:
-        drift.check_drift(model, runtime, 7)
+    with pytest.raises(DriftError, match=r"step 7: .*first in bias .*rank 1") as caught:
+        ranks.check_drift(model, runtime, 7)
     assert caught.value.exit_code == 1
 
 
 def test_data_read_again_after_a_rewind_is_verified_again(tmp_path: Path) -> None:
     """A rewind closes the reader and opens it at another place: it must neither wait forever nor trust blindly."""
     from gpt2lab.data.shards import Shard
-    from gpt2lab.data.verifier import Verifier
+    from gpt2lab.data.windows import Verifier
     from gpt2lab.errors import DataError
 
     path = tmp_path / "a.npy"

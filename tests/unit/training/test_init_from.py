@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from test_worlds import RANKS_AGREE
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import launch
@@ -21,7 +20,7 @@ from gpt2lab.config.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.training.pretrain import pretrain
-from gpt2lab.training.start import decide
+from gpt2lab.training.resolve import resolve
 from tiny import CONTEXT, VOCAB, write_shards
 
 
@@ -57,8 +56,8 @@ def first_loss(run_dir: Path) -> float:
     return float(event["val_loss"])
 
 
-def refusal(folder: Path, runs: Path, *more: str) -> str:
-    """Return the one line that a start is refused with; nothing may have been written."""
+def rejection(folder: Path, runs: Path, *more: str) -> str:
+    """Return the one line that a start is rejected with; nothing may have been written."""
     with pytest.raises((ConfigError, CheckpointError)) as caught:
         train(folder, runs, "new", *more, batch=96)
     assert not runs.exists()
@@ -132,7 +131,7 @@ def test_a_resume_cannot_be_given_another_beginning(folder: Path, tmp_path: Path
         flags(folder, tmp_path / "runs", "base", "--resume=latest", f"--init_from={folder / 'hf'}")
     )
     with pytest.raises(ConfigError, match="cannot continue from another beginning: init_from None"):
-        decide(command, world_size=1, set_aside=False)
+        resolve(command, world_size=1, set_aside=False)
 
 
 def test_auto_begins_from_the_source_once(folder: Path, tmp_path: Path) -> None:
@@ -162,24 +161,24 @@ def test_a_shorter_context_keeps_the_first_positions(folder: Path, tmp_path: Pat
         ("--model=gpt2-nano", "n_layer 2 does not fit .* leave out --model"),
     ],
 )
-def test_another_architecture_is_refused(
+def test_another_architecture_is_rejected(
     typed: str, problem: str, folder: Path, tmp_path: Path
 ) -> None:
-    line = refusal(folder, tmp_path / "runs", f"--init_from={folder / 'hf'}", typed)
+    line = rejection(folder, tmp_path / "runs", f"--init_from={folder / 'hf'}", typed)
     assert re.search(problem, line), line
 
 
-def test_a_missing_or_damaged_source_is_refused_before_anything_is_written(
+def test_a_missing_or_damaged_source_is_rejected_before_anything_is_written(
     folder: Path, tmp_path: Path
 ) -> None:
-    assert "no such folder" in refusal(folder, tmp_path / "runs", "--init_from=no/such/run")
+    assert "no such folder" in rejection(folder, tmp_path / "runs", "--init_from=no/such/run")
     shutil.copytree(folder / "hf", tmp_path / "hf")
     weights = tmp_path / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    line = refusal(folder, tmp_path / "runs", f"--init_from={tmp_path / 'hf'}")
+    line = rejection(folder, tmp_path / "runs", f"--init_from={tmp_path / 'hf'}")
     assert str(weights) in line
     weights.unlink()
-    assert str(weights) in refusal(folder, tmp_path / "runs", f"--init_from={tmp_path / 'hf'}")
+    assert str(weights) in rejection(folder, tmp_path / "runs", f"--init_from={tmp_path / 'hf'}")
 
 
 def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used(
@@ -205,18 +204,21 @@ def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used
             *("--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"),
         ]
     )
-    start = decide(command, world_size=1, set_aside=False)
+    start = resolve(command, world_size=1, set_aside=False)
     assert asked == ["gpt2-medium"]
     assert start.config.optim.max_lr == PRESETS["gpt2-medium"]["max_lr"]
     expected = preset("gpt2-medium").model
     assert start.config.model == type(expected)(**{**vars(expected), "context_length": 512})
 
 
+@pytest.mark.slow
 def test_two_processes_begin_with_the_same_weights(folder: Path, tmp_path: Path) -> None:
     """The worker compares the weights of all ranks after every step."""
     alone = train(folder, tmp_path, "one", f"--init_from={folder / 'hf'}", batch=96)
     more = ("--total_batch_size=96", f"--init_from={folder / 'hf'}")
-    done = launch.train(flags(folder, tmp_path, "two", *more), world=2, program=RANKS_AGREE)
+    done = launch.train(
+        flags(folder, tmp_path, "two", *more), world=2, program=launch.WORKERS / "ranks_agree.py"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("compared 4 steps") == 2
     expected = launch.steps(alone)

@@ -50,18 +50,19 @@ def failures(told: dict[str, Any]) -> dict[str, str]:
     return {c["name"]: c["detail"] for c in told["checks"] if c["result"] == "failed"}
 
 
-def test_the_door_says_go_and_writes_nothing(run: Run) -> None:
-    done = launch.train([*run.flags, "--preflight"])
+def test_the_command_says_go_and_writes_nothing(run: Run) -> None:
+    done = launch.call(launch.TRAIN, *run.flags, "--preflight")
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()
     assert [row.split()[0] for row in rows] == [*NAMES, "GO:"]
     command = rows[-1].removeprefix("GO: ")
     assert command.endswith(" ".join([str(launch.TRAIN), *run.flags]))
     assert not run.path.parent.exists()
-    started = launch.train([*command.split()[2:], "--stop_after_steps=1"])
+    started = launch.call(launch.TRAIN, *command.split()[2:], "--stop_after_steps=1")
     assert started.returncode == 0, started.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_time_the_network_and_name_torchruns_command(run: Run) -> None:
     done = launch.train([*run.flags, "--preflight", "--json"], world=2)
     assert done.returncode == 0, done.stderr
@@ -197,8 +198,8 @@ def test_a_disk_that_returns_other_bytes_is_seen(
         ("--preflight", "--mini_batch_size=auto"),
     ],
 )
-def test_what_does_not_go_together_is_refused(run: Run, flags: tuple[str, ...]) -> None:
-    done = launch.train([*run.flags, *flags])
+def test_what_does_not_go_together_is_rejected(run: Run, flags: tuple[str, ...]) -> None:
+    done = launch.call(launch.TRAIN, *run.flags, *flags)
     assert done.returncode == 2
     assert "--preflight" in done.stderr
     assert len(done.stderr.splitlines()) == 1

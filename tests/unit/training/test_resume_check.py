@@ -1,4 +1,4 @@
-"""A resume compares what it is about to do with what the run recorded, and refuses what differs."""
+"""A resume compares what it is about to do with what the run recorded, and rejects what differs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_both_the_last_and_the_replayed_batch_are_compared(
         (3, {"lr": 0.5}, "learning rate of step 3"),
     ],
 )
-def test_a_difference_is_refused_before_anything_is_written(
+def test_a_difference_is_rejected_before_anything_is_written(
     step: int,
     values: dict[str, Any],
     message: str,
@@ -69,10 +69,10 @@ def test_a_difference_is_refused_before_anything_is_written(
     crash_after(run, 5, monkeypatch)
     edit(run, step, **values)
     before = run.listing()
-    refusal = run.refused(*COMMON, "--resume=3")
-    assert isinstance(refusal, CheckpointError)
-    assert message in str(refusal)
-    assert refusal.exit_code == 2
+    rejection = run.rejected(*COMMON, "--resume=3")
+    assert isinstance(rejection, CheckpointError)
+    assert message in str(rejection)
+    assert rejection.exit_code == 2
     after = run.listing()
     lock = str(run.path / "run.lock")
     assert {k: v for k, v in after.items() if k != lock} == {
@@ -88,7 +88,7 @@ def test_a_rate_that_another_systems_cosine_rounds_otherwise_is_the_logged_one(
     edit(run, 3, lr=math.nextafter(lr, 1))
     run.train(*COMMON, "--resume=3", "--stop_after_steps=4")
     edit(run, 3, lr=lr * (1 + 1e-9))
-    assert "learning rate of step 3" in str(run.refused(*COMMON, "--resume=3"))
+    assert "learning rate of step 3" in str(run.rejected(*COMMON, "--resume=3"))
 
 
 def test_other_tokens_behind_the_same_names_and_sizes_are_found_out(
@@ -100,7 +100,7 @@ def test_other_tokens_behind_the_same_names_and_sizes_are_found_out(
     crash_after(run, 5, monkeypatch)
     path = next(iter(sorted(data.glob("*train_000000.npy"))))
     np.save(path, np.load(path)[::-1].copy())
-    assert "would read another batch" in str(run.refused(*COMMON, "--resume=latest"))
+    assert "would read another batch" in str(run.rejected(*COMMON, "--resume=latest"))
 
 
 def test_a_line_that_took_other_data_on_purpose_is_no_evidence(

@@ -1,4 +1,4 @@
-"""One optimizer step: the loss, its cut into micro-batches, decay groups, AdamW, clipping, refusals."""
+"""One optimizer step: the loss, its cut into micro-batches, decay groups, AdamW, clipping, rejections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def strategy(monkeypatch) -> Strategy:
         monkeypatch.delenv(name, raising=False)
     runtime = Runtime()
     runtime.use(SystemConfig(device="cpu"))
-    return Strategy(runtime, compile=False, dtype="fp32")
+    return Strategy(runtime, SystemConfig(dtype="fp32"))
 
 
 def cut(windows: np.ndarray, *, pieces: int) -> GlobalBatch:
@@ -206,7 +206,7 @@ def test_matrices_and_embeddings_decay_and_vectors_do_not() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
 
 
-def test_groups_that_are_no_partition_are_refused() -> None:
+def test_groups_that_are_no_partition_are_rejected() -> None:
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     forgotten = torch.optim.SGD([first], lr=0.1)
     twice = [torch.optim.SGD([first], lr=0.1), torch.optim.SGD([first, second], lr=0.1)]
@@ -297,11 +297,11 @@ def test_gradient_is_clipped_to_the_bound_and_its_norm_told_before(
     np.testing.assert_allclose(direction, matrix / before, rtol=1e-4, atol=1e-6)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- rejections ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_loss_is_refused_before_the_weights_change(strategy, bad) -> None:
+def test_non_finite_loss_is_rejected_before_the_weights_change(strategy, bad) -> None:
     net = Line()
     optimizers = build_optimizers(net, OptimConfig(), device=CPU)
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -314,7 +314,7 @@ def test_non_finite_loss_is_refused_before_the_weights_change(strategy, bad) -> 
     assert not optimizers[0].state, "no moment may have seen the gradient"
 
 
-def test_non_finite_gradient_of_a_finite_loss_is_refused(strategy) -> None:
+def test_non_finite_gradient_of_a_finite_loss_is_rejected(strategy) -> None:
     class RootAtZero(Line):
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return (0 * self.matrix.sum()).abs().sqrt() + self.vector.sum()

@@ -1,7 +1,7 @@
-"""What a resume proves before it goes on: that this is the state, the data and the rate of the run it continues.
+"""Prove, before a resume continues, that state, data and learning rate are those of the run.
 
-Whatever can be compared with what the run itself recorded is compared. A difference is a refusal, and nothing has been
-written then: a run that silently reads other tokens has a loss that looks fine.
+Everything that the run recorded is compared. A difference is an error, and nothing has been written yet: a run that
+silently reads other tokens has a loss that looks fine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,15 @@ import torch
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.manifest import read_manifest, verify
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.config.settings import policy_of
+from gpt2lab.config.settings import policy_of, to_flat
 from gpt2lab.data.loader import Loader
+from gpt2lab.distributed.processor import cpu_name
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.runs import history
+from gpt2lab.runs.folder import provenance
 from gpt2lab.training.start import Start
 
 # A change of one of these means other batches on purpose.
@@ -33,44 +34,31 @@ _ROUNDING = 1e-13  # of a rate: another system's cosine may end in another bit
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """What was compared, and what this resume therefore promises."""
+class ResumeCheck:
+    """What was compared, and what this resume promises: the fields of the `resume` event."""
 
-    step: int
-    level: str  # bit-identical | same data | changed
-    worlds: tuple[int, int]  # processes that saved, processes now
-    batches: tuple[int, ...]  # steps whose batch was read again, its hash equal to the logged one
-    lr: float | None  # of the last step, equal to the logged one; None if nothing was logged
+    from_step: int
+    world_size: int
+    saved_world_size: int
     changes: dict[str, list[Any]]
-
-    def as_event(self) -> dict[str, Any]:
-        """Return the fields of the `resume` event."""
-        return {
-            "from_step": self.step,
-            "world_size": self.worlds[1],
-            "saved_world_size": self.worlds[0],
-            "changes": self.changes,
-            "level": self.level,
-            "verified_batches": list(self.batches),
-            "verified_lr": self.lr,
-        }
+    level: str  # bit-identical | same data | changed
+    verified_batches: list[int]  # steps whose batch was read again: its hash is the logged one
+    verified_lr: float | None  # of the last step, as logged; None if nothing was logged
 
     def describe(self) -> str:
-        """Write the receipt for people."""
-        read = " and ".join(str(step) for step in self.batches)
-        before, now = self.worlds
-        rows = [
-            f"resumed from step {self.step} ({self.level})",
-            f"  data         batch of step {read} read again: the hash is the logged one"
-            if self.batches
-            else "  data         nothing logged to compare with",
-            "  randomness   follows from seed and step"
-            + (", generators as they were saved" if before == now else ""),
-            "  rate         " + ("not logged" if self.lr is None else f"{self.lr:.4g}, as logged"),
-            f"  processes    {before}" + ("" if before == now else f" -> {now}"),
-            "  changed      " + (", ".join(self.changes) or "nothing"),
-        ]
-        return "\n".join(rows)
+        """Write the result for people."""
+        read, lr = " and ".join(map(str, self.verified_batches)), self.verified_lr
+        data = f"batch of step {read} read again: the hash is the logged one"
+        before, now = self.saved_world_size, self.world_size
+        return (
+            f"resumed from step {self.from_step} ({self.level})\n"
+            f"  data         {data if read else 'nothing logged to compare with'}\n"
+            f"  randomness   follows from seed and step"
+            f"{', generators as they were saved' if before == now else ''}\n"
+            f"  rate         {'not logged' if lr is None else f'{lr:.4g}, as logged'}\n"
+            f"  world size   {before if before == now else f'{before} -> {now}'}\n"
+            f"  changed      {', '.join(self.changes) or 'nothing'}"
+        )
 
 
 def load_state(
@@ -78,7 +66,7 @@ def load_state(
 ) -> TrainState:
     """Put the chosen checkpoint into model and optimizers, and return where the run stands.
 
-    Raises: CheckpointError if this process sees other bytes than the one that chose, or they do not fit.
+    Raises: CheckpointError if this rank sees other bytes than rank 0, or they do not fit.
     """
     assert start.checkpoint is not None
     chosen = start.checkpoint
@@ -87,22 +75,19 @@ def load_state(
             f"{chosen.path}: differs between machines; the run's folder must be shared by all"
         )
     if runtime.rank != 0 and runtime.local_rank == 0:
-        verify(chosen.path)  # the first process has; another machine may read other bytes
+        verify(chosen.path)  # rank 0 has; another machine may read other bytes
+    is_other = "optimizer" in start.changes
     state, rng_states = store.load(
-        chosen.path,
-        model=model,
-        optimizers=optimizers,
-        other_optimizer="optimizer" in start.changes,
+        chosen.path, model=model, optimizers=optimizers, other_optimizer=is_other
     )
     if len(rng_states) == runtime.world_size:
         saved = rng_states[runtime.rank]
         rng.restore(saved, runtime.device)
         found = rng.capture(runtime.device)
         both = found.keys() & saved.keys()  # the GPU's is missing where a run changes its device
-        if _as_json(found, both) != _as_json(saved, both):
+        if any(json.dumps(found[name]) != json.dumps(saved[name]) for name in both):
             raise CheckpointError(f"{chosen.path}: the saved generators do not restore")
-    guarded = {name: change for name, change in start.changes.items() if _is_guarded(name, start)}
-    if guarded:
+    if guarded := _guarded_changes(start):
         record = {"step": state.step, "attempt": start.attempt, "changes": guarded}
         state = dataclasses.replace(state, history=(*state.history, record))
     if "data" in start.changes:  # other data's sample numbers are other windows: begin at its first
@@ -110,12 +95,10 @@ def load_state(
     return state
 
 
-def _as_json(states: dict[str, Any], names: Set[str]) -> str:
-    return json.dumps({name: states[name] for name in sorted(names)})
-
-
-def check_resume(start: Start, state: TrainState, loader: Loader, facts: dict[str, Any]) -> Receipt:
-    """Compare the loaded state with what the run recorded. On the first process only.
+def check_resume(
+    start: Start, state: TrainState, loader: Loader, facts: dict[str, Any]
+) -> ResumeCheck:
+    """Compare the loaded state with what the run recorded. On rank 0 only.
 
     Raises: CheckpointError naming what differs.
     """
@@ -125,20 +108,21 @@ def check_resume(start: Start, state: TrainState, loader: Loader, facts: dict[st
         raise CheckpointError(
             f"{start.checkpoint.path}: its state is of step {state.step}, its manifest of step {manifest['step']}"
         )
-    return Receipt(
-        step=state.step,
-        level=_level(start, facts),
-        worlds=(manifest["environment"]["world_size"], start.plan.batch.world_size),
-        batches=_compare_batches(start, state, loader, logged),
-        lr=_compare_lr(start, state, logged),
+    return ResumeCheck(
+        from_step=state.step,
+        world_size=start.plan.batch.world_size,
+        saved_world_size=manifest["environment"]["world_size"],
         changes=start.changes,
+        level=_level(start, facts),
+        verified_batches=_compare_batches(start, state, loader, logged),
+        verified_lr=_compare_lr(start, state, logged),
     )
 
 
 def _logged_steps(start: Start) -> dict[int, dict[str, Any]]:
-    """Return what was logged along the run's line: of the step resumed from, and of later ones an earlier start took.
+    """Return the logged steps of the run's current line: the step resumed from, and later ones of an earlier start.
 
-    Without those that took other batches on purpose: after a change of data, or where a rewind skipped some.
+    Left out are later steps that trained on other batches on purpose: after a change of data or a rewind.
     """
     assert start.checkpoint is not None
     events, step = history.read_events(start.run_dir), start.checkpoint.step
@@ -154,15 +138,13 @@ def _logged_steps(start: Start) -> dict[int, dict[str, Any]]:
 
 def _compare_batches(
     start: Start, state: TrainState, loader: Loader, logged: dict[int, dict[str, Any]]
-) -> tuple[int, ...]:
+) -> list[int]:
     """Read the last batch, and the next one if an earlier start took it, and compare their hashes."""
     if _DECIDES_BATCHES & set(start.changes):
-        return ()
+        return []
     compared = []
-    for step, first in (
-        (state.step, state.samples - start.plan.batch.samples),
-        (state.step + 1, state.samples),
-    ):
+    before = state.samples - start.plan.batch.samples
+    for step, first in ((state.step, before), (state.step + 1, state.samples)):
         event = logged.get(step)
         if event is None or first < 0 or event.get("batch_hash") is None:
             continue
@@ -174,13 +156,13 @@ def _compare_batches(
                 f"or resume with --allow_change data"
             )
         compared.append(step)
-    return tuple(compared)
+    return compared
 
 
 def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any]]) -> float | None:
     """Compare the schedule's rate of the last step with the one it was trained with."""
     event = logged.get(state.step)
-    if event is None or any(_is_guarded(name, start) for name in start.changes):
+    if event is None or _guarded_changes(start):
         return None
     lr = lr_at(state.step, start.config.optim, max_steps=start.plan.max_steps)
     if not math.isclose(lr, event["lr"], rel_tol=_ROUNDING):
@@ -194,13 +176,49 @@ def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any
 def _level(start: Start, facts: dict[str, Any]) -> str:
     """Say what this resume promises: the same bits, the same data, or a run that was changed on purpose."""
     assert start.checkpoint is not None
-    if any(_is_guarded(name, start) for name in start.changes):
+    if _guarded_changes(start):
         return "changed"
     now, saved = dict(facts["environment"]), dict(start.checkpoint.manifest["environment"])
-    if start.config.system.reduce == "exact":  # the sum's order is that of one process
+    if start.config.system.reduce == "exact":  # the order of the sum does not depend on it
         now.pop("world_size"), saved.pop("world_size", None)
     return "bit-identical" if now == saved and now["deterministic"] else "same data"
 
 
-def _is_guarded(name: str, start: Start) -> bool:
-    return name == "data" or policy_of(name, start.config) == "guarded"
+def _guarded_changes(start: Start) -> dict[str, list[Any]]:
+    return {
+        name: change
+        for name, change in start.changes.items()
+        if name == "data" or policy_of(name, start.config) == "guarded"
+    }
+
+
+def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
+    """Return what every manifest of this start records besides the state: settings, data, environment."""
+    on_gpu, system = runtime.device.type == "cuda", start.config.system
+    environment = {
+        "device": torch.cuda.get_device_name(runtime.device) if on_gpu else cpu_name(),
+        "world_size": runtime.world_size,
+        "threads": torch.get_num_threads(),
+        "mini_batch_size": start.config.batch.mini_batch_size,
+        "dtype": system.dtype,
+        "compile": system.compile,
+        "parallel": system.parallel,
+        "ddp_bucket_mb": system.ddp_bucket_mb,
+        "deterministic": system.deterministic or not on_gpu,
+        "torch": torch.__version__,
+    }
+    if start.attention is not None:
+        environment["attention"] = start.attention
+    initial = start.initial.record() if start.initial else None  # None: random, or a resume
+    if initial is None and start.checkpoint:
+        initial = start.checkpoint.manifest.get("initial_weights")
+    return {
+        "run": start.run_dir.name,
+        "attempt": start.attempt,
+        "config": to_flat(start.config),
+        "data_fingerprint": start.data.fingerprint,
+        "environment": environment,
+        "on_gpu": on_gpu,
+        "initial_weights": initial,
+        "provenance": provenance() if runtime.rank == 0 else {},
+    }

@@ -1,0 +1,125 @@
+"""What one kind of training decides itself; everything else of a run is the same for every kind.
+
+To add a recipe, write a class with these five methods and hand an instance to `pretrain`. Whatever builds tensors
+imports torch inside the method, so that `--dry_run` and a rejected command line do not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from gpt2lab.config.command_line import Command
+from gpt2lab.config.schema import Config
+from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gpt2lab.data.loader import Loader
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.evaluation.validation import MeasuresLoss
+    from gpt2lab.model.gpt import GPT
+    from gpt2lab.training.start import Start
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Where a run's batches come from, and what its validation loss is measured on."""
+
+    loader: Loader
+    validation: Callable[[Strategy], MeasuresLoss]
+
+
+class Recipe(Protocol):
+    """The five decisions of a kind of training."""
+
+    def defaults(self, command: Command, config: Config) -> Config:
+        """Return the settings of a fresh start where nothing was typed.
+
+        Raises: ConfigError if something that this recipe needs is missing.
+        """
+
+    def open_data(self, config: Config) -> TokenData:
+        """Open what the run trains on.
+
+        Raises: DataError, ConfigError.
+        """
+
+    def build_model(self, start: Start, runtime: Runtime) -> GPT:
+        """Build the model with its first weights, before the run has a folder: their source may be damaged.
+
+        Raises: CheckpointError, ConfigError on all ranks.
+        """
+
+    def open_batches(self, start: Start, runtime: Runtime) -> Batches:
+        """Return the batches to train on and the loss to validate with.
+
+        Raises: DataError.
+        """
+
+    def to_train(self, model: GPT) -> nn.Module:
+        """Return the module whose forward takes token ids and targets, both (B, T), and returns the summed loss, ()."""
+
+
+class Pretraining:
+    """Next-token prediction on windows of token shards."""
+
+    def defaults(self, command: Command, config: Config) -> Config:
+        """Return the settings unchanged: the defaults are pretraining's."""
+        return config
+
+    def open_data(self, config: Config) -> TokenData:
+        """Open the folder of token shards."""
+        return open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
+
+    def build_model(self, start: Start, runtime: Runtime) -> GPT:
+        """Build the model with random weights, or with those of --init_from."""
+        from gpt2lab.checkpoint.weights import load_initial
+        from gpt2lab.model.gpt import build_model
+
+        config = start.config
+        model = build_model(config.model, seed=config.data.seed, device=runtime.device)
+        if start.initial is not None:
+            load_initial(start.initial.target, model, runtime)
+        return model
+
+    def open_batches(self, start: Start, runtime: Runtime) -> Batches:
+        """Return the windows of the run's shards."""
+        from gpt2lab.data.loader import Loader
+        from gpt2lab.data.windows import WindowReader
+        from gpt2lab.evaluation.validation import Validation
+
+        config, rank, device = start.config, runtime.rank, runtime.device
+        context_length, vocab_size = config.model.context_length, config.model.vocab_size
+        train, val = (
+            WindowReader(
+                start.data.splits[split],
+                context_length=context_length,
+                id_limit=min(vocab_size, NUM_TOKENS),
+                verify=runtime.local_rank == 0,  # once on each machine, which may have own files
+            )
+            for split in ("train", "val")
+        )
+        return Batches(
+            Loader(start.orders["train"], train, start.plan.batch, rank=rank, device=device),
+            validation=lambda strategy: Validation(
+                start.orders["val"],
+                val,
+                val_tokens=config.eval.val_tokens,
+                batch_size=config.batch.mini_batch_size,
+                is_gpt2=start.data.is_gpt2 and vocab_size >= NUM_TOKENS,
+                strategy=strategy,
+                runtime=runtime,
+            ),
+        )
+
+    def to_train(self, model: GPT) -> nn.Module:
+        """Return the model itself."""
+        return model
+
+
+PRETRAINING = Pretraining()

@@ -1,0 +1,395 @@
+"""Decide what a start of the trainer will do: which run, which checkpoint, which settings. No torch.
+
+Rank 0 decides once and hands the answer to the other ranks: no rank acts on its own clock or directory listing.
+Nothing is created here; with `set_aside`, damaged checkpoints are renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from gpt2lab import paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
+from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.config.command_line import PROGRAMS, Command
+from gpt2lab.config.derived import mini_batch_sizes
+from gpt2lab.config.resume_policy import find_changes, reject_changes
+from gpt2lab.config.schema import LENGTHS, Config
+from gpt2lab.config.settings import find_problems, override, to_flat
+from gpt2lab.data.order import Order
+from gpt2lab.data.shards import TokenData
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
+from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
+from gpt2lab.optim.schedule import default_warmup
+from gpt2lab.planner.auto import OpenSettings, choose_settings
+from gpt2lab.planner.job import Plan, make_plan
+from gpt2lab.runs import history
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.training.init_from import InitialWeights, begin_from
+from gpt2lab.training.recipe import PRETRAINING, Recipe
+from gpt2lab.training.start import Start
+from gpt2lab.training.stop import find_deadlines
+
+_HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
+
+
+def resolve(
+    command: Command,
+    recipe: Recipe = PRETRAINING,
+    *,
+    world_size: int,
+    set_aside: bool,
+    free_memory: Sequence[float | None] | None = None,
+) -> Start:
+    """Combine the command line with what is on disk.
+
+    `free_memory`: bytes on each rank, for `--mini_batch_size auto` and `--fit_schedule`, which measure; None leaves
+    both to the trainer.
+
+    Raises: ConfigError, DataError or CheckpointError: everything that can be rejected is rejected here, before
+    anything is written.
+    """
+    typed = command.fresh()
+    _raise_problems(find_problems(override(Config(), {"run_name": typed.checkpoint.run_name})))
+    run_dir: Path | None = None
+    checkpoint: CheckpointInfo | None = None
+    warnings: list[str] = []
+    if command.verbs.resume is not None:
+        run_dir, checkpoint, warnings = _choose(command, typed, set_aside=set_aside)
+    saved: Config | None = None
+    initial: InitialWeights | None = None
+    if checkpoint is not None and run_dir is not None:
+        saved = override(Config(), checkpoint.manifest["config"])
+        config = _resumed_settings(command, saved, run_dir)
+    else:
+        config = typed
+        if config.init.init_from is not None:
+            config, initial = begin_from(command, config)
+            warnings = [*warnings, *initial.target.warnings]
+        config = recipe.defaults(command, config)
+        if run_dir is None:
+            run_dir = _fresh_folder(config)
+            config = override(config, {"run_name": run_dir.name})
+    _raise_problems(find_problems(config))
+    config, notes = _fit_parallel(command, config, world_size)
+    data = recipe.open_data(config)
+    orders = {split: _order(config, data, split) for split in data.splits}
+    config, plan, cut = _divide(
+        command,
+        config,
+        orders["train"].windows_per_epoch,
+        world_size=world_size,
+        done=checkpoint.step if checkpoint else None,
+        run_dir=run_dir,
+        train_tokens=data.tokens("train"),
+        free_memory=free_memory,
+    )
+    config = _fill_in(config, plan.max_steps)
+    changes: dict[str, list[Any]] = {}
+    if saved is not None and checkpoint is not None:
+        changes = find_changes(saved, config)
+        if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
+            changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
+        reject_changes(command, config, changes, run=run_dir.name)
+    hellaswag, no_hellaswag = _choose_hellaswag(command, config)
+    events = history.read_events(run_dir)
+    saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
+    room = look_for_room(run_dir, plan.disk_bytes)
+    start = Start(
+        config=config,
+        run_dir=run_dir,
+        checkpoint=checkpoint,
+        changes=changes,
+        attempt=history.last_attempt(events) + 1,
+        data=data,
+        orders=orders,
+        plan=plan,
+        room=room,
+        hellaswag=hellaswag,
+        stop_after_steps=command.verbs.stop_after_steps,
+        deadlines=find_deadlines(
+            command.verbs.stop_at, os.environ, max_hours=config.length.max_hours
+        ),
+        last_save_seconds=saves[-1] if saves else None,
+        initial=initial,
+        warnings=(*warnings, *notes, *cut, *data.warnings, *no_hellaswag, *room.shortage()),
+    )
+    if not start.is_complete:
+        _check_length(start)
+    return start
+
+
+def resolve_to_train(
+    command: Command,
+    recipe: Recipe,
+    *,
+    world_size: int,
+    free_memory: Sequence[float | None] | None,
+) -> Start:
+    """Resolve a start that is going to train: set damaged checkpoints aside, and download HellaSwag if it is wanted.
+
+    Raises: ConfigError, DataError, CheckpointError.
+    """
+    start = resolve(command, recipe, world_size=world_size, set_aside=True, free_memory=free_memory)
+    return with_hellaswag(start)
+
+
+def _resumed_settings(command: Command, saved: Config, run_dir: Path) -> Config:
+    """Return the saved settings, overridden by what was typed.
+
+    Raises: ConfigError for a change that is not allowed, or if another program began the run.
+    """
+    begun_by = "pretrain" if saved.tuning.instructions is None else "finetune"
+    if begun_by != command.recipe:
+        raise ConfigError(
+            f"run {run_dir.name} was begun by {PROGRAMS[begun_by]}; continue it with that, "
+            f"or name another with --run_name"
+        )
+    config, before = command.override(saved), to_flat(saved)
+    # A typed `auto` means what the run already decided for itself.
+    kept = {name: before[name] for name in ("dtype", "compile") if to_flat(config)[name] == "auto"}
+    config = override(config, kept | {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name})
+    reject_changes(command, config, find_changes(saved, config), run=run_dir.name)
+    return config
+
+
+def _divide(
+    command: Command,
+    config: Config,
+    windows_per_epoch: int,
+    *,
+    world_size: int,
+    done: int | None,
+    run_dir: Path,
+    train_tokens: int,
+    free_memory: Sequence[float | None] | None,
+) -> tuple[Config, Plan, tuple[str, ...]]:
+    """Decide how a step is divided and how long the run is: as typed, by a preset, or by measuring.
+
+    Raises: ConfigError.
+    """
+
+    def plan_of(config: Config) -> Plan:
+        return make_plan(config, world_size=world_size, windows_per_epoch=windows_per_epoch)
+
+    config, notes = _fit_mini_batch(command, config, world_size)
+    plan, measures = plan_of(config), free_memory is not None and done is None
+    if done is not None and done >= plan.max_steps:
+        return config, plan, notes
+    wanted = OpenSettings(
+        preset=command.verbs.preset,
+        find_mini_batch=command.finds_mini_batch and measures,
+        fit_schedule=command.verbs.fit_schedule and measures,
+        typed=command.typed | ({"mini_batch_size"} if command.finds_mini_batch else set()),
+    )
+    chosen = choose_settings(
+        wanted,
+        config,
+        plan,
+        run_dir=run_dir,
+        train_tokens=train_tokens,
+        memory=free_memory or (),
+    )
+    if not chosen:
+        return config, plan, notes
+    lengths = dict.fromkeys(LENGTHS) if "max_steps" in chosen else {}
+    config = override(config, lengths | chosen)
+    return config, plan_of(config), () if "mini_batch_size" in chosen else notes
+
+
+def _choose_hellaswag(
+    command: Command, config: Config
+) -> tuple[Literal["off", "on", "fetch"], tuple[str, ...]]:
+    """Decide whether HellaSwag is evaluated, after checking its file if there is one, and say why not.
+
+    Without a file it is wanted where a HellaSwag setting was typed, or was and has been saved.
+    """
+    settings, defaults = to_flat(config), to_flat(Config())
+    asked = [
+        name for name in _HELLASWAG if name in command.typed or settings[name] != defaults[name]
+    ]
+    path = config.eval.hellaswag_path
+    if path is None and (not asked or "hellaswag_path" in command.typed):  # typed: None
+        return "off", ()
+    if config.model.vocab_size < NUM_TOKENS:
+        return "off", (
+            f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag",
+        )
+    if path is None:
+        return "fetch", ()
+    read_items(path)
+    return "on", ()
+
+
+def with_hellaswag(start: Start) -> Start:
+    """Download HellaSwag if it is wanted and no file was given; if that fails, train without it and warn."""
+    if start.hellaswag != "fetch" or start.is_complete:
+        return start
+    try:
+        path = fetch_hellaswag()
+    except DataError as error:
+        note = f"HellaSwag is not evaluated: {error}"
+        return dataclasses.replace(start, hellaswag="off", warnings=(*start.warnings, note))
+    config = override(start.config, {"hellaswag_path": path})
+    return dataclasses.replace(start, hellaswag="on", config=config)
+
+
+def _fit_parallel(
+    command: Command, config: Config, world_size: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Reject a typed --parallel that needs several ranks if there is one; a saved one becomes ddp, with a note.
+
+    Raises: ConfigError.
+    """
+    system, notes = config.system, []
+    if system.parallel != "ddp" and world_size == 1:
+        if "parallel" in command.typed:
+            raise ConfigError(
+                f"parallel {system.parallel}: shards state over several ranks, and there is one; "
+                f"start it with torchrun --nproc_per_node=N, or leave it out"
+            )
+        notes.append(f"parallel {system.parallel} -> ddp: there is one rank")
+        system = dataclasses.replace(system, parallel="ddp")
+    if system.fsdp_offload and system.parallel != "fsdp":
+        if "fsdp_offload" in command.typed:
+            raise ConfigError("--fsdp_offload goes with --parallel fsdp")
+        system = dataclasses.replace(system, fsdp_offload=False)
+    return dataclasses.replace(config, system=system), tuple(notes)
+
+
+def _fit_mini_batch(
+    command: Command, config: Config, world_size: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Lower a mini batch that nobody typed if this world size cannot share the batch otherwise.
+
+    Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
+    """
+    batch, T = config.batch, config.model.context_length
+    is_open = command.finds_mini_batch or (
+        command.verbs.preset is not None and "mini_batch_size" not in command.typed
+    )
+    typed = {"mini_batch_size", "total_batch_size"} & command.typed and not is_open
+    share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one rank
+    if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
+        return config, ()
+    fitting = max(mini_batch_sizes(share, at_most=batch.mini_batch_size))
+    note = (
+        f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
+        f"{world_size} ranks share {share * world_size} sequences a step"
+    )
+    return override(config, {"mini_batch_size": fitting}), (note,)
+
+
+def _order(config: Config, data: TokenData, split: str) -> Order:
+    try:
+        return Order(
+            [shard.tokens for shard in data.splits[split]],
+            context_length=config.model.context_length,
+            shuffle=config.data.shuffle if split == "train" else "none",
+            seed=config.data.seed,
+        )
+    except GPT2LabError as error:
+        raise type(error)(
+            f"{data.folder}, {split} {error}; use longer shards or a smaller --context_length"
+        ) from None
+
+
+def _choose(
+    command: Command, config: Config, *, set_aside: bool
+) -> tuple[Path | None, CheckpointInfo | None, list[str]]:
+    """Return (run folder, checkpoint, warnings) for --resume; (None or folder, None, ...) for a fresh `auto`."""
+    target, name = command.verbs.resume, config.checkpoint.run_name
+    folder = config.checkpoint.checkpoint_dir
+    assert target is not None
+    if target == "auto" and name is None:
+        raise ConfigError(
+            "--resume auto needs --run_name: without it, which run to continue would be a guess"
+        )
+    is_step = re.fullmatch(r"[0-9]+", target) is not None
+    if target not in ("latest", "auto", "best") and not is_step:
+        checkpoint = catalog.open_checkpoint(paths.from_working_directory(Path(target)))
+        run_dir = checkpoint.path.parent
+        in_place = checkpoint.path.name == folder_name(checkpoint.step)
+        if not in_place or run_dir.name.startswith(catalog.SUPERSEDED):
+            raise CheckpointError(
+                f"{checkpoint.path}: not in its run's folder under its own name; "
+                f"move it to RUN/{folder_name(checkpoint.step)} first"
+            )
+        for flag, typed, here in (
+            ("run_name", name, run_dir.name),
+            ("checkpoint_dir", folder.resolve(), run_dir.parent.resolve()),
+        ):
+            if flag in command.typed and typed != here:
+                raise ConfigError(
+                    f"--{flag} names another run than --resume {target}; leave one of them out"
+                )
+        return run_dir, checkpoint, []
+    found = folder / name if name else catalog.newest_run(folder)
+    if found is None:
+        raise CheckpointError(
+            f"{folder}: no checkpoint of any run to resume; start one without --resume"
+        )
+    run_dir = found
+    if target == "best" or is_step:
+        return run_dir, catalog.find(run_dir, target), []
+    existed = catalog.has_checkpoints(run_dir)
+    info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
+    if info is None and existed:
+        raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
+    if info is None and target == "latest":
+        raise CheckpointError(
+            f"{run_dir}: no checkpoint to resume; start the run without --resume, or use --resume auto"
+        )
+    return run_dir, info, warnings
+
+
+def _fresh_folder(config: Config) -> Path:
+    name = config.checkpoint.run_name or f"{config.model.model}_{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = config.checkpoint.checkpoint_dir / name
+    if catalog.has_checkpoints(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds checkpoints already; continue it with --run_name {name} --resume latest, "
+            f"or start another with --run_name {name}_2"
+        )
+    return run_dir
+
+
+def _fill_in(config: Config, max_steps: int) -> Config:
+    """Replace the defaults that depend on other settings by numbers, so that a resume cannot derive others."""
+    optim = config.optim
+    if optim.min_lr is None:
+        # Rounded, so that the value which people read, and type again, is the value.
+        optim = dataclasses.replace(optim, min_lr=float(f"{optim.max_lr / 10:.12g}"))
+    if optim.warmup_steps is None:
+        optim = dataclasses.replace(optim, warmup_steps=default_warmup(max_steps))
+    length = config.length
+    if (length.max_steps, length.max_tokens, length.num_epochs) == (None, None, None):
+        length = dataclasses.replace(length, num_epochs=1.0)
+    return dataclasses.replace(config, optim=optim, length=length)
+
+
+def _check_length(start: Start) -> None:
+    warmup = start.config.optim.warmup_steps
+    if warmup is not None and warmup > start.plan.max_steps:
+        raise ConfigError(
+            f"warmup_steps {warmup} is longer than the run of {start.plan.max_steps} steps; lower it"
+        )
+    done = start.checkpoint.step if start.checkpoint else 0
+    stop = start.stop_after_steps
+    if stop is not None and stop <= done:
+        raise ConfigError(
+            f"stop_after_steps {stop}: it counts from the run's beginning, and {done} steps are done; "
+            f"give {done + max(1, stop)} to take {max(1, stop)} more"
+        )
+
+
+def _raise_problems(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("; ".join(problems))

@@ -1,0 +1,176 @@
+"""The record of a run in metrics.jsonl and on the console: how a start begins, and every step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.derived import is_due
+from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.distributed.compile_cache import compiled_so_far
+from gpt2lab.planner import forecast
+from gpt2lab.planner.hardware import peak_flops
+from gpt2lab.planner.job import Job, describe
+from gpt2lab.runs import summary
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.training.components import Components, Session
+from gpt2lab.training.train_step import StepStats
+
+
+class StepLog:
+    """The log of one start's steps."""
+
+    def __init__(self, components: Components, session: Session) -> None:
+        self._start, self._runtime = components.start, components.runtime
+        self._order = components.start.orders["train"]
+        self._clock, self._logger = session.clock, session.logger
+        self._announced_epoch: int | None = None
+        self._tells_compiling = self._start.config.system.compile == "on"
+        device = self._runtime.device
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._peak_flops = peak * self._runtime.world_size if peak else None
+
+    def record(
+        self,
+        state: TrainState,
+        batch: GlobalBatch,
+        stats: StepStats,
+        *,
+        lr: float,
+        seconds: float,
+        cpu_seconds: float,
+    ) -> None:
+        """Write the step's event, and its console line if one is due."""
+        step, tokens = state.step, self._start.plan.batch.tokens
+        rate, flops = tokens / seconds, self._start.plan.flops_per_token
+        mfu = rate * flops / self._peak_flops if self._peak_flops else None
+        left = self._clock.progress.remaining_interval(step)
+        self._logger.event(
+            "step",
+            step,
+            loss=stats.loss,
+            lr=lr,
+            grad_norm=stats.grad_norm,
+            step_seconds=seconds,
+            tokens_per_second=rate,
+            tokens=state.tokens,
+            targets=batch.num_targets,
+            epoch=batch.epoch,
+            data_wait_seconds=batch.wait_seconds,
+            mfu=mfu,
+            peak_memory_bytes=self._runtime.peak_memory(),
+            first_sample=batch.first_sample,
+            batch_hash=batch.hash,
+            updated=stats.updated,
+            cpu_seconds=cpu_seconds,
+            **self._clock.fields(left),
+        )
+        if self._tells_compiling:  # the first step of this start has
+            compiled, self._tells_compiling = compiled_so_far(), False
+            self._logger.event("compile", step, **compiled)
+            self._logger.say(
+                "compiled in {compile_seconds:.1f} s, {from_cache} of {graphs} graphs from the cache "
+                "({folder})".format(**compiled)
+            )
+        last_step, log_freq = self._clock.progress.last_step, self._start.config.log.log_freq
+        if step == 1 or is_due(step, log_freq, last_step):
+            targets = "" if batch.num_targets == tokens else f" | targets {batch.num_targets:,}"
+            shown = "n/a" if mfu is None else f"{mfu:.1%}"
+            self._logger.say(
+                f"step {step}/{last_step} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {lr:.1e} | "
+                f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s{targets} | "
+                f"mfu {shown} | eta {fmt.duration(left.value if left else None)}"
+            )
+            if line := self._clock.line(step, left):
+                self._logger.say(line)
+
+    def announce_epoch(self, batch: GlobalBatch) -> None:
+        """Say which epoch begins, or is entered by a resume, and the order of its shards.
+
+        Where steps are shown less often than epochs begin, the first is enough.
+        """
+        order, before, self._announced_epoch = self._order, self._announced_epoch, batch.epoch
+        between = self._start.config.log.log_freq * batch.samples
+        if before == batch.epoch or (before is not None and order.windows_per_epoch < between):
+            return
+        files = self._start.data.splits["train"]
+        shards = [files[i].path.stem for i in order.shard_order(batch.epoch)]
+        more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
+        self._logger.say(
+            f"epoch {batch.epoch} of {self._start.plan.epochs:.2f} | {order.windows_per_epoch:,} windows | "
+            f"shuffle {self._start.config.data.shuffle} | shards: {', '.join(shards[:6])}{more}"
+        )
+
+
+def announce(components: Components, folder: RunFolder | None, logger: MetricsLogger) -> None:
+    """Record and show this start, on rank 0: settings, plan, forecast, and on a resume where it goes on."""
+    start, state, check = components.start, components.state, components.resume_check
+    world_size = start.plan.batch.world_size
+    assert folder is not None
+    folder.write_config(start.config, components.facts)
+    folder.facts = {
+        "attempt": start.attempt,
+        "max_steps": start.plan.max_steps,
+        "world_size": world_size,
+        "resume": summary.command_to_resume(start.run_dir, world_size=world_size),
+    }
+    folder.write_status("running", step=state.step)
+    _describe_start(components, logger)
+    environment, tokens = components.facts["environment"], start.data.tokens("train")
+    dtype, compiled = environment["dtype"], environment["compile"] == "on"
+    forecast.write_forecast(
+        start.run_dir,
+        Job.of_run(start.config, start.plan, train_tokens=tokens, dtype=dtype, compiled=compiled),
+        environment,
+        on_gpu=components.facts["on_gpu"],
+        is_resumed=start.checkpoint is not None,
+        from_pretrained=start.initial is not None,
+        say=logger.say,
+    )
+    if check is None:
+        return
+    logger.event("resume", state.step, **asdict(check))
+    logger.say(check.describe())
+    if superseded := catalog.supersede(start.run_dir, state.step):
+        logger.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
+    best = state.best_step
+    if best is not None and (start.run_dir / folder_name(best)).is_dir():
+        catalog.set_label(start.run_dir, "best", best)  # it may have been set aside as newer
+
+
+def _describe_start(components: Components, logger: MetricsLogger) -> None:
+    start, plan, step = components.start, components.start.plan, components.state.step
+    logger.event(
+        "begin",
+        step,
+        max_steps=plan.max_steps,
+        tokens_per_step=plan.batch.tokens,
+        world_size=plan.batch.world_size,
+    )
+    logger.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
+    logger.say(f"data           {start.describe_data()}")
+    if start.initial is not None:
+        source = paths.for_people(start.initial.target.folder)
+        logger.say(f"begins with    {source}, sha256 {start.initial.sha256[:12]}")
+    logger.say(describe(plan, start.config))
+    trained = sum(p.numel() for p in components.model.parameters() if p.requires_grad)
+    if trained < plan.parameters:
+        logger.say(f"trains         {trained:,} parameters; the others are frozen")
+    environment = components.facts["environment"].items()
+    logger.say("runs on        " + ", ".join(f"{name} {value}" for name, value in environment))
+    for name, (before, now) in start.changes.items():
+        logger.say(f"changed        {name}: {before} -> {now}")
+    for warning in start.warnings:
+        logger.warn(warning, step)
+    if start.config.model.vocab_size < NUM_TOKENS:
+        logger.warn(
+            f"vocab_size {start.config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no text samples",
+            step,
+        )

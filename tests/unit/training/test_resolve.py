@@ -1,0 +1,52 @@
+"""A start is resolved once: one parse, one order of each split, one reading of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2lab.checkpoint import manifest
+from gpt2lab.config import command_line
+from gpt2lab.config.command_line import parse
+from gpt2lab.data.order import Order
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.resolve import resolve
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """Record the first argument of every call of a function from here on."""
+    calls: list[Any] = []
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
+
+
+def test_a_training_run_parses_once_and_builds_one_order_per_split(
+    tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parses = count_calls(monkeypatch, command_line, "run_tyro")
+    orders = count_calls(monkeypatch, Order, "__init__")
+    pretrain(parse([*tiny_flags, "--max_steps=1"]))
+    assert len(parses) == 1
+    assert len(orders) == 2
+
+
+def test_a_resume_with_a_preset_hashes_the_checkpoint_once(
+    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(parse([*tiny_flags, "--max_steps=4", "--stop_after_steps=2"]))
+    hashed = count_calls(monkeypatch, manifest, "verify")
+    parses = count_calls(monkeypatch, command_line, "run_tyro")
+    command = parse([*tiny_flags, "--resume=latest", "--preset=1x4090"])
+    start = resolve(command, world_size=1, set_aside=False)
+    assert start.checkpoint is not None
+    assert hashed == [tmp_path / "runs" / "tiny" / "step_00000002"]
+    assert len(parses) == 1
