@@ -5,3 +5,5 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_ROOT / "src"), str(_ROOT)]
+
+from gpt2lab.commands.entry import run as run  # noqa: E402 - needs the path

@@ -2,9 +2,8 @@
 
 import sys
 
-import _bootstrap  # noqa: F401
+from _bootstrap import run
 from gpt2lab.commands.compare import main
-from gpt2lab.commands.entry import run
 
 if __name__ == "__main__":
     sys.exit(run(main))

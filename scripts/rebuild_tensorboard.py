@@ -2,8 +2,7 @@
 
 import sys
 
-import _bootstrap  # noqa: F401
-from gpt2lab.commands.entry import run
+from _bootstrap import run
 from gpt2lab.commands.rebuild_tensorboard import main
 
 if __name__ == "__main__":

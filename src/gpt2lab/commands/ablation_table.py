@@ -1,7 +1,8 @@
-"""The table of an ablation: what each setting's runs came to, and how soon they reached a loss. No torch."""
+"""The table of an ablation: the last loss of each setting, and how soon it reached a target. No torch."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -10,10 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.commands.ablation import Run
+from gpt2lab.config.command_line import Command
 from gpt2lab.errors import CheckError, SaveError
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
+
+
+@dataclass(frozen=True)
+class Run:
+    """One setting with one seed."""
+
+    setting: str
+    seed: int
+    command: Command
+
+    @property
+    def name(self) -> str:
+        """The run's folder."""
+        return f"{self.setting}_seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class Row:
     tokens_ratio: Mean | None
     seconds_to_loss: Mean | None
     seconds_ratio: Mean | None
-    reached: int  # seeds that came to the loss
+    reached: int  # seeds that reached the loss
 
 
 def read_curve(run_dir: Path) -> Curve:
@@ -55,10 +70,9 @@ def read_curve(run_dir: Path) -> Curve:
     """
     events = history.read_events(run_dir)
     steps, evals = history.current(events, "step"), history.current(events, "eval")
-    seconds, spent = {}, 0.0
-    for step in sorted(steps):
-        spent += steps[step]["step_seconds"]
-        seconds[step] = spent
+    taken = sorted(steps)
+    spent = itertools.accumulate(steps[step]["step_seconds"] for step in taken)
+    seconds = dict(zip(taken, spent, strict=True))
     kept = [step for step in sorted(evals) if step in steps and evals[step]["val_loss"] is not None]
     if not kept:
         raise CheckError(f"{run_dir}: no validation loss was logged")
@@ -110,23 +124,16 @@ def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row
         found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=True)]
         found = base if own is baseline else found
         reached = [place for place in found if place is not None]
-        pairs = [
-            (a, b) for a, b in zip(found, base, strict=True) if a is not None and b is not None
-        ]
-        all_reached, all_pairs = len(reached) == len(own), len(pairs) == len(own)
-        rows.append(
-            Row(
-                setting,
-                len(own),
-                own[0].tokens[-1],
-                mean([curve.losses[-1] for curve in own]),
-                mean([tokens for tokens, _ in reached]) if all_reached else None,
-                mean([a[0] / b[0] for a, b in pairs]) if all_pairs else None,
-                mean([seconds for _, seconds in reached]) if all_reached else None,
-                mean([a[1] / b[1] for a, b in pairs]) if all_pairs else None,
-                len(reached),
-            )
-        )
+        pairs = [(a, b) for a, b in zip(found, base, strict=True) if a and b]
+        means: list[Mean | None] = []
+        for unit in (0, 1):  # tokens, seconds
+            means.append(mean([place[unit] for place in reached]) if all(found) else None)
+            ratios = [a[unit] / b[unit] for a, b in pairs]
+            means.append(mean(ratios) if len(ratios) == len(own) else None)
+        tokens, tokens_ratio, seconds, seconds_ratio = means
+        last = mean([curve.losses[-1] for curve in own])
+        row = (last, tokens, tokens_ratio, seconds, seconds_ratio, len(reached))
+        rows.append(Row(setting, len(own), own[0].tokens[-1], *row))
     return rows
 
 
@@ -157,15 +164,9 @@ def _show(found: Mean | None, form: str) -> str:
     return form.format(found.value) + error
 
 
-@dataclass(frozen=True)
-class Table:
-    """The finished comparison, in both forms that it is written in."""
-
-    markdown: str
-    as_json: dict[str, Any]
-
-
-def write_table(runs: Sequence[Run], out: Path, *, target: float | None) -> Table:
+def write_table(
+    runs: Sequence[Run], out: Path, *, target: float | None
+) -> tuple[str, dict[str, Any]]:
     """Read what the runs measured, write `ablation.md` and `ablation.json` to `out`, and return both.
 
     Raises: CheckError if a run measured nothing; SaveError.
@@ -181,13 +182,11 @@ def write_table(runs: Sequence[Run], out: Path, *, target: float | None) -> Tabl
         for row in rows
     ]
     seeds = list(dict.fromkeys(run.seed for run in runs))
-    table = Table(
-        write_markdown(rows, target=target),
-        {"target_loss": target, "seeds": seeds, "settings": settings},
-    )
+    markdown = write_markdown(rows, target=target)
+    as_json = {"target_loss": target, "seeds": seeds, "settings": settings}
     try:
-        replace_durably(out / "ablation.md", table.markdown + "\n")
-        replace_durably(out / "ablation.json", json.dumps(table.as_json, indent=1) + "\n")
+        replace_durably(out / "ablation.md", markdown + "\n")
+        replace_durably(out / "ablation.json", json.dumps(as_json, indent=1) + "\n")
     except OSError as error:
         raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
-    return table
+    return markdown, as_json

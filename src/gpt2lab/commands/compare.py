@@ -6,23 +6,23 @@ python scripts/compare.py results/gpt2 checkpoints/run_a
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional
 
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.config.command_line import argument, option, run_tyro
 
 
 @dataclass(frozen=True)
 class Compare:
     """Tell whether two evaluations differ by more than noise."""
 
-    a: Positional[str] = field(
-        metadata={"help": "a run, a checkpoint, a folder of evaluate.py --save, or a results file"}
+    a: Positional[str] = argument(
+        "a run, a checkpoint, a folder of evaluate.py --save, or a results file"
     )
-    b: Positional[str] = field(metadata={"help": "the other"})
+    b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag"] | None = option(None, "compare this alone")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -34,9 +34,7 @@ def main(argv: list[str]) -> int:
     from gpt2lab import paths
     from gpt2lab.evaluation.compare import as_json, compare, describe
 
-    folder = paths.from_repository(Path("checkpoints"))
-    if flags.checkpoint_dir:
-        folder = paths.from_working_directory(flags.checkpoint_dir)
+    folder = paths.runs_folder(flags.checkpoint_dir)
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
     if flags.json:
         print(json.dumps(as_json(flags.a, flags.b, differences)))

@@ -1,134 +1,121 @@
-"""Look after folders of token shards.
+"""Verify, inspect, import and merge folders of token shards.
 
 python scripts/data.py verify data/python_stdlib
 python scripts/data.py stats data/python_stdlib
 python scripts/data.py show --run RUN --step 100 --text
 python scripts/data.py import old_shards/
-python scripts/data.py merge data/whole data/part1 data/part2
+python scripts/data.py merge data/full data/part1 data/part2
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import tyro
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Verify:
-    """Read every byte, compare it with shards.json, and name each damaged file (exit code 1)."""
+    """Read every byte, compare with shards.json, and name each damaged file (exit code 1)."""
 
-    folder: Positional[Path] = field(metadata={"help": "folder of shards"})
+    folder: Positional[Path] = argument("folder of shards")
+
+    def execute(self) -> int:
+        """Name the damaged files and return the exit code."""
+        from gpt2lab.data.verify import verify
+
+        folder = paths.from_working_directory(self.folder)
+        problems = verify(folder)
+        for problem in problems:
+            print(problem)
+        print(f"{len(problems)} damaged" if problems else "every file is what shards.json says")
+        return 1 if problems else 0
 
 
 @dataclass(frozen=True)
 class Stats:
     """Count tokens, documents and bytes of text."""
 
-    folder: Positional[Path] = field(metadata={"help": "folder of shards"})
+    folder: Positional[Path] = argument("folder of shards")
+
+    def execute(self) -> int:
+        """Print the counts."""
+        from gpt2lab.data.verify import describe, measure
+
+        folder = paths.from_working_directory(self.folder)
+        print(describe(folder, measure(folder)))
+        return 0
 
 
 @dataclass(frozen=True)
 class Show:
     """Print the exact tokens that an optimizer step trained on."""
 
-    run: str = field(metadata={"help": "name of a run in checkpoints/, or its folder"})
-    step: int = field(metadata={"help": "number of the update, from 1"})
+    run: str = argument("name of a run in checkpoints/, or its folder")
+    step: int = argument("number of the update, from 1")
     text: bool = option(False, "as text instead of ids")
+
+    def execute(self) -> int:
+        """Print the tokens."""
+        from gpt2lab.commands import data_show
+        from gpt2lab.runs import history
+
+        run_dir = history.find_run(self.run)
+        tokens = data_show.tokens_of_step(run_dir, self.step)
+        print(data_show.describe(run_dir, tokens, as_text=self.text))
+        return 0
 
 
 @dataclass(frozen=True)
 class Import:
     """Write shards.json for shards of another program: edufineweb_*.npy, or nanoGPT's train.bin and val.bin."""
 
-    folder: Positional[Path] = field(metadata={"help": "folder of shards"})
+    folder: Positional[Path] = argument("folder of shards")
+
+    def execute(self) -> int:
+        """Write the manifest and print what it holds."""
+        from gpt2lab.data.prepare.existing import adopt
+
+        folder = paths.from_working_directory(self.folder)
+        manifest = adopt(folder)
+        print(f"{_size(folder, manifest)}, tokenizer {manifest['tokenizer']['name']}")
+        return 0
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Join the parts that prepare_data.py --part i/n made, in the order of their numbers."""
+    """Join the parts that prepare_data.py --part i/n wrote, in the order of their numbers."""
 
-    out: Positional[Path] = field(metadata={"help": "folder to create"})
-    parts: Positional[tuple[Path, ...]] = field(metadata={"help": "all n parts, in any order"})
+    out: Positional[Path] = argument("folder to create")
+    parts: Positional[tuple[Path, ...]] = argument("all n parts, in any order")
+
+    def execute(self) -> int:
+        """Join and print what came out."""
+        from gpt2lab.data.prepare.existing import merge
+
+        if not self.parts:
+            raise ConfigError("merge: no parts given; data.py merge OUT PART1 PART2 ...")
+        out = paths.from_working_directory(self.out)
+        manifest = merge(out, [paths.from_working_directory(part) for part in self.parts])
+        print(_size(out, manifest))
+        return 0
 
 
-Command = (
-    Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Stats, tyro.conf.subcommand("stats")]
-    | Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[Import, tyro.conf.subcommand("import")]
-    | Annotated[Merge, tyro.conf.subcommand("merge")]
-)
+Command = Verify | Stats | Show | Import | Merge  # tyro's verbs are the names in lower case
 
 
 def main(argv: list[str]) -> int:
-    """Do what the first word says."""
-    flags = run_tyro(Command, argv, about="Look after folders of token shards.")
-    match flags:
-        case Verify():
-            return _verify(flags)
-        case Stats():
-            return _stats(flags)
-        case Show():
-            return _show(flags)
-        case Import():
-            return _import(flags)
-        case _:
-            return _merge(flags)
+    """Run the verb that the first word names."""
+    about = "Verify, inspect, import and merge folders of token shards."
+    verb: Command = run_tyro(Command, argv, about=about)
+    return verb.execute()
 
 
-def _verify(flags: Verify) -> int:
-    from gpt2lab.data import audit
-
-    folder = paths.from_working_directory(flags.folder)
-    problems = audit.verify(folder)
-    for problem in problems:
-        print(problem)
-    print(f"{len(problems)} damaged" if problems else "every file is what shards.json says")
-    return 1 if problems else 0
-
-
-def _stats(flags: Stats) -> int:
-    from gpt2lab.data import audit
-
-    folder = paths.from_working_directory(flags.folder)
-    print(audit.describe(folder, audit.measure(folder)))
-    return 0
-
-
-def _show(flags: Show) -> int:
-    from gpt2lab.commands import ledger
-    from gpt2lab.runs import history
-
-    run_dir = history.find_run(flags.run)
-    tokens = ledger.tokens_of_step(run_dir, flags.step)
-    print(ledger.describe(run_dir, tokens, as_text=flags.text))
-    return 0
-
-
-def _import(flags: Import) -> int:
-    from gpt2lab.data import adopt
-
-    folder = paths.from_working_directory(flags.folder)
-    manifest = adopt.adopt(folder)
-    total = sum(file["tokens"] for file in manifest["files"])
-    files, name = len(manifest["files"]), manifest["tokenizer"]["name"]
-    print(f"{paths.for_people(folder)}: {files} files, {total:,} tokens, tokenizer {name}")
-    return 0
-
-
-def _merge(flags: Merge) -> int:
-    from gpt2lab.data import merge
-
-    if not flags.parts:
-        raise ConfigError("merge: no parts given; data.py merge OUT PART1 PART2 ...")
-    out = paths.from_working_directory(flags.out)
-    manifest = merge.merge(out, [paths.from_working_directory(part) for part in flags.parts])
-    total = sum(file["tokens"] for file in manifest["files"])
-    print(f"{paths.for_people(out)}: {len(manifest['files'])} files, {total:,} tokens")
-    return 0
+def _size(folder: Path, manifest: dict[str, Any]) -> str:
+    files = manifest["files"]
+    total = sum(file["tokens"] for file in files)
+    return f"{paths.for_people(folder)}: {len(files)} files, {total:,} tokens"

@@ -8,20 +8,17 @@ import os
 from gpt2lab import paths
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
-from gpt2lab.planner import card_presets
-from gpt2lab.planner.plan import describe
-from gpt2lab.training.start import decide
+from gpt2lab.planner.job import describe
+from gpt2lab.training.recipe import PRETRAINING, Recipe
+from gpt2lab.training.resolve import resolve
 
 
-def print_plan(command: Command) -> int:
+def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
     """Print the resolved plan, as text or as one JSON object, and return the exit code."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    start = decide(command, world_size=world_size, set_aside=False)
+    start = resolve(command, recipe, world_size=world_size, set_aside=False)
     if os.environ.get("RANK", "0") != "0":
         return 0
-    fitted = card_presets.fitted(command, start)
-    if fitted is not None:
-        start = decide(fitted, world_size=world_size, set_aside=False)
     plan = start.plan
     if command.verbs.json:
         facts = {
@@ -37,7 +34,7 @@ def print_plan(command: Command) -> int:
             "epochs": plan.epochs,
             "checkpoint_bytes": plan.checkpoint_bytes,
             "disk_bytes": plan.disk_bytes,
-            "unused_targets": start.unused_targets,
+            "unused_targets": start.orders["train"].unused_targets,
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
             "changes": start.changes,
@@ -52,9 +49,8 @@ def print_plan(command: Command) -> int:
     if start.initial:
         print(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
     if start.checkpoint:
-        print(
-            f"{'resumes from':<14} step {start.checkpoint.step} ({plan.max_steps - start.checkpoint.step} to go)"
-        )
+        step = start.checkpoint.step
+        print(f"{'resumes from':<14} step {step} ({plan.max_steps - step} to go)")
     for name, (before, now) in start.changes.items():
         print(f"{'changed':<14} {name}: {before} -> {now}")
     for warning in start.warnings:

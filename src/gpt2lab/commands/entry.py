@@ -1,4 +1,4 @@
-"""What every door shares: a refusal is one line and an exit code, never a traceback."""
+"""What every command shares: an error is one line and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 import traceback
 from collections.abc import Callable
 
-from gpt2lab.errors import GPT2LabError, is_lost_peer, refusal_of
+from gpt2lab.errors import GPT2LabError, is_lost_peer, to_gpt2lab_error
 
 
 def run(main: Callable[[list[str]], int]) -> int:
-    """Call a door's main with the command line and turn refusals into exit codes.
+    """Call a command's main with the command line and turn errors into exit codes.
 
-    Of many processes with the same refusal, the first prints it. An error that nobody foresaw keeps its traceback:
-    it is a bug, and the traceback is the report. What a terminal cannot show is written as a code: no reason to end.
+    Rank 0 prints an error that all ranks share. An unexpected error keeps its traceback: it is a bug, and the traceback
+    is the report. Characters that a terminal cannot show are escaped.
     """
     for stream, errors in (
         (sys.stdin, "replace"),
@@ -45,26 +45,26 @@ def run(main: Callable[[list[str]], int]) -> int:
         )
         return _leave(2)
     except Exception as error:
-        refusal = refusal_of(error)
-        if refusal is not None:
-            return _refuse(refusal)
+        expected = to_gpt2lab_error(error)
+        if expected is not None:
+            return _reject(expected)
         traceback.print_exc()
         _tell_launcher(error, report=traceback.format_exc())
         return _leave(1)
 
 
-def _refuse(refusal: GPT2LabError) -> int:
+def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
     if rank == "0":
-        print(f"error: {refusal}", file=sys.stderr)
-    elif refusal.is_local:
-        print(f"error: process {rank}: {refusal}", file=sys.stderr)
-    _tell_launcher(refusal, report=str(refusal))
-    return _leave(refusal.exit_code)
+        print(f"error: {error}", file=sys.stderr)
+    elif error.is_local:
+        print(f"error: rank {rank}: {error}", file=sys.stderr)
+    _tell_launcher(error, report=str(error))
+    return _leave(error.exit_code)
 
 
 def _tell_launcher(error: Exception, report: str) -> None:
-    """Have torchrun end its output with the first cause: the earliest of the processes' reports, by whole seconds.
+    """Have torchrun end its output with the first cause: the earliest of the ranks' reports, by full seconds.
 
     A process that fails because another one did is often as fast as a second allows; it dates itself a second later.
     """

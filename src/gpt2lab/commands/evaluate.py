@@ -5,25 +5,39 @@ python scripts/evaluate.py checkpoints/my_run/step_00000250 --val data/fineweb_e
 torchrun --nproc_per_node=4 scripts/evaluate.py gpt2 --hellaswag --save results/gpt2
 """
 
+from __future__ import annotations
+
 import json
+import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
-from gpt2lab.config.command_line import option, run_tyro
-from gpt2lab.errors import ConfigError
+from gpt2lab import fmt, paths
+from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError
+
+if TYPE_CHECKING:
+    from gpt2lab.checkpoint.target import Target
+    from gpt2lab.config.schema import Config, ModelConfig, SystemConfig
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.evaluation.hellaswag import HellaSwag
+    from gpt2lab.evaluation.results import Results
+    from gpt2lab.evaluation.validation import MeasuresLoss, Validation
+    from gpt2lab.finetuning.rows import Rows
+
+_LOSS = ("val_loss", "val_loss_se", "val_tokens", "bits_per_byte")
 
 
 @dataclass(frozen=True)
 class Evaluate:
     """Evaluate a run, a checkpoint, or a Hugging Face GPT-2."""
 
-    target: Positional[str] = field(
-        metadata={"help": "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2"}
-    )
+    target: Positional[str] = argument(TARGET)
     hellaswag: bool = option(False, "score HellaSwag")
     val: Path | None = option(
         None, "folder of token shards; without it and --hellaswag: the run's own"
@@ -53,38 +67,231 @@ class Evaluate:
 def main(argv: list[str]) -> int:
     """Evaluate and print."""
     flags = run_tyro(Evaluate, argv)
-    from gpt2lab import paths
-
     for name, least in (("val_tokens", 1), ("batch_size", 1), ("hellaswag_limit", 0)):
         value = getattr(flags, name)
         if value is not None and value < least:
             raise ConfigError(f"{name} {value} must be at least {least}")
-    from gpt2lab.commands.evaluation_report import Wanted, describe, evaluate  # torch
-
-    def typed(path: Path | None) -> Path | None:
-        return paths.from_working_directory(path) if path else None
-
-    report = evaluate(
-        Wanted(
-            target=flags.target,
-            checkpoint_dir=typed(flags.checkpoint_dir)
-            or paths.from_repository(Path("checkpoints")),
-            hellaswag=flags.hellaswag,
-            hellaswag_path=typed(flags.hellaswag_path),
-            hellaswag_limit=flags.hellaswag_limit,
-            hellaswag_metrics=flags.hellaswag_metrics,
-            val=typed(flags.val),
-            val_tokens=flags.val_tokens,
-            batch_size=flags.batch_size,
-            device=flags.device,
-            dtype=flags.dtype,
-            save=typed(flags.save),
-            generate=flags.eval_generate,
-        )
-    )
-    if report is None:  # not the first of several processes
-        return 0
-    for warning in report.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    print(json.dumps(report.numbers) if flags.json else describe(report))
+    typed = {
+        name: paths.from_working_directory(path)
+        for name in ("val", "hellaswag_path", "save")
+        if (path := getattr(flags, name)) is not None
+    }
+    numbers = evaluate(replace(flags, **typed))
+    if numbers is not None:  # rank 0
+        print(json.dumps(numbers) if flags.json else describe(numbers))
     return 0
+
+
+def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
+    """Evaluate one target as its own run would; return the numbers on rank 0, None on the other ranks of a torchrun.
+
+    Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
+    """
+    from gpt2lab.checkpoint.target import find_target
+    from gpt2lab.checkpoint.weights import load_weights
+    from gpt2lab.config.schema import Config
+    from gpt2lab.config.settings import override
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.evaluation.hellaswag import summarize
+    from gpt2lab.evaluation.results import write_results
+    from gpt2lab.finetuning.evaluation import AnswerLoss, require_rouge, rouge_l
+
+    runtime = Runtime()
+    runs = paths.runs_folder(wanted.checkpoint_dir)
+    target = runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
+    saved = target.checkpoint.manifest["config"] if target.checkpoint else {}
+    settings = override(Config(), saved)  # the run's own, or the defaults
+    val = wanted.val
+    conversations = None
+    is_tuned = settings.tuning.instructions is not None
+    if is_tuned and val is None and (wanted.eval_generate or not wanted.hellaswag):
+        conversations = runtime.on_rank_zero(lambda: _conversations(target, settings))
+    if wanted.eval_generate and conversations is None:
+        raise ConfigError(
+            f"{wanted.target}: --eval_generate compares answers, and that needs a run of src/finetune.py and no --val"
+        )
+    if wanted.eval_generate:
+        require_rouge()
+    if val is None and conversations is None and not wanted.hellaswag:
+        if target.checkpoint is None:
+            raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag, or both")
+        val = settings.data.data_dir
+    system = _system(wanted, settings, runtime)
+    model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
+    strategy = Strategy(runtime, system)
+    step = target.checkpoint.step if target.checkpoint else None
+    numbers: dict[str, Any] = {
+        "target": str(target.folder),
+        "step": step,
+        **dict.fromkeys((*_LOSS, "hellaswag", "generate")),
+        "dtype": system.dtype,
+        "device": runtime.device.type,
+    }
+    found: list[Results] = []
+    validation: MeasuresLoss | None = None
+    if conversations is not None:
+        validation = AnswerLoss(
+            conversations,
+            val_tokens=wanted.val_tokens or settings.eval.val_tokens,
+            batch_size=wanted.batch_size,
+            strategy=strategy,
+            runtime=runtime,
+        )
+    elif val is not None:
+        validation = runtime.on_all_ranks(
+            lambda: _validation(val, wanted, target, settings, model.config, strategy, runtime)
+        )
+    if validation is not None:
+        loss = validation.measure(model)
+        assert loss is not None  # nothing interrupts it
+        if not math.isfinite(loss.val_loss):
+            raise NonFiniteError(
+                f"{target.folder}: validation loss {loss.val_loss}: broken weights"
+            )
+        numbers |= {name: getattr(loss, name) for name in _LOSS}
+        found.append(loss.results)
+    if wanted.eval_generate and conversations is not None:
+        numbers["generate"] = rouge_l(model, conversations, strategy=strategy, runtime=runtime)
+    if wanted.hellaswag:
+        results = _hellaswag(wanted, settings, model.config, strategy, runtime).measure(model)
+        assert results is not None
+        numbers["hellaswag"] = summarize(results)
+        found.append(results)
+    if runtime.rank == 0 and wanted.save is not None:
+        for results in found:
+            path = wanted.save / f"{results.kind}.npz"
+            try:
+                write_results(path, replace(results, step=step))
+            except OSError as error:
+                raise SaveError(f"{path}: {error.strerror}; choose another --save") from error
+    runtime.close()
+    if runtime.rank > 0:
+        return None
+    for warning in target.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return numbers
+
+
+def _conversations(target: Target, settings: Config) -> Rows:
+    """Return the conversations that a run held out.
+
+    Raises: DataError if the data has changed since.
+    """
+    from gpt2lab.finetuning.rows import open_instructions
+
+    assert target.checkpoint is not None  # only its settings name instructions
+    data, trained_on = open_instructions(settings), target.checkpoint.manifest["data_fingerprint"]
+    if data.fingerprint != trained_on:
+        raise DataError(
+            f"{settings.tuning.instructions}: not the conversations that the run learned (fingerprint "
+            f"{data.fingerprint[:12]}, the run's {trained_on[:12]}), so those held out are not known; restore it"
+        )
+    return data.rows["val"]
+
+
+def _system(wanted: Evaluate, settings: Config, runtime: Runtime) -> SystemConfig:
+    """Choose device and dtype; `auto` is the run's own dtype if this device supports it."""
+    from gpt2lab.config.schema import SystemConfig
+    from gpt2lab.distributed.runtime import native_bf16, resolve_dtype
+
+    runtime.use(SystemConfig(device=wanted.device))
+    dtype = settings.system.dtype if wanted.dtype == "auto" else wanted.dtype
+    if wanted.dtype == "auto" and dtype == "bf16" and not native_bf16(runtime.device):
+        dtype = "fp32"
+    return SystemConfig(device=wanted.device, dtype=resolve_dtype(dtype, runtime.device))
+
+
+def _validation(
+    folder: Path,
+    wanted: Evaluate,
+    target: Target,
+    settings: Config,
+    model: ModelConfig,
+    strategy: Strategy,
+    runtime: Runtime,
+) -> Validation:
+    from gpt2lab.data.order import Order
+    from gpt2lab.data.shards import open_data
+    from gpt2lab.data.windows import WindowReader
+    from gpt2lab.evaluation.validation import Validation
+    from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+
+    data = open_data(folder, vocab_size=model.vocab_size)
+    trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
+    if not data.is_gpt2 and data.fingerprint != trained_on:
+        raise DataError(
+            f"{folder}: not known to be tokenised with GPT-2's vocabulary, so its ids would mean other text"
+        )
+    order = Order(
+        [shard.tokens for shard in data.splits["val"]],
+        context_length=model.context_length,
+        shuffle="none",
+        seed=0,
+    )
+    return Validation(
+        order,
+        WindowReader(
+            data.splits["val"],
+            context_length=model.context_length,
+            id_limit=min(model.vocab_size, NUM_TOKENS),
+            verify=runtime.local_rank == 0,
+        ),
+        val_tokens=wanted.val_tokens or settings.eval.val_tokens,
+        batch_size=wanted.batch_size,
+        is_gpt2=data.is_gpt2 and model.vocab_size >= NUM_TOKENS,
+        strategy=strategy,
+        runtime=runtime,
+    )
+
+
+def _hellaswag(
+    wanted: Evaluate, settings: Config, model: ModelConfig, strategy: Strategy, runtime: Runtime
+) -> HellaSwag:
+    from gpt2lab.evaluation.hellaswag import HellaSwag
+    from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag
+    from gpt2lab.evaluation.hellaswag_tokens import load_questions
+    from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+
+    if model.vocab_size < NUM_TOKENS:
+        raise ConfigError(
+            f"{wanted.target}: vocab_size {model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag"
+        )
+    limit, used = wanted.hellaswag_limit, settings.eval.hellaswag_path
+    limit = settings.eval.hellaswag_limit if limit is None else limit
+    path = wanted.hellaswag_path or (used if used and used.exists() else None)
+    return HellaSwag(
+        runtime.on_rank_zero(lambda: load_questions(path or fetch_hellaswag()).subset(limit)),
+        context_length=model.context_length,
+        strategy=strategy,
+        runtime=runtime,
+        metrics=wanted.hellaswag_metrics or settings.eval.hellaswag_metrics,
+    )
+
+
+def describe(numbers: dict[str, Any]) -> str:
+    """Return the numbers as text."""
+    step = "" if numbers["step"] is None else f", step {numbers['step']}"
+    lines = [
+        f"{paths.for_people(Path(numbers['target']))}{step} ({numbers['dtype']} on {numbers['device']})"
+    ]
+    if numbers["val_loss"] is not None:
+        bits = numbers["bits_per_byte"]
+        lines.append(
+            f"  validation loss  {numbers['val_loss']:.4f} +- {fmt.number(numbers['val_loss_se'])} nats/token"
+            f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens"
+        )
+    if numbers["generate"] is not None:
+        answers = numbers["generate"]
+        lines.append(
+            f"  ROUGE-L          {answers['rouge_l']:.4f} +- {fmt.number(answers['rouge_l_se'])} "
+            f"on {answers['n']:,} held-out answers"
+        )
+    scores = numbers["hellaswag"] or {}
+    for name in ("acc", "acc_norm", "acc_token_norm"):
+        if scores.get(name) is not None:
+            error = fmt.number(scores[f"{name}_se"])
+            lines.append(
+                f"  {name:15}  {scores[name]:.4f} +- {error} on {scores['n']:,} HellaSwag items"
+            )
+    return "\n".join(lines)

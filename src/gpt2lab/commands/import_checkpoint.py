@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -15,14 +15,16 @@ from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import ARCHITECTURE
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError
+from gpt2lab.files import sha256_of
 from gpt2lab.model import rng
-from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.training.facts import facts_of
-from gpt2lab.training.parts import fit_to_hardware
-from gpt2lab.training.start import Start, decide
+from gpt2lab.training.pretrain import choose_hardware
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.resume_check import facts_of
+from gpt2lab.training.start import Start
 
 
 def import_checkpoint(command: Command, path: Path) -> int:
@@ -36,20 +38,20 @@ def import_checkpoint(command: Command, path: Path) -> int:
     path = paths.from_working_directory(path)
     foreign = read_foreign(path, trust=command.verbs.trust)
     shape = {name: getattr(foreign.model, name) for name in ARCHITECTURE}
-    typed = command.fresh().model
-    if command.fresh().optim.optimizer != "adamw":
+    typed = command.fresh()
+    if typed.optim.optimizer != "adamw":
         raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
     for name, value in shape.items():
-        if name in command.typed and getattr(typed, name) != value:
-            raise ConfigError(f"--{name} {getattr(typed, name)}: {path.name} has {value}")
-    flags = [f"--{name}={value}" for name, value in shape.items() if name not in command.typed]
-    start = decide(command.with_flags(*flags), world_size=1, set_aside=False)
+        if name in command.typed and (other := getattr(typed.model, name)) != value:
+            raise ConfigError(f"--{name} {other}: {path.name} has {value}")
+    command = dataclasses.replace(command, values=shape | command.values)
+    start = resolve(command, world_size=1, set_aside=False)
     if foreign.step >= start.plan.max_steps:
         raise ConfigError(
             f"{path.name} is of step {foreign.step}, the run would have {start.plan.max_steps}: "
             f"say how long it shall be in all with --max_steps"
         )
-    start = fit_to_hardware(start, runtime)
+    start = choose_hardware(start, runtime)
     folder = _commit(start, foreign, path, runtime)
     for warning in (*foreign.notes, *start.warnings):
         print(f"note: {warning}")
@@ -66,15 +68,19 @@ def import_checkpoint(command: Command, path: Path) -> int:
 
 def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Path:
     """Write the run's folder with this one checkpoint."""
-    config = start.config
+    config, cpu = start.config, torch.device("cpu")
     rng.seed_everything(config.data.seed)
-    model = build_model(config.model, seed=config.data.seed, device=torch.device("cpu"))
-    optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))
+    model = build_model(config.model, seed=config.data.seed, device=cpu)
+    optimizers = build_optimizers(model, config.optim, device=cpu)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(foreign.weights[name])
-    _fill(model, optimizers, foreign)
-    origin = {"step": foreign.step, "imported": path.name, "sha256": _sha256(path), "samples": 0}
+    for optimizer in optimizers:
+        for name, parameter in store.parameters_of(optimizer, model):
+            fresh = {"step": torch.zeros(())}  # AdamW's before its first update
+            fresh |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = foreign.moments[name] if foreign.moments else fresh
+    origin = {"step": foreign.step, "imported": path.name, "sha256": sha256_of(path), "samples": 0}
     state = TrainState(step=foreign.step, history=(origin,))
     facts = facts_of(start, runtime)
     folder = RunFolder(start.run_dir)
@@ -92,26 +98,3 @@ def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Pat
     finally:
         folder.close()
     return saved
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _fill(model: GPT, optimizers: list[torch.optim.Optimizer], foreign: Foreign) -> None:
-    """Give AdamW the file's moments, or those that it has before its first update."""
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = named[id(parameter)]
-                values = foreign.moments[name] if foreign.moments else None
-                optimizer.state[parameter] = values or {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }

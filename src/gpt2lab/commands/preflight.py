@@ -1,6 +1,6 @@
 """`--preflight`: try everything that a run will need, in at most a minute, and answer GO or NO-GO.
 
-Nothing of the run is written. What the trainer would refuse is a NO-GO; what it would only warn of is a warning.
+Nothing of the run is written. What the trainer would reject is a NO-GO; what it would only warn of is a warning.
 """
 
 from __future__ import annotations
@@ -23,23 +23,19 @@ from gpt2lab.config.command_line import Command
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
-from gpt2lab.planner import card_presets, hardware
+from gpt2lab.planner import hardware
+from gpt2lab.planner.calibration import this_machine
 from gpt2lab.planner.estimate import MEMORY_TARGET, device_memory
-from gpt2lab.planner.here import Seen, here, look
-from gpt2lab.planner.scoring import job_of_start
-from gpt2lab.training.parts import (
-    PRETRAINING,
-    Parts,
-    Recipe,
-    build_and_load,
-    fit_to_hardware,
-    look_at_attention,
-    refuse_mixed_hardware,
-)
-from gpt2lab.training.start import Start, decide
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.machine import Seen, look
+from gpt2lab.training.components import Components
+from gpt2lab.training.pretrain import build, check_attention, choose_hardware
+from gpt2lab.training.recipe import PRETRAINING, Recipe
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.start import Start
 from gpt2lab.training.stop import end_with_parent, launcher_grace_seconds
 
-_UNEVEN = 1.5  # processes further apart than this are worth a look
+_UNEVEN = 1.5  # ranks further apart than this are worth a look
 _CLOCKS_APART = 2.0  # seconds
 
 
@@ -66,42 +62,37 @@ def preflight(command: Command, *, recipe: Recipe = PRETRAINING) -> int:
     return 1 if failed else 0
 
 
-def _decide(command: Command, world_size: int) -> Start:
-    start = decide(command, world_size=world_size, set_aside=False)
-    fitted = card_presets.fitted(command, start)
-    return decide(fitted, world_size=world_size, set_aside=False) if fitted else start
-
-
 def _check_all(command: Command, recipe: Recipe, runtime: Runtime) -> list[Check]:
     """Run the checks in order; one that later ones rest on ends the list where it fails."""
     try:
-        start = runtime.decided_by_first(lambda: _decide(command, runtime.world_size))
-        start = runtime.everywhere(lambda: fit_to_hardware(start, runtime))
-        refuse_mixed_hardware(start, runtime)
-    except GPT2LabError as refusal:
-        return [_refused(refusal)]
+        start = runtime.on_rank_zero(
+            lambda: resolve(command, recipe, world_size=runtime.world_size, set_aside=False)
+        )
+        start = choose_hardware(start, runtime)
+    except GPT2LabError as error:
+        return [_rejected(error)]
     if start.is_complete:
         return [Check("settings", "failed", f"{start.run_dir.name} is complete; nothing to train")]
     notes = [text for text in start.warnings if text not in start.room.shortage()]
     checks = [_settings(start), *(Check("note", "warning", text) for text in notes)]
-    checks += runtime.decided_by_first(lambda: [_disk(start), _memory(start, runtime)])
+    checks += runtime.on_rank_zero(lambda: [_disk(start), _memory(start, runtime)])
     if checks[-1].result == "failed":
         return checks
     try:
         model = recipe.build_model(start, runtime)
-        start = look_at_attention(start, model, runtime)
-        parts = build_and_load(start, runtime, model, recipe)
+        start = check_attention(start, model, runtime)
+        components = build(start, runtime, model, recipe)
         began = time.monotonic()
-        batch = runtime.everywhere(lambda: _first_batch(parts))
+        batch = runtime.on_all_ranks(lambda: _first_batch(components))
         read_seconds = time.monotonic() - began
-    except GPT2LabError as refusal:
-        return [*checks, _refused(refusal)]
+    except GPT2LabError as error:
+        return [*checks, _rejected(error)]
     checks.append(
         Check("data", "ok", f"{start.describe_data()}; first batch read in {read_seconds:.1f} s")
     )
-    if parts.receipt is not None:
-        checks.append(Check("checkpoint", "ok", parts.receipt.describe().splitlines()[0]))
-    step = _step(start, parts, batch, runtime)
+    if components.resume_check is not None:
+        checks.append(Check("checkpoint", "ok", components.resume_check.describe().splitlines()[0]))
+    step = _step(start, components, batch, runtime)
     checks.append(step)
     if step.result == "failed":
         return checks
@@ -112,9 +103,9 @@ def _check_all(command: Command, recipe: Recipe, runtime: Runtime) -> list[Check
     return checks
 
 
-def _refused(refusal: GPT2LabError) -> Check:
+def _rejected(error: GPT2LabError) -> Check:
     kinds = {DataError: "data", CheckpointError: "checkpoint"}
-    return Check(kinds.get(type(refusal), "settings"), "failed", str(refusal))
+    return Check(kinds.get(type(error), "settings"), "failed", str(error))
 
 
 def _settings(start: Start) -> Check:
@@ -130,7 +121,7 @@ def _settings(start: Start) -> Check:
 
 
 def _disk(start: Start) -> Check:
-    """Compare the retention plan with the disk, and time a piece of a checkpoint on it."""
+    """Compare the retention plan with the disk, and time a part of a checkpoint on it."""
     room, plan = start.room, start.plan
     # Half of what is free at most: others write too.
     num_bytes = min(DISK_BYTES, plan.checkpoint_bytes, room.free // 2)
@@ -142,8 +133,8 @@ def _disk(start: Start) -> Check:
         return Check("disk", "failed", f"{room.folder}: gives back other bytes than were written")
     if not room.fits:
         return Check("disk", "failed", " ".join(room.shortage()))
-    rates = [trial.num_bytes / seconds for seconds in (trial.write_seconds, trial.read_seconds)]
-    save, load = (plan.checkpoint_bytes / rate for rate in rates)
+    write, read = trial.num_bytes / trial.write_seconds, trial.num_bytes / trial.read_seconds
+    save, load = plan.checkpoint_bytes / write, plan.checkpoint_bytes / read
     return Check(
         "disk",
         "ok",
@@ -152,8 +143,8 @@ def _disk(start: Start) -> Check:
         {
             "free_bytes": room.free,
             "needed_bytes": room.needed,
-            "write_bytes_per_second": rates[0],
-            "read_bytes_per_second": rates[1],
+            "write_bytes_per_second": write,
+            "read_bytes_per_second": read,
             "save_seconds": save,
         },
     )
@@ -163,35 +154,34 @@ def _memory(start: Start, runtime: Runtime) -> Check:
     """Compare the predicted peak of a step with what is free."""
     dtype, compiled = start.config.system.dtype, start.config.system.compile == "on"
     assert dtype != "auto"
-    job, known = job_of_start(start, dtype=dtype, compiled=compiled), hardware.load()
+    known, tokens = hardware.load(), start.data.tokens("train")
+    job = Job.of_run(start.config, start.plan, train_tokens=tokens, dtype=dtype, compiled=compiled)
     seen = Seen(()) if runtime.device.type == "cpu" else look()
-    machine, _ = here(seen, known, [], processes=runtime.world_size, dtype=dtype, compiled=compiled)
+    machine, _ = this_machine(seen, known, [], job)
     need = device_memory(job, machine, known, MEMORY_TARGET)
     numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
-    needed = f"{fmt.num_bytes(need.needed)} a process predicted"
+    needed = f"{fmt.num_bytes(need.needed)} a rank predicted"
     if need.available is None:
         return Check("memory", "warning", f"{needed}; what is free is not known here", numbers)
     detail = f"{needed}, {fmt.num_bytes(need.available)} free for each"
     if need.fits:
         return Check("memory", "ok", detail, numbers)
-    fix = (
-        f"--mini_batch_size {need.largest_micro_batch} fits"
-        if need.largest_micro_batch
-        else "not even one sequence at a time fits: a smaller --model or --context_length does"
-    )
+    fix = "not even one sequence at a time fits: a smaller --model or --context_length does"
+    if need.largest_micro_batch:
+        fix = f"--mini_batch_size {need.largest_micro_batch} fits"
     return Check("memory", "failed", f"{detail}; {fix}", numbers)
 
 
-def _first_batch(parts: Parts) -> GlobalBatch:
+def _first_batch(components: Components) -> GlobalBatch:
     """Read the batch that the run would begin with, and check the shards it came from."""
-    batch = parts.sources.loader.fetch(parts.state.samples)
-    parts.sources.loader.wait_until_verified()
+    batch = components.batches.loader.fetch(components.state.samples)
+    components.batches.loader.reader.wait_until_verified()
     return batch
 
 
-def _step(start: Start, parts: Parts, batch: GlobalBatch, runtime: Runtime) -> Check:
+def _step(start: Start, components: Components, batch: GlobalBatch, runtime: Runtime) -> Check:
     try:
-        trial = try_step(start.config, parts, batch, runtime, start.plan.max_steps)
+        trial = try_step(start.config, components, batch, runtime, start.plan.max_steps)
     except torch.OutOfMemoryError as error:
         if runtime.world_size > 1:  # the others wait in a collective: the launcher must end them
             raise
@@ -199,11 +189,11 @@ def _step(start: Start, parts: Parts, batch: GlobalBatch, runtime: Runtime) -> C
     trials = runtime.gather(trial)
     seconds = [one.seconds for one in trials]
     share = start.plan.batch.tokens / runtime.world_size
-    whole = max(seconds) * share / trial.tokens
-    numbers = {"tokens": trial.tokens, "seconds": seconds, "step_seconds": whole}
+    full = max(seconds) * share / trial.tokens
+    numbers = {"tokens": trial.tokens, "seconds": seconds, "step_seconds": full}
     detail = (
-        f"forward, backward and update of {trial.tokens:,} tokens a process in {max(seconds):.2f} s "
-        f"(uncompiled), loss {trial.loss:.3f}: about {_seconds(whole)} a step"
+        f"forward, backward and update of {trial.tokens:,} tokens a rank in {max(seconds):.2f} s "
+        f"(uncompiled), loss {trial.loss:.3f}: about {_seconds(full)} a step"
     )
     if not math.isfinite(trial.loss) or not math.isfinite(trial.grad_norm):
         return Check("step", "failed", f"{detail}; loss or gradient is not finite", numbers)
@@ -216,15 +206,13 @@ def _seconds(number: float) -> str:
 
 def _network(start: Start, runtime: Runtime) -> Check:
     trials = runtime.gather(try_network(runtime, 4 * start.plan.parameters))
-    latencies, rates = (
-        [one.latency_seconds for one in trials],
-        [one.bytes_per_second for one in trials],
-    )
+    latencies = [one.latency_seconds for one in trials]
+    rates = [one.bytes_per_second for one in trials]
     gradient = 4 * start.plan.parameters / min(rates)
     slowest = rates.index(min(rates))
     detail = (
         f"all-reduce of a number {max(latencies) * 1e3:.2f} ms, of {fmt.num_bytes(trials[0].num_bytes)} "
-        f"{fmt.num_bytes(min(rates))}/s (process {slowest}, the slowest): {gradient:.2f} s for a step's gradient"
+        f"{fmt.num_bytes(min(rates))}/s (rank {slowest}, the slowest): {gradient:.2f} s for a step's gradient"
     )
     numbers = {"latency_seconds": latencies, "bytes_per_second": rates}
     uneven = max(rates) > _UNEVEN * min(rates)
@@ -241,12 +229,12 @@ def _clock(start: Start, runtime: Runtime) -> Check:
     moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(clocks[0]))
     numbers = {"seconds_apart": apart}
     if apart > _CLOCKS_APART:
-        text = f"the processes' clocks are {apart:.0f} s apart; logs of machines would not match"
-        return Check("clock", "warning", text, numbers)
-    if start.checkpoint is not None and start.checkpoint.created > clocks[0]:
+        text = f"the ranks' clocks are {apart:.0f} s apart; logs of machines would not match"
+    elif start.checkpoint is not None and start.checkpoint.created > clocks[0]:
         text = f"it is {moment} here, but the checkpoint was saved later; set the clock"
-        return Check("clock", "warning", text, numbers)
-    return Check("clock", "ok", f"{moment}, processes {apart:.2f} s apart", numbers)
+    else:
+        return Check("clock", "ok", f"{moment}, ranks {apart:.2f} s apart", numbers)
+    return Check("clock", "warning", text, numbers)
 
 
 def _grace(start: Start, done: dict[str, Check]) -> Check:
@@ -256,12 +244,11 @@ def _grace(start: Start, done: dict[str, Check]) -> Check:
     grace = launcher_grace_seconds(os.environ)
     numbers = {"stop_seconds": needed, "grace_seconds": grace}
     detail = f"a clean stop takes about {_seconds(needed)}"
-    if grace is None:
-        return Check("grace", "ok", f"{detail}; no launcher would kill before", numbers)
-    if needed <= grace:
-        return Check("grace", "ok", f"{detail}, torchrun waits {grace:.0f} s", numbers)
-    detail += f", torchrun kills after {grace:.0f} s; the command below makes it wait longer"
-    return Check("grace", "warning", detail, numbers)
+    if grace is not None and needed > grace:
+        detail += f", torchrun kills after {grace:.0f} s; the command below makes it wait longer"
+        return Check("grace", "warning", detail, numbers)
+    patience = "no launcher would kill before" if grace is None else f"torchrun waits {grace:.0f} s"
+    return Check("grace", "ok", f"{detail}; {patience}", numbers)
 
 
 def command_to_start(checks: list[Check]) -> str:
@@ -273,8 +260,7 @@ def command_to_start(checks: list[Check]) -> str:
         typed = Path(f"/proc/{os.getppid()}/cmdline")
         if typed.exists() and script in typed.read_text().split("\0"):
             words = typed.read_text().rstrip("\0").split("\0")
-    asked = ("--preflight", "--json")
-    words = [word for word in words if word not in asked]
+    words = [word for word in words if word not in ("--preflight", "--json")]
     grace = next((check for check in checks if check.name == "grace"), None)
     if grace is not None and grace.result == "warning":
         patience = str(2 * math.ceil(grace.numbers["stop_seconds"]))
@@ -284,8 +270,8 @@ def command_to_start(checks: list[Check]) -> str:
 
 def _print(checks: list[Check], failed: list[str], command: str, *, as_json: bool) -> None:
     if as_json:
-        told = {"go": not failed, "checks": [asdict(check) for check in checks], "command": command}
-        print(json.dumps(told))
+        answers = [asdict(check) for check in checks]
+        print(json.dumps({"go": not failed, "checks": answers, "command": command}))
         return
     width = max(len(check.name) for check in checks)
     for check in checks:

@@ -6,12 +6,12 @@ python scripts/prepare_data.py my_texts/ --out data/my_texts
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 
 
@@ -19,24 +19,25 @@ from gpt2lab.errors import ConfigError
 class PrepareData:
     """Tokenise text into the shards that the trainer reads.
 
-    Interrupt it as you like: the same command line goes on where it stopped.
+    After an interruption the same command line resumes where it stopped.
     """
 
-    source: Positional[str] = field(
-        metadata={"help": "python-stdlib | fineweb-edu | hf:NAME | a file or folder"}
-    )
+    source: Positional[str] = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
     out: Path | None = option(None, "folder to create; default data/NAME in the repository")
     shard_tokens: int = option(100_000_000, "tokens per shard file")
     val_tokens: int | None = option(
         None, "tokens of the validation split; default 5 % of the text, at most 100M"
     )
     max_tokens: int | None = option(None, "stop after this many tokens")
-    text_column: str = option("text", "column of .jsonl, .parquet and Hugging Face data")
+    text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(
-        None, "of a Hugging Face dataset; fineweb-edu: sample-10BT (default), sample-100BT ... full"
+        None,
+        "subset of a Hugging Face dataset; fineweb-edu: sample-10BT (default), sample-100BT ... full",
     )
     num_workers: int | None = option(None, "tokenising processes; default one per core")
-    part: str = option("1/1", "i/n: the i-th of n parts; join them with scripts/data.py merge")
+    part: str = option(
+        "1/1", "i/n: prepare the i-th of n parts; join them with scripts/data.py merge"
+    )
     skip_bad: bool = option(False, "leave out and count records that cannot be read")
 
 
@@ -46,8 +47,8 @@ def main(argv: list[str]) -> int:
     if flags.num_workers is not None and flags.num_workers < 1:
         raise ConfigError(f"num_workers {flags.num_workers} must be at least 1")
     from gpt2lab import paths
-    from gpt2lab.data.prepare import Sizes, describe, prepare
-    from gpt2lab.data.sources import open_source
+    from gpt2lab.data.prepare.pipeline import Sizes, describe, prepare
+    from gpt2lab.data.prepare.sources import open_source
 
     part = _parse_part(flags.part)
     source = open_source(

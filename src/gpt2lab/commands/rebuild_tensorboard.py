@@ -3,19 +3,19 @@
 python scripts/rebuild_tensorboard.py gpt2-124m
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.config.command_line import argument, option, run_tyro
 
 
 @dataclass(frozen=True)
 class Rebuild:
     """Make a run's TensorBoard files from its metrics.jsonl."""
 
-    run: Positional[str] = field(metadata={"help": "name in checkpoints/, or folder"})
+    run: Positional[str] = argument("name in checkpoints/, or folder")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
@@ -25,10 +25,7 @@ def main(argv: list[str]) -> int:
     from gpt2lab import paths
     from gpt2lab.runs import history
 
-    runs = flags.checkpoint_dir
-    found = history.find_run(
-        flags.run, checkpoint_dir=paths.from_working_directory(runs) if runs else None
-    )
+    found = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
     from gpt2lab.runs.tensorboard import rebuild_tensorboard  # torch
 
     folder, count = rebuild_tensorboard(found)

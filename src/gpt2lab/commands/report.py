@@ -4,12 +4,12 @@ python scripts/report.py gpt2-124m
 python scripts/report.py gpt2-124m --out report.html
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ from gpt2lab.errors import ConfigError
 class Report:
     """Write a run's report: one HTML page with everything about it."""
 
-    run: Positional[str] = field(metadata={"help": "name in checkpoints/, or folder"})
+    run: Positional[str] = argument("name in checkpoints/, or folder")
     out: Path | None = option(None, "page to write; default report.html in the run's folder")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
@@ -28,10 +28,7 @@ def main(argv: list[str]) -> int:
     from gpt2lab import paths
     from gpt2lab.runs import history, report
 
-    runs = flags.checkpoint_dir
-    run_dir = history.find_run(
-        flags.run, checkpoint_dir=paths.from_working_directory(runs) if runs else None
-    )
+    run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
     out = paths.from_working_directory(flags.out) if flags.out else run_dir / "report.html"
     if out.suffix != ".html":
         raise ConfigError(f"--out {out}: a page is written; let the name end in .html")

@@ -6,15 +6,17 @@ python scripts/sample.py hf:gpt2 --batch prompts.txt --out texts.jsonl --tempera
 """
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab import paths
+from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.style import Style, refuse_style
+from gpt2lab.evaluation.completion import Style, check_style
 
 if TYPE_CHECKING:
     from gpt2lab.evaluation.completion import Completer
@@ -24,9 +26,7 @@ if TYPE_CHECKING:
 class Sample:
     """Continue prompts with a run, a checkpoint, or a Hugging Face GPT-2."""
 
-    target: Positional[str] = field(
-        metadata={"help": "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2"}
-    )
+    target: Positional[str] = argument(TARGET)
     prompt: str | None = option(None, "text to continue; '' = begin with nothing")
     interactive: bool = option(False, "read prompts from the terminal, until an empty line")
     batch: Path | None = option(None, "file of prompts, one a line")
@@ -39,30 +39,15 @@ class Sample:
 
 
 def main(argv: list[str]) -> int:
-    """Load the model and continue what is asked for."""
+    """Load the model and continue the prompts."""
     flags = run_tyro(Sample, argv)
-    from gpt2lab import paths
-
-    _refuse(flags)
-    from gpt2lab.evaluation.completion import Completer, complete_file  # torch
-
-    def typed(path: Path) -> Path:
-        return paths.from_working_directory(path)
-
-    runs = flags.checkpoint_dir
-    completer = Completer(
-        flags.target,
-        checkpoint_dir=typed(runs) if runs else paths.from_repository(Path("checkpoints")),
-        device=flags.device,
-        dtype=flags.dtype,
-        style=flags.style,
-    )
-    for warning in completer.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    _check(flags)
+    completer = load(flags)
     if flags.batch is not None:
-        complete_file(
-            completer, typed(flags.batch), typed(flags.out), num_samples=flags.num_samples
-        )
+        from gpt2lab.evaluation.completion import complete_file
+
+        source, out = map(paths.from_working_directory, (flags.batch, flags.out))
+        complete_file(completer, source, out, num_samples=flags.num_samples)
     elif flags.interactive:
         _converse(completer, flags.num_samples)
     else:
@@ -73,7 +58,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _refuse(flags: Sample) -> None:
+def _check(flags: Sample) -> None:
     ways = [flags.prompt is not None, flags.interactive, flags.batch is not None]
     if sum(ways) != 1:
         raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
@@ -81,29 +66,54 @@ def _refuse(flags: Sample) -> None:
         raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
     if flags.num_samples < 1:
         raise ConfigError(f"num_samples {flags.num_samples} must be at least 1")
-    refuse_style(flags.style)
 
 
-def _converse(completer: "Completer", num_samples: int) -> None:
-    """Continue each line that is typed, showing the text as it comes."""
-    number = 0
+def load(flags: Any) -> "Completer":
+    """Load the model that the flags of sample or chat name, and print its warnings.
+
+    Raises: ConfigError, CheckpointError.
+    """
+    check_style(flags.style)
+    from gpt2lab.evaluation.completion import Completer
+
+    completer = Completer(
+        flags.target,
+        checkpoint_dir=paths.runs_folder(flags.checkpoint_dir),
+        device=flags.device,
+        dtype=flags.dtype,
+        style=flags.style,
+    )
+    for warning in completer.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return completer
+
+
+def typed_lines() -> Iterator[str]:
+    """Ask for lines on the terminal until the input ends."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
+        if not line:
+            print(file=sys.stderr)  # Ctrl+D leaves the cursor where it was
+            return
+        yield line
+
+
+def _converse(completer: "Completer", num_samples: int) -> None:
+    """Continue each typed line and print the text token by token."""
+    number = 0
+    for line in typed_lines():
         prompt = line.rstrip("\n")
         if not prompt:
-            print(
-                end="" if line else "\n", file=sys.stderr
-            )  # Ctrl+D leaves the cursor where it was
             return
         try:
             ids = completer.encode(prompt)
-        except ConfigError as refusal:
-            print(f"error: {refusal}", file=sys.stderr)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
             continue
         for place in range(num_samples):
             print(prompt, end="", flush=True)
-            for piece in completer.stream(ids, number=number, place=place):
-                print(piece, end="", flush=True)
+            for text in completer.stream(ids, number=number, place=place):
+                print(text, end="", flush=True)
             print()
         number += 1

@@ -1,14 +1,30 @@
-"""Show the runs in TensorBoard: start it in the background for this machine only, or stop the one that was started.
+"""Start TensorBoard in the background for this machine only, or stop the one that was started.
 
 python scripts/show_tensorboard.py --port 6006
 python scripts/show_tensorboard.py --stop
+
+The server holds a lock on its pid file as long as it lives, so a file that a dead server left behind never ends
+another program that has its number now.
 """
 
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2lab import paths
 from gpt2lab.config.command_line import option, run_tyro
 from gpt2lab.errors import ConfigError
+
+_HOST = "localhost"
+_START_SECONDS, _STOP_SECONDS = 120.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -16,26 +32,103 @@ class ShowTensorBoard:
     """Start TensorBoard in the background for this machine only, or stop the one that was started."""
 
     port: int = option(6006, "where a browser finds it: http://localhost:PORT")
-    stop: bool = option(False, "end it, and nothing else")
+    stop: bool = option(False, "stop it and do nothing else")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
-    """Start or stop, and say so."""
+    """Start or stop the server and print where it is."""
     flags = run_tyro(ShowTensorBoard, argv)
-    from gpt2lab import paths
-    from gpt2lab.runs import tensorboard_server
-
-    folder = paths.from_repository(Path("checkpoints"))
-    if flags.checkpoint_dir:
-        folder = paths.from_working_directory(flags.checkpoint_dir)
+    folder = paths.runs_folder(flags.checkpoint_dir)
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
+    pid_file = folder / ".tensorboard.pid"
+    found = _running(pid_file)
     if flags.stop:
-        stopped = tensorboard_server.stop(folder)
-        print(f"stopped {stopped.address}" if stopped else "no TensorBoard of ours is running")
+        if found:
+            _stop(pid_file, found["pid"])
+        address = f"stopped http://{_HOST}:{found['port']}/" if found else ""
+        print(address or "no TensorBoard of this folder is running")
         return 0
-    server = tensorboard_server.running(folder)
-    server = server or tensorboard_server.start(folder, flags.port)
-    print(tensorboard_server.describe(server, folder))
+    found = found or _start(folder, pid_file, flags.port)
+    print(
+        f"http://{_HOST}:{found['port']}/ shows {paths.for_people(folder)} (process {found['pid']}); "
+        f"make tensorboard-stop ends it"
+    )
     return 0
+
+
+def _running(pid_file: Path) -> dict[str, int] | None:
+    """Return pid and port of the server that holds the lock, None if there is none.
+
+    Raises: ConfigError while another process starts one.
+    """
+    try:
+        with open(pid_file) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        try:
+            return dict(json.loads(pid_file.read_text()))
+        except ValueError:
+            raise ConfigError(f"{pid_file}: TensorBoard is being started; try again") from None
+    except OSError:
+        pass
+    return None
+
+
+def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
+    """Start a server and return pid and port once it answers.
+
+    Raises: ConfigError if the port is taken, the folder cannot be written or TensorBoard ends at once.
+    """
+    _check_port(port)
+    log = folder / ".tensorboard.log"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]
+    try:
+        with open(pid_file, "a") as file, open(log, "w") as output:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            process = subprocess.Popen(
+                [*command, "--host", _HOST, "--port", str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl+C in this terminal must not end it
+                pass_fds=[file.fileno()],  # with the descriptor the server inherits the lock
+            )
+            found = {"pid": process.pid, "port": port}
+            json.dump(found, file)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot write there ({error.strerror})") from error
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+            raise ConfigError(f"TensorBoard ended at once: {lines[-1]} (full output in {log})")
+        with contextlib.suppress(OSError), socket.create_connection((_HOST, port), timeout=1):
+            return found
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    raise ConfigError(f"TensorBoard did not answer within {_START_SECONDS:.0f} s; see {log}")
+
+
+def _stop(pid_file: Path, pid: int) -> None:
+    """End the server and wait until it is gone."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    os.killpg(pid, signal.SIGTERM)
+    while _running(pid_file):
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    pid_file.unlink(missing_ok=True)
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 65536:
+        raise ConfigError(f"port {port} must be from 1 to 65535")
+    try:
+        socket.create_server((_HOST, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"port {port} cannot be used ({os.strerror(error.errno or 0)}); choose another: make tensorboard PORT=N"
+        ) from error

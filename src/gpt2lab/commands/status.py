@@ -33,11 +33,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--watch {flags.watch} takes seconds above 0, and does not go with --json"
         )
-    folder = paths.from_repository(Path("checkpoints"))
-    if flags.checkpoint_dir:
-        folder = paths.from_working_directory(flags.checkpoint_dir)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder")
+    folder = paths.runs_folder(flags.checkpoint_dir)
+    if flags.checkpoint_dir and not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder")
 
     def table() -> str:
         runs = overview.read_runs(folder)

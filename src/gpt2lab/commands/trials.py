@@ -22,7 +22,7 @@ from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.model.counts import flops_per_token
 from gpt2lab.optim.schedule import lr_at
-from gpt2lab.training.parts import Parts
+from gpt2lab.training.components import Components
 from gpt2lab.training.train_step import train_step
 
 DISK_BYTES = 512 * 10**6  # most that is written
@@ -54,9 +54,9 @@ def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
     try:
         with open(path, "xb") as file:
             while written < num_bytes and time.monotonic() - began < _DISK_SECONDS:
-                piece = block[: num_bytes - written]
-                digests[0].update(piece)
-                written += file.write(piece)
+                part = block[: num_bytes - written]
+                digests[0].update(part)
+                written += file.write(part)
             file.flush()
             os.fsync(file.fileno())
             write_seconds = time.monotonic() - began
@@ -64,8 +64,8 @@ def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         began = time.monotonic()
         with open(path, "rb") as file:
-            while piece := file.read(_BLOCK):
-                digests[1].update(piece)
+            while part := file.read(_BLOCK):
+                digests[1].update(part)
         read_seconds = time.monotonic() - began
     finally:
         path.unlink(missing_ok=True)
@@ -84,51 +84,44 @@ class StepTrial:
 
 
 def try_step(
-    config: Config, parts: Parts, batch: GlobalBatch, runtime: Runtime, max_steps: int
+    config: Config, components: Components, batch: GlobalBatch, runtime: Runtime, max_steps: int
 ) -> StepTrial:
-    """Take two real steps with the run's own parts, uncompiled, on a piece of `batch`; the parts are spoilt then."""
-    piece = _cut(batch, most=_most_tokens(config, runtime), runtime=runtime)
+    """Take two real steps, uncompiled, on a slice of `batch`; the components cannot train afterwards."""
+    most = STEP_TOKENS
+    if runtime.device.type == "cpu":
+        most = min(most, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
+    part = _cut(batch, most=most, runtime=runtime)
     for _ in range(2):  # the first makes memory and kernels ready
         began = time.monotonic()
         with torch.compiler.set_stance("force_eager"):
             stats = train_step(
-                parts.wrapped,
-                parts.optimizers,
-                piece,
-                lr_at(parts.state.step + 1, config.optim, max_steps=max_steps),
-                strategy=parts.strategy,
+                components.trained,
+                components.optimizers,
+                part,
+                lr_at(components.state.step + 1, config.optim, max_steps=max_steps),
+                strategy=components.strategy,
                 grad_clip=config.optim.grad_clip,
                 seed=config.data.seed,
             )
         runtime.synchronize()
-    return StepTrial(
-        tokens=piece.micro_batches[0].tokens.numel(),
-        seconds=time.monotonic() - began,
-        loss=stats.loss,
-        grad_norm=stats.grad_norm,
-    )
-
-
-def _most_tokens(config: Config, runtime: Runtime) -> int:
-    if runtime.device.type != "cpu":
-        return STEP_TOKENS
-    return min(STEP_TOKENS, max(1, int(_CPU_FLOPS / flops_per_token(config.model))))
+    seconds, tokens = time.monotonic() - began, part.micro_batches[0].tokens.numel()
+    return StepTrial(tokens, seconds, stats.loss, stats.grad_norm)
 
 
 def _cut(batch: GlobalBatch, *, most: int, runtime: Runtime) -> GlobalBatch:
     """Return a batch of one micro-batch a process with at most `most` tokens, shorter windows if one is too long."""
     micro = batch.micro_batches[0]
     rows, length = micro.tokens.shape
-    rows, length = (rows, length) if length <= most else (1, most)
+    length = min(length, most)
     rows = min(rows, most // length)
-    piece = dataclasses.replace(
+    part = dataclasses.replace(
         micro,
         tokens=micro.tokens[:rows, :length].contiguous(),
         targets=micro.targets[:rows, :length].contiguous(),
         is_last=True,
     )
-    targets = runtime.sum((piece.targets >= 0).sum())
-    return dataclasses.replace(batch, micro_batches=(piece,), num_targets=max(1, int(targets)))
+    targets = runtime.sum_over_ranks((part.targets >= 0).sum())
+    return dataclasses.replace(batch, micro_batches=(part,), num_targets=max(1, int(targets)))
 
 
 @dataclass(frozen=True)
@@ -136,19 +129,14 @@ class NetworkTrial:
     """All-reduce between the processes, as this one saw it."""
 
     latency_seconds: float  # of 4 bytes
-    num_bytes: int
-    seconds: float  # of so many bytes
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Bytes that a process has summed in a second."""
-        return self.num_bytes / self.seconds
+    num_bytes: int  # summed to find the rate
+    bytes_per_second: float
 
 
 def try_network(runtime: Runtime, gradient_bytes: int) -> NetworkTrial:
     """Time all-reduces of a number and of up to 32 MiB; medians."""
     num_bytes = min(gradient_bytes, NETWORK_BYTES)
-    seconds = {}
+    seconds = []
     for elements, rounds in ((1, 50), (num_bytes // 4, 3)):
         values = torch.zeros(elements, device=runtime.device)
         times = []
@@ -158,5 +146,5 @@ def try_network(runtime: Runtime, gradient_bytes: int) -> NetworkTrial:
             dist.all_reduce(values)
             runtime.synchronize()
             times.append(time.monotonic() - began)
-        seconds[elements] = statistics.median(times[1:])  # the first one connects
-    return NetworkTrial(seconds[1], num_bytes, seconds[num_bytes // 4])
+        seconds.append(statistics.median(times[1:]))  # the first one connects
+    return NetworkTrial(seconds[0], num_bytes, num_bytes / seconds[1])

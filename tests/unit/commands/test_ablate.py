@@ -1,4 +1,4 @@
-"""scripts/ablate.py: what it refuses, what it reads off the curves, and that nothing finished is run again."""
+"""scripts/ablate.py: what it rejects, what it reads off the curves, and that nothing finished is run again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import launch
-from gpt2lab.commands import ablation
-from gpt2lab.commands.ablation import carry_out, plan_runs, read_settings
+from gpt2lab.commands import ablate
+from gpt2lab.commands.ablate import carry_out, plan_runs, read_settings
 from gpt2lab.commands.ablation_table import Curve, Mean, compare, mean, reach, write_table
 from gpt2lab.config.command_line import parse
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
@@ -43,7 +43,7 @@ def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
         ("a: x", "1 settings; a comparison needs at least 2"),
     ],
 )
-def test_a_settings_file_that_means_nothing_is_refused(tmp_path: Path, text, line) -> None:
+def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, line) -> None:
     path = tmp_path / "s.txt"
     path.write_text(text)
     with pytest.raises(ConfigError, match=line) as caught:
@@ -123,7 +123,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return subprocess.CompletedProcess(argv, 0, "", "")
 
     module = SimpleNamespace(run=fake_run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(ablation, "subprocess", module)
+    monkeypatch.setattr(ablate, "subprocess", module)
     return names
 
 
@@ -142,16 +142,16 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(
     carry_out(plan_runs(settings, shared, seeds=(1, 2), out=tmp_path), say=said.append)
     assert len(started) == 4
     assert said[-1] == "[4/4] hot_seed2: complete"
-    table = write_table(runs, tmp_path, target=None)
+    markdown, as_json = write_table(runs, tmp_path, target=None)
     written = json.loads((tmp_path / "ablation.json").read_text())
-    assert written == json.loads(json.dumps(table.as_json))
-    assert (tmp_path / "ablation.md").read_text() == table.markdown + "\n"
-    cold, hot = table.as_json["settings"]
+    assert written == json.loads(json.dumps(as_json))
+    assert (tmp_path / "ablation.md").read_text() == markdown + "\n"
+    cold, hot = as_json["settings"]
     assert (cold["setting"], cold["tokens"], cold["reached"]) == ("cold", 768, 2)
     assert hot["tokens_ratio"]["value"] < 1
     logged = [e["val_loss"] for e in launch.events(tmp_path / "cold_seed2", "eval")]
     assert list(cold["curves"][1]["losses"]) == logged[1:]
-    assert table.markdown.splitlines()[2].startswith("| cold | 2 | 768 | ")
+    assert markdown.splitlines()[2].startswith("| cold | 2 | 768 | ")
 
     with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02; name the setting"):
         plan_runs(
@@ -188,7 +188,7 @@ def _raise(*_: Any, **__: Any) -> None:
         (["--val_tokens=640"], "val_tokens 320 in a, 640 in b: their losses would not compare"),
     ],
 )
-def test_settings_that_cannot_be_compared_are_refused_before_anything_runs(
+def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
     shared: list[str], tmp_path: Path, flags, line
 ) -> None:
     with pytest.raises(ConfigError, match=line):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +11,21 @@ import pytest
 
 import launch
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, write_jsonl
-from gpt2lab.commands.ledger import tokens_of_step
+from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.command_line import parse
-from gpt2lab.data.adopt import adopt
-from gpt2lab.data.audit import measure, verify
+from gpt2lab.data.prepare.existing import adopt
 from gpt2lab.data.shards import open_data
+from gpt2lab.data.verify import measure, verify
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB, write_shards
 
-DOOR = Path(__file__).resolve().parents[3] / "scripts" / "data.py"
-
 
 def data(*words: object) -> tuple[int, str, str]:
-    """Call the door; return its exit code, stdout and last line of stderr."""
-    answer = subprocess.run(
-        [sys.executable, str(DOOR), *map(str, words)], capture_output=True, text=True, timeout=60
-    )
-    return answer.returncode, answer.stdout, (answer.stderr.splitlines() or [""])[-1]
+    """Call the command; return its exit code, stdout and last line of stderr."""
+    code, said, error = launch.call("data.py", *words)
+    return code, said, (error.splitlines() or [""])[-1]
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------
@@ -170,7 +164,7 @@ def test_characters_are_not_taken_for_gpt2_ids(tmp_path: Path) -> None:
         ("empty", r"val\.bin: empty"),
     ],
 )
-def test_what_cannot_be_imported_is_refused_and_left_alone(
+def test_what_cannot_be_imported_is_rejected_and_left_alone(
     tmp_path: Path, case: str, message: str
 ) -> None:
     folder = write_nanogpt(tmp_path / "d")
@@ -223,7 +217,7 @@ def test_show_text_is_the_text_that_was_prepared(prepared: Path, tmp_path: Path)
     assert text in said
 
 
-def test_show_refuses_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]) -> None:
+def test_show_rejects_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]) -> None:
     folder = write_shards(tmp_path / "data", train=(1000, 900), val=(300,))
     flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
     pretrain(parse([*flags, f"--data_dir={folder}", "--max_steps=3"]))
@@ -238,7 +232,7 @@ def test_show_refuses_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]
     assert (code, "no run of this name" in error) == (2, True)
 
 
-# -- merge and the door itself ---------------------------------------------------------------------------------------
+# -- merge and the command itself ------------------------------------------------------------------------------
 
 
 def test_merge_as_a_user_calls_it(tmp_path: Path) -> None:

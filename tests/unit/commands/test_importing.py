@@ -1,4 +1,4 @@
-"""Files of other GPT-2 trainers become checkpoints of ours: the same weights and moments, or a refusal in one line.
+"""Files of other GPT-2 trainers become checkpoints of ours: the same weights and moments, or a rejection in one line.
 
 The files are written here by hand, in the layouts of nanoGPT and of the program that this one replaces.
 """
@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_named(
     assert not become.path.exists()
 
 
-def test_a_swapped_moment_is_refused(origin: Run, become: Run, tmp_path: Path) -> None:
+def test_a_swapped_moment_is_rejected(origin: Run, become: Run, tmp_path: Path) -> None:
     optimizer = optimizer_of(origin)
     optimizer["state"][0], optimizer["state"][1] = optimizer["state"][1], optimizer["state"][0]
     with pytest.raises(CheckpointError, match=r"does not fit wte\.weight"):
@@ -302,7 +302,7 @@ def test_the_run_it_becomes_must_fit(origin: Run, become: Run, tmp_path: Path) -
         take(become, file)
 
 
-def test_the_door_refuses_in_one_line(become: Run, tmp_path: Path) -> None:
+def test_the_command_rejects_in_one_line(become: Run, tmp_path: Path) -> None:
     text = tmp_path / "notes.pt"
     text.write_text("no checkpoint")
     for flags, expected in (
@@ -310,7 +310,7 @@ def test_the_door_refuses_in_one_line(become: Run, tmp_path: Path) -> None:
         ([f"--import_checkpoint={tmp_path / 'none.pt'}"], "No such file"),
         (["--trust"], "--trust goes with --import_checkpoint"),
     ):
-        done = launch.train([*become.flags, *flags])
+        done = launch.call(launch.TRAIN, *become.flags, *flags)
         assert done.returncode == 2, done.stderr
         assert expected in done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -1,4 +1,4 @@
-"""Which tokens did a step train on? Answered from the run's own records, and checked against the logged hash."""
+"""The tokens that a step trained on, from the run's records and checked against the logged hash."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from gpt2lab import paths
+from gpt2lab.commands.train import recipe_named
 from gpt2lab.data.order import Order
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.finetuning.beginning import open_what_is_learned
 from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS, gpt2_encoding
@@ -32,7 +32,7 @@ class StepTokens:
 def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
     """Return what update number `step` of a run trained on.
 
-    Raises: ConfigError if the run has not taken that step; DataError if the data is no longer what it was.
+    Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
     """
     config = history.read_config(run_dir)
     events = history.read_events(run_dir)
@@ -48,7 +48,8 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
         )
     context_length = config.model.context_length
     samples = begun[-1]["tokens_per_step"] // context_length
-    data = open_what_is_learned(config)
+    recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
+    data = recipe.open_data(config)
     shards = data.splits["train"]
     order = Order(
         [shard.tokens for shard in shards],
@@ -81,7 +82,7 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
 
 
 def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
-    """Write the windows one after another, as ids or as text, each with its place."""
+    """Print the windows in sample order, as ids or as text, each with its place."""
     count, width = tokens.windows.shape
     lines = [
         f"step {tokens.step} of {paths.for_people(run_dir)}: epoch {tokens.epoch}, {count} windows "
