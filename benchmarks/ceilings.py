@@ -1,24 +1,33 @@
-"""What this machine can do at best: matrix products, copies of memory, attention. Everything else is a share of it."""
+"""What this machine can do at best: matrix products, copies of memory, attention, and a CPU's vector registers."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.register_peak import register_peak
-from benchmarks.shapes import Size
+from benchmarks.sizes import Size
 from gpt2lab import fmt
+from gpt2lab.distributed.processor import cpu_name
 
 Device = Literal["cpu", "cuda"]
+Precision = Literal["fp32", "bf16"]
+_CPUINFO = Path("/proc/cpuinfo")
 _SECONDS = 1.0  # spent on each measurement
 _LEAST_ROUNDS = 5
+_PEAK_SECONDS, _PEAK_ROUNDS = 0.3, 5
 _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -28,7 +37,7 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best of several shapes each; the registers' of a CPU that tells."""
+    """The best rate of several shapes each; of registers only where a CPU has AVX-512 and no AMX."""
 
     matmul_fp32: float  # FLOP/s, full precision
     matmul_bf16: float  # FLOP/s
@@ -45,30 +54,36 @@ class Ceilings:
     torch_version: str
     threads: int
 
-    def matmul(self, precision: Literal["fp32", "bf16"]) -> float:
+    def matmul(self, precision: Precision) -> float:
         """Return the matmul rate of that precision."""
         return self.matmul_bf16 if precision == "bf16" else self.matmul_fp32
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers by name."""
+        """Return the numbers by name, rates in FLOP/s and bytes/s."""
         return asdict(self)
 
 
 def measure_ceilings(device: Device, size: Size) -> Ceilings:
     """Measure all, a second each."""
+
+    def peak(precision: Precision) -> float | None:
+        threads = torch.get_num_threads()
+        on_cpu = device == "cpu"
+        return register_peak(precision, threads=threads, flags=cpu_flags()) if on_cpu else None
+
     shapes = _matmul_shapes(size, device)
     kernels = _KERNELS if device == "cuda" else {}
     found = Ceilings(
         matmul_fp32=max(_matmul(shape, torch.float32, device) for shape in shapes),
         matmul_bf16=max(_matmul(shape, torch.bfloat16, device) for shape in shapes),
-        register_fp32=_register_peak("fp32", device),
-        register_bf16=_register_peak("bf16", device),
+        register_fp32=peak("fp32"),
+        register_bf16=peak("bf16"),
         copy=_copy(device),
         fresh_memory=_fresh_memory() if device == "cpu" else None,
         attention_sdpa=_attention(size, device),
         attention_by_kernel={name: _attention_by(kernel, size) for name, kernel in kernels.items()},
         cudnn=torch.backends.cudnn.version() if device == "cuda" else None,  # type: ignore[no-untyped-call]
-        device_name=torch.cuda.get_device_name() if device == "cuda" else _processor_name(),
+        device_name=torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
     )
@@ -78,7 +93,7 @@ def measure_ceilings(device: Device, size: Size) -> Ceilings:
 
 
 def describe(ceilings: Ceilings) -> str:
-    """Write them for people."""
+    """Return the ceilings as text."""
     peaks = {"bf16": ceilings.register_bf16, "fp32": ceilings.register_fp32}
     by_kernel = ceilings.attention_by_kernel.items()
     rows = [
@@ -99,10 +114,6 @@ def describe(ceilings: Ceilings) -> str:
     head = f"{ceilings.device_name}, {ceilings.threads} threads, torch {ceilings.torch_version}"
     head += f", cuDNN {ceilings.cudnn}" if ceilings.cudnn else ""
     return f"{head}\n{fmt.table(('ceiling', ''), rows)}"
-
-
-def _register_peak(precision: Literal["fp32", "bf16"], device: Device) -> float | None:
-    return register_peak(precision, threads=torch.get_num_threads()) if device == "cpu" else None
 
 
 def _matmul_shapes(size: Size, device: Device) -> list[tuple[int, int, int]]:
@@ -185,10 +196,73 @@ def _median_seconds(act: Callable[[], object], device: Device) -> float:
     return statistics.median(seconds)
 
 
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
-    except OSError:
-        names = []
-    return names[0] if names else "CPU"
+# 16 sums that do not wait for each other cover the instruction's latency of 4 to 6 cycles, two a cycle.
+_SOURCE = """
+#include <immintrin.h>
+#define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15)
+#define MULTIPLY(NAME, OPERAND, START, INSTRUCTION)                         \\
+  float NAME(long rounds) {                                                 \\
+    __m512 sum[16]; OPERAND a = START, b = START;                           \\
+    for (int i = 0; i < 16; i++) sum[i] = _mm512_set1_ps(0.0f);             \\
+    for (long round = 0; round < rounds; round++) {                         \\
+      __asm__ volatile("" : "+v"(a), "+v"(b));                              \\
+      EACH(INSTRUCTION)                                                     \\
+    }                                                                       \\
+    float total = 0.0f;                                                     \\
+    for (int i = 0; i < 16; i++) total += _mm512_reduce_add_ps(sum[i]);     \\
+    return total;                                                           \\
+  }
+#define FP32(i) sum[i] = _mm512_fmadd_ps(a, b, sum[i]);
+MULTIPLY(fp32, __m512, _mm512_set1_ps(0.5f), FP32)
+#ifdef __AVX512BF16__
+#define BF16(i) sum[i] = _mm512_dpbf16_ps(sum[i], a, b);
+MULTIPLY(bf16, __m512bh, (__m512bh)_mm512_set1_ps(0.5f), BF16)
+#endif
+"""
+_FLOP = {"fp32": 16 * 2, "bf16": 16 * 4}  # of one instruction: 16 lanes; bf16 takes pairs
+_NEEDS = {"fp32": "avx512f", "bf16": "avx512_bf16"}
+_FLAGS = {"fp32": ["-mavx512f"], "bf16": ["-mavx512f", "-mavx512bf16"]}
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the words of /proc/cpuinfo, instruction sets among them; none where there is no such file."""
+    return frozenset(_CPUINFO.read_text().split() if _CPUINFO.exists() else ())
+
+
+def has_amx(flags: Collection[str]) -> bool:
+    """Tell whether a processor multiplies matrices in tiles, by its flags in /proc/cpuinfo."""
+    return "amx_tile" in flags or "amx_bf16" in flags
+
+
+def register_peak(precision: Precision, *, threads: int, flags: Collection[str]) -> float | None:
+    """Return the FLOP/s of vector registers alone, the best of a few short rounds; None if that is unknown.
+
+    No matrix product of vector instructions is faster. A few lines of C are compiled when this is measured, because
+    Python can time nothing that touches no memory. That needs x86-64 with AVX-512 (see `flags` of /proc/cpuinfo) and a
+    compiler. A processor with AMX multiplies in tiles, many times as fast as in vectors: there is no peak to return.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or _NEEDS[precision] not in flags or has_amx(flags):
+        return None
+    with tempfile.TemporaryDirectory(prefix="gpt2lab-peak-") as folder:
+        source, library = Path(folder) / "peak.c", Path(folder) / "peak.so"
+        source.write_text(_SOURCE)
+        command = [compiler, "-O2", "-shared", "-fPIC", *_FLAGS[precision], str(source)]
+        built = subprocess.run([*command, "-o", str(library)], capture_output=True)
+        if built.returncode:
+            return None
+        multiply = getattr(ctypes.CDLL(str(library)), precision)
+        multiply.argtypes, multiply.restype = [ctypes.c_long], ctypes.c_float
+        return max(_rate(multiply, _FLOP[precision], threads) for _ in range(_PEAK_ROUNDS))
+
+
+def _rate(multiply: ctypes._NamedFuncPointer, flop: int, threads: int) -> float:
+    """Return FLOP/s of all threads together; ctypes releases the interpreter's lock during a call."""
+    rounds, seconds = 1_000_000, 0.0
+    while seconds < _PEAK_SECONDS:
+        with ThreadPoolExecutor(threads) as pool:
+            began = time.perf_counter()
+            list(pool.map(multiply, [rounds] * threads))
+            seconds = time.perf_counter() - began
+        rounds *= 2
+    return threads * (rounds // 2) * 16 * flop / seconds

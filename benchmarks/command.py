@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from benchmarks.shapes import CPU_SIZES, SizeName
-from benchmarks.variants import VARIANTS, VariantName
+from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
 from gpt2lab.config.command_line import option, run_tyro
 from gpt2lab.config.schema import ModelName
 from gpt2lab.errors import ConfigError
@@ -210,7 +209,7 @@ def _measure_data(flags: Data) -> tuple[dict[str, Any], str]:
 def _measure_hellaswag(flags: HellaSwag) -> tuple[dict[str, Any], str]:
     from benchmarks import hellaswag
     from gpt2lab import paths
-    from gpt2lab.evaluation.hellaswag_source import fetch_hellaswag
+    from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag
 
     typed = flags.hellaswag_path
     result = hellaswag.compare_with_tutorial(

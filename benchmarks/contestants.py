@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.shapes import Size
-from benchmarks.variants import Variant
+from benchmarks.sizes import Size, Variant
 from gpt2lab import paths
 from gpt2lab.errors import ConfigError
 

@@ -22,9 +22,9 @@ from gpt2lab import fmt
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
-from gpt2lab.data.prepare import Sizes, prepare
+from gpt2lab.data.prepare.pipeline import Sizes, prepare
+from gpt2lab.data.prepare.sources import Document, open_source
 from gpt2lab.data.shards import open_data
-from gpt2lab.data.sources import Document, open_source
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
@@ -138,7 +138,7 @@ def describe(preparation: dict[str, Any], loader: dict[str, Any]) -> str:
 
 def _write_corpus(path: Path, num_bytes: int) -> None:
     documents = open_source("python-stdlib", text_column="text").documents(None)
-    texts = ["".join(document.chunks) for document in documents if isinstance(document, Document)]
+    texts = ["".join(document.blocks) for document in documents if isinstance(document, Document)]
     texts = [
         text for text in texts if text
     ]  # the tutorial's way keeps empty documents, ours does not

@@ -49,18 +49,18 @@ def compare_with_tutorial(
     runtime = Runtime()
     runtime.use(SystemConfig(device=device))
     dtype = resolve_dtype(dtype, runtime.device)
-    strategy = Strategy(runtime, compile=False, dtype=dtype)
+    strategy = Strategy(runtime, SystemConfig(dtype=dtype))
     config = preset(model_name).model
     model = build_model(config, seed=1, device=runtime.device).eval()
     questions = load_questions(path).subset(items)
-    pieces = {style: questions.pieces(style) for style in STYLES}
+    sequences = {style: questions.sequences(style) for style in STYLES}
     T = config.context_length
 
     def batches(style: Style) -> list[Any]:
-        rows = make_rows(pieces[style], context_length=T, first_slot=0)
+        rows = make_rows(sequences[style], context_length=T, first_slot=0)
         return cut_batches(rows, batch_tokens=BATCH_TOKENS[runtime.device.type])
 
-    tutorial = Timing("tutorial_loop", pieces["tutorial"])
+    tutorial = Timing("tutorial_loop", sequences["tutorial"])
     ours = [Timing(f"ours_{style}", batches(style)) for style in STYLES]
     with torch.inference_mode(), strategy.autocast():
         score_like_the_tutorial(model, tutorial.work[0])  # warm

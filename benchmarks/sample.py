@@ -33,7 +33,7 @@ def compare_with_rerun(
     """
     runtime = Runtime()
     runtime.use(SystemConfig(device=device))
-    strategy = Strategy(runtime, compile=False, dtype=resolve_dtype(dtype, runtime.device))
+    strategy = Strategy(runtime, SystemConfig(dtype=resolve_dtype(dtype, runtime.device)))
     model = build_model(preset(model_name).model, seed=1, device=runtime.device).eval()
     ids = torch.randint(0, 50257, (1, tokens), device=runtime.device)
 

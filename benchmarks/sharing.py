@@ -109,7 +109,7 @@ def describe(result: dict[str, Any]) -> str:
     ]
     for mode, run in result["modes"].items():
         sent, expected = (
-            sum(count * wire_share(kind, world=world) for kind, count in run[key].items())
+            sum(count * wire_share(kind, world_size=world) for kind, count in run[key].items())
             for key in ("bytes", "expected_bytes")
         )
         rate = run["tokens_per_second"]

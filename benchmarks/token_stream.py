@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2lab.data.sources import Document, open_source
+from gpt2lab.data.prepare.sources import Document, open_source
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS, gpt2_encoding, vocabulary_files
 
 # Where tiktoken would download its files from; it looks for them in its cache under the hash of this.
@@ -20,7 +20,7 @@ def text_tokens(count: int, *, vocab_size: int) -> np.ndarray:
     texts, size, characters = [], 0, 8 * count
     for document in open_source("python-stdlib", text_column="text").documents(None):
         if isinstance(document, Document):
-            texts.append("".join(document.chunks))
+            texts.append("".join(document.blocks))
             size += len(texts[-1])
         if size >= characters:
             break

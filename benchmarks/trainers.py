@@ -1,27 +1,43 @@
-"""The comparison of trainers: ceilings, then everyone's step in turns, then memory and profile."""
+"""Compare trainers: ceilings, then a step of each in turns, then peak memory, then a step split by operator."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import ceilings, operator_groups, race
+from benchmarks import ceilings, race
 from benchmarks.contestants import Contestant, Device, Place, attention_of, ours, peer
 from benchmarks.running import measure_inside, run
-from benchmarks.shapes import SIZES, Size, SizeName
+from benchmarks.sizes import SIZES, VARIANTS, Size, SizeName, VariantName
 from benchmarks.token_stream import markov_tokens, text_tokens, write_formats, write_tiktoken_cache
-from benchmarks.variants import VARIANTS, VariantName
+from gpt2lab import fmt
 from gpt2lab.errors import CheckError
 from gpt2lab.planner.hardware import peak_flops
 
 _CPU_TOKENS = 1_000_000
+GROUPS = ("matmul", "attention", "cross-entropy", "elementwise", "optimizer", "communication")
+
+# First match wins. ATen's names, Inductor's (cpp_fused_..., triton_...), and cuBLAS's, cuDNN's and NCCL's kernels.
+_PATTERNS = (
+    ("communication", r"nccl|gloo|c10d|all_reduce|allreduce|reduce_scatter|all_gather"),
+    ("optimizer", r"adam|Optimizer\.|multi_tensor|foreach|linalg_vector_norm|clip_grad|lamb|muon"),
+    ("cross-entropy", r"log_softmax|nll_loss|cross_entropy|logsumexp|fused_.*_gather"),
+    (
+        "attention",
+        r"scaled_dot_product|flash|fmha|sdpa|attention|\bbmm\b|baddbmm|aten::_softmax|_softmax_backward_data"
+        r"|fused_.*_softmax",
+    ),
+    ("matmul", r"\bmm\b|addmm|linear|matmul|gemm|cutlass|nvjet|xmma|cublas|sgemm"),
+)
+_COMPILED = tuple((group, re.compile(pattern, re.IGNORECASE)) for group, pattern in _PATTERNS)
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ class Plan:
 
 
 def check_all_ran(found: dict[str, Any]) -> None:
-    """Refuse a comparison in which someone failed; its table has been shown, and the others' numbers stand.
+    """Reject a comparison in which a trainer failed; its table has been printed, and the others' numbers stand.
 
     Raises: CheckError.
     """
@@ -225,11 +241,50 @@ def _profiles(
         inside = _inside(entry, "profile", plan, clock, say)
         if inside is None:
             continue
-        seconds = operator_groups.split(
-            inside["operators"], inside["step_seconds"], entry.data_seconds
-        )
+        seconds = split_operators(inside["operators"], inside["step_seconds"], entry.data_seconds)
         found[entry.name] = {"seconds": seconds, "operators": inside["operators"]}
-        say(operator_groups.describe(entry.name, seconds))
+        say(describe_split(entry.name, seconds))
         if entry is entries[0]:
-            say(operator_groups.longest(inside["operators"]))
+            say(longest_operators(inside["operators"]))
     return found
+
+
+def group_of(operator: str) -> str:
+    """Return the group of an operator or kernel; whatever streams through memory is elementwise."""
+    for group, pattern in _COMPILED:
+        if pattern.search(operator):
+            return group
+    return "elementwise"
+
+
+def split_operators(
+    operators: Mapping[str, float], step_seconds: float, data_seconds: float | None
+) -> dict[str, float]:
+    """Return seconds a step by group, and `idle`: what no operator accounts for.
+
+    `data_seconds`: how long a step waits for its batch, during which it runs no operator; None: not known, so that
+    the wait is in `idle` and a batch's making in `elementwise`.
+    """
+    seconds = dict.fromkeys(GROUPS, 0.0)
+    for name, spent in operators.items():
+        seconds[group_of(name)] += spent
+    if data_seconds is not None:
+        seconds["data"] = data_seconds
+    seconds["idle"] = max(0.0, step_seconds - sum(seconds.values()))
+    return seconds
+
+
+def describe_split(name: str, seconds: Mapping[str, float]) -> str:
+    """Write one line: milliseconds and shares."""
+    total = sum(seconds.values())
+    parts = [
+        f"{group} {1000 * spent:,.1f} ms ({spent / total:.0%})" for group, spent in seconds.items()
+    ]
+    return f"{name}: {1000 * total:,.1f} ms = " + ", ".join(parts)
+
+
+def longest_operators(operators: Mapping[str, float], count: int = 12) -> str:
+    """Write the operators that take longest."""
+    ordered = sorted(operators.items(), key=lambda item: -item[1])[:count]
+    rows = [[name[:100], group_of(name), f"{1000 * spent:.2f}"] for name, spent in ordered]
+    return fmt.table(("operator", "group", "ms"), rows)

@@ -1,0 +1,105 @@
+"""scripts/benchmark.py: every way that is compared does the same work, and the numbers are those of the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2lab.config.presets import preset
+from gpt2lab.model.counts import checkpoint_bytes
+from launch import REPOSITORY, call, script
+
+
+@pytest.mark.slow
+def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
+    words = ["--megabytes", 5, "--rounds", 1, "--num_workers", 1, 2, "--json", tmp_path / "d.json"]
+    code, said, error = script("benchmark.py", "data", *words)
+    assert code == 0, error
+    numbers = json.loads((tmp_path / "d.json").read_text())
+    rates = numbers["preparation"]["tokens_per_second"]
+    assert set(rates) == {
+        "tiktoken, one thread",
+        *(f"{way}, {n} processes" for way in ("gpt2lab", "tutorial") for n in (1, 2)),
+    }
+    for rate in rates.values():
+        assert f"{rate['median']:,.0f}" in said
+    assert numbers["preparation"]["times_tiktoken"]["tiktoken, one thread"] == 1
+    assert set(numbers["loader"]) == {"shards", "windows"}
+
+
+@pytest.mark.slow
+def test_parallel_modes_side_by_side(tmp_path: Path) -> None:
+    words = ["--micro_batch", 1, "--micro_steps", 2, "--steps", 1, "--json", tmp_path / "p.json"]
+    code, said, error = script("benchmark.py", "parallel", *words)
+    assert code == 0, error
+    numbers = json.loads((tmp_path / "p.json").read_text())
+    alone = numbers["alone"][0]["losses"]
+    assert set(numbers["modes"]) == {"ddp", "zero1", "fsdp"}
+    for mode, run in numbers["modes"].items():
+        assert run["losses"] == pytest.approx(alone, rel=1e-5), mode
+        assert alone[1] < alone[0]
+        for kind, expected in run["expected_bytes"].items():
+            assert run["bytes"][kind] == pytest.approx(expected, rel=1e-4), (mode, kind)
+        assert f"| {mode} | {run['tokens_per_second']:,.0f} |" in said
+
+
+@pytest.mark.slow
+def test_saves_side_by_side(tmp_path: Path) -> None:
+    """Each way writes weights and both moments once, and nothing stays behind."""
+    words = ["--model", "gpt2-nano", "--rounds", 2, "--folder", tmp_path]
+    code, said, error = script("benchmark.py", "save", *words, "--json", tmp_path / "s.json")
+    assert code == 0, error
+    numbers = json.loads((tmp_path / "s.json").read_text())
+    tensor_bytes = checkpoint_bytes(preset("gpt2-nano"))
+    for way in ("gpt2lab", "torch.save", "torch.save, flushed"):
+        assert tensor_bytes < numbers["bytes"][way] < 1.02 * tensor_bytes
+        assert len(numbers["seconds"][way]) == 2
+        assert way in said
+    assert numbers["times_torch_save"]["torch.save"] == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["s.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Expected one of {cpu, gpu, data, hellaswag, parallel, sample, save}"),
+        (["cpus"], "Expected one of"),
+        (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
+        (["data", "--num_workers", "0"], "num_workers must be"),
+        (["data", "--json", "nowhere/x.json"], "no such folder"),
+        (["parallel", "--processes", "1"], "processes 1 must be at least 2"),
+        (["parallel", "--processes", "9999"], "--processes 9999: this machine has"),
+        (["parallel", "--steps", "0"], "steps 0 must be at least 1"),
+        (["hellaswag", "--hellaswag_path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["save", "--folder", "/nowhere"], "--folder /nowhere: no such folder"),
+        (["cpu", "--steps", "0"], "--steps 0 must be at least 1"),
+        (["cpu", "--total_seconds", "0"], "--total_seconds 0 must be above 0"),
+        (["cpu", "--variant", "slash"], "--variant"),
+        (
+            ["cpu", "--model", "mid", "--variant", "micro_double"],
+            "1 x 8 sequences cannot be cut into micro-batches 2 times as large",
+        ),
+        (["cpu", "--peer", "nonogpt=/tmp"], "no such peer; known: nanogpt, ancestor, litgpt, hf"),
+        (["cpu", "--peer", "nanogpt"], "give its checkout"),
+        (["cpu", "--peer", "nanogpt=/nowhere"], "no folder /nowhere"),
+        (
+            ["cpu", "--peer", "litgpt=scripts"],
+            "is not a checkout of it: no litgpt/pretrain.py in it",
+        ),
+        (["cpu", "--peer", "hf=scripts"], "without a path"),
+        pytest.param(
+            ["gpu", "--peer", "hf"],
+            "torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        (["cpu", "--dtype", "fp16"], "fp16 needs loss scaling"),
+    ],
+)
+def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
+    code, said, error = call("benchmark.py", *words, folder=REPOSITORY)
+    assert (code, said) == (2, "")
+    assert error.splitlines()[-1].startswith("error: ")
+    assert message in error

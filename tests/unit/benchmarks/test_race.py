@@ -1,0 +1,378 @@
+"""The comparison of trainers: what is read from each, who runs when, and when a ratio is rejected."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import (
+    ceilings,
+    contestants,
+    race,
+    running,
+    token_stream,
+    trainers,
+)
+from benchmarks.contestants import Contestant, Step
+from benchmarks.sizes import SIZES
+from fake_trainer import SMALL, entry_of, fake_trainer, place_in
+from gpt2lab.errors import CheckError, ConfigError
+from launch import call, script
+
+
+def _nanogpt(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "train.py").write_text("estimate_mfu(batch_size * gradient_accumulation_steps, dt)")
+    return folder
+
+
+def _ancestor(folder: Path, literal: str) -> Path:
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "train_improved.py").write_text(
+        f"class CheckpointManager: pass\n{literal}\nimport model"
+    )
+    return folder
+
+
+# -- what each one reports -----------------------------------------------------------------------------------------
+
+
+def test_each_trainers_own_lines_are_read(tmp_path: Path) -> None:
+    """The lines are as the programs print them; an unfinished last line is not a step."""
+    place = place_in(tmp_path)
+    _ancestor(tmp_path / "a", "vocab_size=50304")
+    size = dataclasses.replace(SMALL, accumulation=2)
+    said = {
+        "nanogpt": (
+            _nanogpt(tmp_path / "n"),
+            "step 0: train loss 5.5, val loss 5.5\niter 0: loss 5.4010, time 432.10ms, mfu -100.00%\n",
+        ),
+        "ancestor": (
+            tmp_path / "a",
+            "step     0 | epoch 0 | loss: 5.401000 | lr: 6.00e-05 | norm: 1.9 | dt: 432.10ms | tok/sec: 4.74\n",
+        ),
+        "litgpt": (
+            tmp_path,
+            "Epoch 1 | iter 1 step 0 | loss train: 5.600, val: n/a | iter time: 400.00 ms remaining time: 1\n"
+            "Epoch 1 | iter 2 step 1 | loss train: 5.401, val: n/a | iter time: 32.10 ms (step) remaining time: 1\n",
+        ),
+        "hf": (None, "some warning\nloss 5.4010 ms 432.100\n"),
+    }
+    for name, (checkout, text) in said.items():
+        trainer = contestants.peer(name, checkout, place_in(tmp_path / f"run_{name}"), size)
+        trainer.place.output.write_text(text + text.strip().rpartition("\n")[2])
+        assert trainer.read(trainer.place) == [Step(pytest.approx(0.4321), pytest.approx(5.401))]
+    ours = contestants.ours(place, size, dtype="auto")
+    assert ours.read(place) == []
+    (tmp_path / "run").mkdir()
+    events: list[dict[str, Any]] = [
+        {"event": "eval", "val_loss": 9},
+        {"event": "step", "loss": 5.401, "step_seconds": 0.4321, "data_wait_seconds": 0.01},
+    ]
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    (tmp_path / "run" / "metrics.jsonl").write_text(lines + '{"event": "st')
+    assert ours.read(place) == [Step(0.4321, 5.401, data_seconds=0.01)]
+
+
+def test_our_flags_are_flags_of_the_trainer(tmp_path: Path) -> None:
+    """The dry run takes them all, and plans the size that was asked for."""
+    place = place_in(tmp_path)
+    tokens = token_stream.markov_tokens(300_000, vocab_size=256)
+    token_stream.write_formats(tokens, place.data)
+    trainer = contestants.ours(place, SIZES["tiny256"], dtype="fp32")
+    done = call(*trainer.program, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert "4 layers, 4 heads, 128 wide, T 256, V 256" in done.stdout
+    assert "2,048 = B 8 x T 256 x accumulation 1 x world 1" in done.stdout
+
+
+def test_a_checkout_that_is_another_program_is_rejected(tmp_path: Path) -> None:
+    assert contestants.parse_peer("hf") == ("hf", None)
+    mine = _nanogpt(tmp_path / "n")
+    assert contestants.parse_peer(f"nanogpt={mine}") == ("nanogpt", mine)
+    (mine / "train.py").write_text("print('something else')")
+    with pytest.raises(ConfigError, match=r"train\.py is not nanogpt's, or has changed"):
+        contestants.parse_peer(f"nanogpt={mine}")
+
+
+def test_a_peer_whose_line_has_moved_is_rejected_by_name(tmp_path: Path) -> None:
+    """The ancestor writes its vocabulary into its source, so its copy must be edited."""
+    good = _ancestor(tmp_path / "good", "GPTConfig(vocab_size=50304,")
+    trainer = contestants.peer("ancestor", good, place_in(tmp_path / "run"), SIZES["tiny256"])
+    assert "GPTConfig(vocab_size=256," in Path(trainer.program[0]).read_text()
+    assert "vocab_size=50304" in (good / "src" / "train_improved.py").read_text()
+    moved = _ancestor(tmp_path / "moved", "GPTConfig(vocab_size=args.vocab,")
+    with pytest.raises(ConfigError, match=r"train_improved\.py .* no 'vocab_size=50304' any more"):
+        contestants.peer("ancestor", moved, place_in(tmp_path / "run2"), SIZES["tiny256"])
+
+
+def test_all_formats_hold_the_same_tokens(tmp_path: Path) -> None:
+    tokens = token_stream.text_tokens(200_000, vocab_size=50304)
+    assert tokens.dtype == np.uint16
+    assert tokens.max() < 50257
+    assert len(set(tokens.tolist())) > 1000
+    token_stream.write_formats(tokens, tmp_path / "data")
+    shard = np.load(tmp_path / "data" / "shards" / "edufineweb_train_000001.npy")
+    assert (shard == tokens).all()
+    assert (np.fromfile(tmp_path / "data" / "tokens.bin", dtype=np.uint16) == tokens).all()
+    assert token_stream.text_tokens(1000, vocab_size=256).max() < 256
+
+
+def test_made_up_tokens_are_as_uneven_as_text() -> None:
+    tokens = token_stream.markov_tokens(100_000, vocab_size=50304)
+    assert (tokens == token_stream.markov_tokens(100_000, vocab_size=50304)).all()
+    assert tokens.max() < 50257
+    counts = np.sort(np.bincount(tokens))[::-1]
+    assert counts[0] > 20 * counts[100]  # Zipf
+    follows = (tokens[:-1].astype(int) * 31 + 7) % 50257 == tokens[1:]
+    assert 0.45 < follows.mean() < 0.6
+
+
+def test_other_programs_find_the_vocabulary_without_a_network(tmp_path: Path) -> None:
+    token_stream.write_tiktoken_cache(tmp_path / "cache")
+    code = "import tiktoken; print(tiktoken.get_encoding('gpt2').encode('Hello world'))"
+    environment = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path / "cache")}
+    environment["https_proxy"] = "http://127.0.0.1:1"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.stdout.decode().strip() == "[15496, 995]", done.stderr.decode()[-500:]
+
+
+# -- a process -----------------------------------------------------------------------------------------------------
+
+
+def test_a_contestant_is_stopped_when_enough_is_known(tmp_path: Path) -> None:
+    found = running.run(fake_trainer(tmp_path), warmup=2, steps=3, limit_seconds=200)
+    assert [step.seconds for step in found.timed] == [0.0125, 0.0135, 0.0145]
+    assert found.steps[0].loss == 9.0
+    assert found.peak_rss > 1e6
+    assert found.start_seconds > 0
+
+
+def test_a_contestant_that_dies_or_dawdles_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(CheckError, match="fake ended by itself: out of luck"):
+        running.run(fake_trainer(tmp_path, "3"), warmup=2, steps=30, limit_seconds=200)
+    with pytest.raises(CheckError, match="has not finished in"):
+        running.run(fake_trainer(tmp_path), warmup=2, steps=10_000, limit_seconds=0.5)
+
+
+TRAINING = """
+import torch
+torch.set_num_threads(1)
+model = torch.nn.Linear(500, 1000, bias=False)
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    model(torch.ones(64, 500)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_memory_and_operators_of_any_training_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    script = (str(tmp_path / "train.py"),)
+    trainer = Contestant("any", script, place_in(tmp_path), contestants._our_steps, SMALL)
+    live = running.measure_inside(trainer, "memory", limit_seconds=250)["peak_live_bytes"]
+    weights = 4 * 500 * 1000
+    # Weights, gradients and two moments; and as AdamW is not fused here, temporaries as large as two more.
+    assert 4 * weights < live < 6.1 * weights
+    profile = running.measure_inside(trainer, "profile", limit_seconds=250)
+    seconds = trainers.split_operators(profile["operators"], profile["step_seconds"], None)
+    assert sum(seconds.values()) == pytest.approx(profile["step_seconds"], rel=0.3)
+    assert seconds["matmul"] > 0
+    assert seconds["optimizer"] > 0
+    assert seconds["attention"] == seconds["communication"] == 0
+
+
+def test_a_killed_benchmark_leaves_no_trainer_behind(tmp_path: Path) -> None:
+    """The fake's folder is named on the command line, so that exactly its process can be looked for."""
+    fake_trainer(tmp_path)
+    code = f"""
+import sys; sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from fake_trainer import fake_trainer
+from benchmarks import running
+running.end_contestants_on_sigterm()
+running.run(fake_trainer(Path({str(tmp_path)!r})), warmup=1, steps=10**6, limit_seconds=100)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    output = tmp_path / "output.txt"
+    deadline = time.monotonic() + 200
+    while not (output.exists() and output.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(timeout=120) == 128 + signal.SIGTERM
+    size = output.stat().st_size
+    time.sleep(0.3)
+    assert output.stat().st_size == size
+
+
+# -- the comparison ------------------------------------------------------------------------------------------------
+
+
+def test_ours_runs_first_and_last_and_the_others_turn_around() -> None:
+    assert race.order(["A", "B", "C"], 1) == list("ABCA")
+    assert race.order(["A", "B", "C"], 2) == list("ABCACBA")
+    assert race.order(["A"], 1) == list("AA")
+
+
+def test_a_ratio_within_the_noise_is_not_printed() -> None:
+    ours = entry_of("ours", [1.0, 1.0], [1.1, 1.1])
+    assert race.ratio(ours, entry_of("slow", [2.1, 2.1]))[1] == "2.00"
+    value, text = race.ratio(ours, entry_of("near", [1.1, 1.1]))
+    assert value is None
+    assert text == "not resolved: rounds differ by 10%"
+    unsteady = entry_of("unsteady", [1.0, 1.0], [3.0, 3.0])
+    assert race.ratio(ours, unsteady)[0] is None
+
+
+def test_the_table_holds_the_medians_of_the_timed_steps() -> None:
+    ours, other = (
+        entry_of("ours", [0.1, 0.3, 0.2], [0.2, 0.2, 0.2]),
+        entry_of("other", [0.4, 0.4, 0.5]),
+    )
+    rows = race.summarize(
+        [ours, other], matmul={"bf16": 1e9, "fp32": 1e9}, peak={"bf16": 2e9, "fp32": None}
+    )
+    assert rows[0]["tokens_per_second"] == pytest.approx(64 / 0.2)
+    assert rows[0]["tokens_per_second_p10"] == pytest.approx(64 / 0.25)
+    assert rows[1]["ours_is_times"] == {"ours": pytest.approx(2)}
+    assert rows[0]["ours_is_times"] == {}
+    assert rows[1]["share_of_matmul"] == pytest.approx(64 / 0.4 * SMALL.flops_per_token / 1e9)
+    assert rows[1]["mfu"] == pytest.approx(rows[1]["share_of_matmul"] / 2)
+    assert (rows[1]["loss_first"], rows[1]["loss_last"]) == (5.0, 2.0)
+    assert rows[1]["first_step_seconds"] == [9.0]
+    text = race.describe(rows)
+    assert "320" in text
+    assert "2.00" in text
+
+
+@pytest.mark.parametrize(
+    ("operator", "group"),
+    [
+        ("aten::mm", "matmul"),
+        ("aten::addmm", "matmul"),
+        ("aten::bmm", "attention"),
+        ("aten::baddbmm", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("graph_0_cpp_fused__softmax_clone_split_transpose_view_2", "attention"),
+        ("graph_0_cpp_fused__log_softmax__to_copy_nll_loss_forward_5", "cross-entropy"),
+        ("aten::nll_loss_backward", "cross-entropy"),
+        ("graph_0_cpp_fused__to_copy_add_amax_arange_clamp_eq_exp_gather_ge_7", "cross-entropy"),
+        ("graph_0_cpp_fused__to_copy_gelu_view_3", "elementwise"),
+        ("aten::native_layer_norm", "elementwise"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::linalg_vector_norm", "optimizer"),
+        ("gloo:all_reduce", "communication"),
+        (
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "communication",
+        ),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "matmul"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("triton_red_fused__log_softmax__to_copy_view_3", "cross-entropy"),
+        ("triton_per_fused_add_native_layer_norm_5", "elementwise"),
+    ],
+)
+def test_operators_are_sorted_by_what_they_do(operator: str, group: str) -> None:
+    assert trainers.group_of(operator) == group
+
+
+def test_what_no_operator_explains_is_idle() -> None:
+    seconds = trainers.split_operators({"aten::mm": 0.6, "aten::add": 0.1}, 1.0, None)
+    assert seconds["idle"] == pytest.approx(0.3)
+    assert "data" not in seconds
+    assert "matmul 600.0 ms (60%)" in trainers.describe_split("ours", seconds)
+
+
+def test_waiting_for_data_is_a_row_of_its_own_where_the_trainer_tells_it() -> None:
+    seconds = trainers.split_operators({"aten::mm": 0.6}, 1.0, 0.1)
+    assert (seconds["data"], seconds["idle"]) == (0.1, pytest.approx(0.3))
+
+
+def test_ceilings_are_measured_and_leave_the_precision_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ceilings, "_SECONDS", 0.0)
+    monkeypatch.setattr(ceilings, "_LEAST_ROUNDS", 1)
+    monkeypatch.setattr(ceilings, "_matmul_shapes", lambda size, device: [(128, 128, 128)])
+    before = torch.get_float32_matmul_precision()
+    found = ceilings.measure_ceilings("cpu", SMALL)
+    assert torch.get_float32_matmul_precision() == before
+    assert min(v for v in found.as_json().values() if isinstance(v, float)) > 1e6
+    assert found.matmul("fp32") == found.matmul_fp32
+    assert "matmul bf16" in ceilings.describe(found)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_registers_are_faster_than_any_matrix_product_or_unknown() -> None:
+    threads = torch.get_num_threads()
+    found = ceilings.register_peak("fp32", threads=threads, flags=ceilings.cpu_flags())
+    if found is not None:
+        square = torch.randn(1024, 1024)
+        rates = []
+        for _ in range(5):
+            began = time.perf_counter()
+            square @ square
+            rates.append(2 * 1024**3 / (time.perf_counter() - began))
+        assert found > 0.8 * max(rates)  # both are measured, and others are on the machine
+    assert ceilings.register_peak("bf16", threads=1, flags={"sse2", "avx2"}) is None
+
+
+@pytest.mark.parametrize("amx", ["amx_tile", "amx_bf16"])
+def test_a_processor_with_tiles_has_no_register_peak_and_no_share_of_it(
+    amx: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vector registers reached 106 GFLOP/s in bf16 where one matrix product on tiles reached 2,800."""
+    flags = frozenset({"avx512f", "avx512_bf16"})
+    assert not ceilings.has_amx(flags)
+    assert ceilings.has_amx(flags | {amx})
+    monkeypatch.setattr(ceilings, "cpu_flags", lambda: flags | {amx})
+    for name in ("_matmul", "_copy", "_fresh_memory", "_attention"):
+        monkeypatch.setattr(ceilings, name, lambda *_: 2.8e12)
+    found = ceilings.measure_ceilings("cpu", SMALL)
+    assert (found.register_fp32, found.register_bf16) == (None, None)
+    text = ceilings.describe(found)
+    assert "matmul bf16" in text
+    assert "registers" not in text
+    (row,) = race.summarize(
+        [entry_of("ours", [0.1, 0.1])],
+        matmul={"fp32": found.matmul_fp32, "bf16": found.matmul_bf16},
+        peak={"fp32": found.register_fp32, "bf16": found.register_bf16},
+    )
+    assert row["mfu"] is None
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_the_whole_comparison(tmp_path: Path) -> None:
+    """Our trainer, compiled and not, beside Hugging Face, with memory and profile."""
+    words = ["--model", "tiny256", "--peer", "hf", "--steps", 2]
+    words += ["--warmup", 1, "--memory", "--profile", "--json", tmp_path / "c.json"]
+    words += ["--variant", "eager", "--total_seconds", 270]
+    code, said, error = script("benchmark.py", "cpu", *words)
+    assert code == 0, error
+    found = json.loads((tmp_path / "c.json").read_text())["tiny256"]
+    assert [row["name"] for row in found["trainers"]] == ["ours", "eager", "hf"]
+    for row in found["trainers"]:
+        assert row["tokens_per_second"] > 0
+        assert 4 < row["loss_first"] < 7
+        assert row["peak_live_bytes"] > 1e7
+        assert row["name"] in said
+        seconds = found["profile"][row["name"]]["seconds"]
+        assert seconds["matmul"] > seconds["communication"] == 0
+    assert found["trainers"][0]["processes"] == 2
