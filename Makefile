@@ -33,7 +33,13 @@ NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 BASE   = $(or $(FROM),$(error which model? FROM=run or FROM=hf:gpt2))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
-FAST  := accuracy counts flags health layers model order pieces progress receipt schedule tokenizer train_step
+# Tests run side by side on up to four cores; those marked `alone` measure, and run by themselves afterwards.
+SPREAD := -n logical --maxprocesses 4 --dist worksteal
+FAST  := config model/test_counts model/test_model model/test_attention_backend optim/test_schedule tokenizers \
+	data/test_order data/test_chunks planner/test_accuracy planner/test_progress training/test_train_step test_layers
+# $(call spread,MARK,WHERE): all tests of a mark; that none of them measures, or none spreads, is no failure.
+spread = $(PY) -m pytest $2 -m "$1 and not alone" $(SPREAD) $(ARGS) || test $$? = 5
+measure = $(PY) -m pytest $2 -m "$1 and alone" $(ARGS) || test $$? = 5
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
@@ -126,19 +132,21 @@ tensorboard-stop: install  ## end it
 	@$(PY) scripts/show_tensorboard.py --stop
 
 test: $(VENV)/.installed-dev  ## run the tests that take minutes
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(SPREAD) $(ARGS)
 
 test-fast: $(VENV)/.installed-dev  ## run the tests that start no program and train nothing
-	$(PY) -m pytest $(FAST:%=tests/test_%.py) $(ARGS)
+	$(PY) -m pytest $(foreach name,$(FAST),$(wildcard tests/unit/$(name) tests/unit/$(name).py)) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
-	$(PY) -m pytest -m slow $(ARGS)
+	$(call spread,slow)
+	$(call measure,slow)
 
 test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the fault table, and resume them
-	$(PY) -m pytest tests/faults -m fault $(ARGS)
+	$(call spread,fault,tests/faults)
+	$(call measure,fault,tests/faults)
 
 faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 1,000 corruptions, fuzzing (SEED=n in the environment)
-	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/test_storage.py -k "corruption or any_" $(ARGS)
+	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/unit/checkpoint/test_checkpoint_files.py -k "corruption or any_" $(ARGS)
 	KILLS=200 $(PY) -m pytest tests/faults/test_kills.py -m fault -s -k random_kills $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and compare it with a quiet one (SEED=n in the environment)

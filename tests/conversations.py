@@ -9,10 +9,20 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override
+from gpt2lab.data.order import Order
 from gpt2lab.finetuning.recipe import FINETUNING
+from gpt2lab.finetuning.rows import Rows, open_instructions
 from gpt2lab.training.pretrain import pretrain
 
 CONTEXT = 64
+
+
+def order_of(rows: Rows, seed: int = 1) -> Order:
+    """Return the order that a run with --shuffle windows gives to rows."""
+    T = rows.ids.shape[1] - 1
+    return Order([len(rows) * T + 1], context_length=T, shuffle="windows", seed=seed)
 
 
 def write_model(folder: Path) -> Path:
@@ -56,3 +66,8 @@ def flags_of(folder: Path, runs: Path, name: str, *more: str) -> list[str]:
 def finetune(flags: list[str]) -> None:
     """Run the recipe in this process."""
     pretrain(parse(flags, "finetune"), recipe=FINETUNING)
+
+
+def rows_of(folder: Path, packing: str, **more: object) -> dict[str, Rows]:
+    settings = {"instructions": str(folder / "pairs.jsonl"), "packing": packing, **more}
+    return open_instructions(override(Config(), {"context_length": CONTEXT, **settings})).rows

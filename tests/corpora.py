@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2lab.data.prepare import Result, Sizes, prepare
-from gpt2lab.data.sources import open_source
+from gpt2lab.data.prepare.pipeline import Result, Sizes, prepare
+from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 
 TEXTS = [f"Document {i}: the {'quick ' * (i % 7)}fox jumps over {i * i} dogs.\n" for i in range(60)]

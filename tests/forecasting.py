@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpt2lab.config.presets import preset
-from gpt2lab.planner import hardware, profiles, timing
+from gpt2lab.planner import hardware
 from gpt2lab.planner.ask import Ask, job_of
 from gpt2lab.planner.estimate import Estimate, estimate
 from gpt2lab.planner.job import Job
@@ -16,16 +16,15 @@ KNOWN = hardware.load(Path("/nonexistent"))
 
 def job_for(*, world: int = 1, **flags: object) -> Job:
     ask = Ask(**flags)  # type: ignore[arg-type]
-    return job_of(ask, profiles.find(None, KNOWN), world=world, is_cpu=False, native_bf16=True)
+    profile = hardware.find_profile(None, KNOWN)
+    return job_of(ask, profile, world_size=world, is_cpu=False, native_bf16=True)
 
 
 def on(gpu: str, *, gpus: int = 1, compiled: bool = True, **more: object) -> Machine:
-    card = KNOWN.gpu(gpu)
-    rates = timing.roofline(card, KNOWN, compiled=compiled)
-    return named(card, KNOWN, gpus=gpus, rates=rates, **({"nodes": 1, "interconnect": None} | more))  # type: ignore[arg-type]
+    return named(KNOWN.gpu(gpu), KNOWN, gpus=gpus, compiled=compiled, **more)  # type: ignore[arg-type]
 
 
-def foretell(gpu: str, *, gpus: int = 1, **flags: object) -> Estimate:
+def predict(gpu: str, *, gpus: int = 1, **flags: object) -> Estimate:
     return estimate(job_for(world=gpus, **flags), on(gpu, gpus=gpus), KNOWN)
 
 

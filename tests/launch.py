@@ -2,19 +2,106 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
+
+from gpt2lab.commands import entry
 from gpt2lab.runs import history
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAIN = REPOSITORY / "src" / "train.py"
-_SECONDS = 200  # a hung process group must fail its test, not the suite
+SCRIPTS = REPOSITORY / "scripts"
+WORKERS = REPOSITORY / "tests" / "workers"
+_SECONDS = 280  # a hung process group must fail its test, not the suite
+
+
+class Done(NamedTuple):
+    """What a program that ended leaves: exit code, stdout, stderr."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: str = "") -> Done:
+    """Run a program in this process as its file does: the same `main`, the same errors and exit codes.
+
+    A name is that of a script. What needs a process of its own (torch's threads, signals, ranks) uses `train`.
+    """
+    path = SCRIPTS / program
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Streams as a program has them: with an encoding, and bytes beneath.
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    here = Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        patch.setattr(sys, "argv", [str(path), *map(str, argv)])
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
+        if folder is not None:
+            patch.chdir(folder)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            spec.loader.exec_module(module)
+            try:
+                code = entry.run(module.main)
+            except SystemExit as end:
+                code = int(end.code or 0)
+    assert Path.cwd() == here
+    return Done(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+
+def ask(program: Path | str, *argv: object, folder: Path, stdin: str = "") -> Any:
+    """Call a program over `folder`'s runs; return its JSON or text, or its exit code and its one line."""
+    done = call(program, *argv, "--checkpoint_dir=runs", folder=folder, stdin=stdin)
+    if done.returncode:
+        assert done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        return done.returncode, line
+    return json.loads(done.stdout) if "--json" in argv else done.stdout
+
+
+def script(name: str, *words: object) -> Done:
+    """Run a script as its own program."""
+    command = [sys.executable, str(SCRIPTS / name), *map(str, words)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_SECONDS)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+_opened: list[Path] | None = None
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if _opened is not None and event == "open" and isinstance(args[0], str | os.PathLike):
+        _opened.append(Path(args[0]))
+
+
+sys.addaudithook(_note)
+
+
+@contextlib.contextmanager
+def opened_files(folder: Path) -> Iterator[list[Path]]:
+    """Collect the files below `folder` that this process opens meanwhile, once for each time."""
+    global _opened
+    inside: list[Path] = []
+    _opened = []
+    try:
+        yield inside
+    finally:
+        inside += [path for path in _opened if path.is_relative_to(folder) and path.is_file()]
+        _opened = None
 
 
 def command_for(program: Path, flags: list[str], *, world: int) -> list[str]:

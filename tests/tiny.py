@@ -1,7 +1,8 @@
-"""A tiny corpus of ids with awkward shard sizes, as foreign shards: no text, no manifest."""
+"""A tiny corpus with awkward shard sizes, self-made HellaSwag items, and the flags of a run of four steps over both."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -27,3 +28,42 @@ def write_shards(folder: Path, *, train: tuple[int, ...], val: tuple[int, ...]) 
             tokens = make_tokens(size, seed=1000 * len(split) + index)
             np.save(folder / f"tiny_{split}_{index:06d}.npy", tokens)
     return folder
+
+
+_VERBS = ("opens", "paints", "drops", "lifts", "cleans", "forgets")
+
+
+def write_items(path: Path, count: int = 12) -> Path:
+    """Write self-made items in HellaSwag's format."""
+    rng = np.random.RandomState(0)
+    rows = []
+    for index in range(count):
+        nouns = [f"box {number}" for number in rng.randint(0, 99, 5)]
+        endings = [
+            f"{_VERBS[(index + k) % 6]} the {nouns[k]} [step] slowly" * (k + 1) for k in range(4)
+        ]
+        rows.append(
+            {
+                "ind": index,
+                "activity_label": "Moving house",
+                "ctx_a": f"A man carries a {nouns[4]}.",
+                "ctx_b": "he then",
+                "ctx": f"A man carries a {nouns[4]}. he then",
+                "endings": endings,
+                "label": int(rng.randint(4)),
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def flags_of(folder: Path, name: str, *more: str) -> list[str]:
+    """Return the command line of a run over `folder`'s data and items, with GPT-2's vocabulary."""
+    return [
+        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
+        *("--total_batch_size=64", "--mini_batch_size=2", "--max_steps=4", "--eval_freq=2"),
+        *(f"--data_dir={folder / 'data'}", f"--checkpoint_dir={folder / 'runs'}"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--max_lr=0.01"),
+        *(f"--hellaswag_path={folder / 'items.jsonl'}", "--hellaswag_freq=2", "--sample_tokens=2"),
+        *(f"--run_name={name}", *more),
+    ]

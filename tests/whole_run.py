@@ -19,6 +19,19 @@ T, S, STEP_TOKENS = 16, 8, 128
 WINDOWS = [(tokens - 1) // T for tokens in TRAIN_SHARDS]  # 62, 48, 80: an epoch is 23.75 steps
 LAST = 26
 
+# TensorBoard's tag of each number: the event and field it comes from, and the factor between the two.
+SCALARS = {
+    "Loss/train": ("step", "loss", 1.0),
+    "Loss/validation": ("eval", "val_loss", 1.0),
+    "Learning_Rate/lr": ("step", "lr", 1.0),
+    "Gradient/norm": ("step", "grad_norm", 1.0),
+    "Performance/step_time_ms": ("step", "step_seconds", 1000.0),
+    "Performance/tokens_per_sec": ("step", "tokens_per_second", 1.0),
+    "Training/epoch": ("step", "epoch", 1.0),
+    "training/elapsed_hours": ("step", "elapsed_seconds", 1 / 3600),
+    "training/remaining_hours": ("step", "remaining_seconds", 1 / 3600),
+}
+
 
 class Run:
     """A run named `tiny` and its folder."""
@@ -35,13 +48,13 @@ class Run:
     def train(self, *more: str) -> None:
         pretrain(command_line.parse([*self.flags, *more]))
 
-    def refused(self, *more: str) -> GPT2LabError:
-        """Return the refusal, without its traceback: the frames in it would keep the run locked."""
+    def rejected(self, *more: str) -> GPT2LabError:
+        """Return the rejection, without its traceback: the frames in it would keep the run locked."""
         try:
             self.train(*more)
         except GPT2LabError as error:
             return error.with_traceback(None)
-        pytest.fail("this start should have been refused")
+        pytest.fail("this start should have been rejected")
 
     def events(self, kind: str, attempt: int | None = None) -> list[dict[str, Any]]:
         return [

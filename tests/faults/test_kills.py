@@ -21,7 +21,7 @@ import launch
 
 pytestmark = pytest.mark.fault
 
-KILLS = int(os.environ.get("KILLS", "12"))
+KILLS = int(os.environ.get("KILLS", "8"))
 SEED = int(os.environ.get("SEED", "1337"))
 Reference = Callable[[int], FaultRun]
 

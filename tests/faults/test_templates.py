@@ -143,8 +143,8 @@ def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(
     assert run.end_of(process) == 0
     assert run.status()["reason"] == "SIGTERM"
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n" * 2
-    refused = start(run, [*script, "--n_layer=3"], **environment)
-    assert run.end_of(refused) != 0, "and a refused start is not put back on an older one's word"
+    rejected = start(run, [*script, "--n_layer=3"], **environment)
+    assert run.end_of(rejected) != 0, "and a rejected start is not put back on an older one's word"
     more = [*script, f"--max_steps={run.status()['step'] + 1}", "--allow_change=max_steps"]
     assert run.end_of(start(run, more, **environment)) == 0
     assert run.status()["state"] == "completed"

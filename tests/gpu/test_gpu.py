@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_benchmark import benchmark
-from test_hellaswag import write_items
 from torch.profiler import ProfilerActivity, profile
 
 import launch
@@ -25,9 +23,10 @@ from gpt2lab.model import attention_backend
 from gpt2lab.model.attention_backend import choose
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.planner.memory import Sharing, predict
+from gpt2lab.planner.memory import StepMemory
 from gpt2lab.training.train_step import train_step
-from tiny import write_shards
+from launch import script
+from tiny import write_items, write_shards
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,7 +112,7 @@ def test_one_process_over_nccl_equals_none(fp32: Path, tiny_data: Path, tmp_path
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_modes_of_sharing_agree_on_gpus(world: int, tmp_path: Path) -> None:
-    """ddp, zero1, fsdp and its offload over NCCL: losses, norms, refusals and files; see workers/modes.py."""
+    """ddp, zero1, fsdp and its offload over NCCL: losses, norms, rejections and files; see workers/modes.py."""
     if world > torch.cuda.device_count():
         pytest.skip(f"{world} GPUs")
     words = [str(tmp_path), "cuda"]
@@ -164,7 +163,7 @@ def test_a_run_goes_from_gpu_to_cpu_and_back(fp32: Path, tiny_data: Path, tmp_pa
 
 
 def test_all_that_a_run_does_has_a_deterministic_kernel(tiny_data: Path, tmp_path: Path) -> None:
-    """Operators that have none are refused by torch: of evaluation, sampling and HellaSwag too."""
+    """Operators that have none are rejected by torch: of evaluation, sampling and HellaSwag too."""
     items = write_items(tmp_path / "items.jsonl", 8)
     more = (
         *("--deterministic", "--vocab_size=50304", "--max_steps=2", "--sample_freq=1"),
@@ -200,7 +199,7 @@ def test_a_named_kernel_runs_and_gives_the_same_curve(
     "more",
     [("--attention=flash", "--dtype=fp32"), ("--attention=cudnn", "--deterministic")],
 )
-def test_a_kernel_that_cannot_is_refused(
+def test_a_kernel_that_cannot_is_rejected(
     more: tuple[str, ...], tiny_data: Path, tmp_path: Path
 ) -> None:
     done = launch.train(_flags(tiny_data, tmp_path, *more))
@@ -244,7 +243,7 @@ def test_the_compiled_step_starts_the_chosen_kernel(
     wanted: AttentionBackend, alone: Runtime
 ) -> None:
     """All three compile the same graph: none may find in the cache what another one left there."""
-    strategy = Strategy(alone, compile=True, dtype="bf16")
+    strategy = Strategy(alone, SystemConfig(compile="on", dtype="bf16"))
     model = build_model(MODEL, seed=1, device=alone.device)
     choose(wanted, model, micro_batch=4, masked=False, autocast=strategy.autocast)
     wrapped = strategy.prepare(model)
@@ -264,7 +263,7 @@ def test_the_compiled_step_starts_the_chosen_kernel(
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_waits_for_the_gpu_twice(optimizer: Any, alone: Runtime) -> None:
     """For the loss and the norm, which decide whether there is an update: not for batches, not for the optimizer."""
-    strategy = Strategy(alone, compile=False, dtype="bf16")
+    strategy = Strategy(alone, SystemConfig(dtype="bf16"))
     model = strategy.prepare(build_model(MODEL, seed=1, device=alone.device))
     optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=alone.device)
     for number in range(3):
@@ -310,14 +309,8 @@ def test_memory_is_what_the_planner_says(dtype: Any, tmp_path: Path) -> None:
     )
     run = _train(data, tmp_path, *more)
     found = max(event["peak_memory_bytes"] for event in launch.events(run, "step"))
-    expected = predict(
-        ModelConfig(),
-        micro_batch=8,
-        accumulation=2,
-        dtype=dtype,
-        sharing=Sharing(),
-        optimizer="adamw",
-    ).tensors
+    step = StepMemory(ModelConfig(), micro_batch=8, accumulation=2, dtype=dtype, optimizer="adamw")
+    expected = step.peak().tensors
     assert 0.95 * expected < found < 1.05 * expected + 128 * 2**20
 
 
@@ -334,7 +327,7 @@ def test_a_second_start_compiles_nothing_anew(tiny_data: Path, tmp_path: Path) -
 def test_benchmark_of_the_training_step(tmp_path: Path) -> None:
     words = ["--model", "tiny256", "--steps", 3, "--warmup", 2, "--memory", "--profile"]
     words += ["--variant", "flash", "eager", "--total_seconds", 280, "--json", tmp_path / "g.json"]
-    code, said, error = benchmark("gpu", *words, timeout=290)
+    code, said, error = script("benchmark.py", "gpu", *words)
     assert code == 0, said + error
     found = json.loads((tmp_path / "g.json").read_text())["tiny256"]
     rows = {row["name"]: row for row in found["trainers"]}

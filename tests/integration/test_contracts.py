@@ -32,7 +32,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "contracts.json"
 ITEMS = REPOSITORY / "tests" / "golden" / "hellaswag_items.jsonl"
-pytestmark = pytest.mark.timeout(1200)  # some 70 programs, on a machine that others may use
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]  # some 70 programs, on a machine that others may use
 UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 RELATIVE = 1e-5  # golden losses: processors and torch versions differ in the last bits of a sum
 

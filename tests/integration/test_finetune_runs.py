@@ -1,4 +1,4 @@
-"""Runs of fine-tuning: logged, resumed, shared, refused and looked at as in pretraining."""
+"""Runs of fine-tuning: logged, resumed, shared, rejected and looked at as in pretraining."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from test_finetune import rows_of
 
 import launch
-from conversations import CONTEXT, finetune, flags_of, write_model, write_pairs
-from gpt2lab.commands.ledger import describe as describe_tokens
-from gpt2lab.commands.ledger import tokens_of_step
+from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
+from gpt2lab.commands.data_show import describe as describe_tokens
+from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.commands.preflight import preflight
-from gpt2lab.commands.resume_lines import plan_continuation, write
+from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import Recipe
+from gpt2lab.config.schema import RecipeName
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
-from gpt2lab.finetuning.beginning import begin_tuning
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.runs.report import render
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
@@ -87,6 +85,7 @@ def test_stopped_and_resumed_it_is_the_same_run(folder: Path, tmp_path: Path) ->
     assert (resume["level"], resume["verified_batches"]) == ("bit-identical", [2])
 
 
+@pytest.mark.slow
 def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -103,10 +102,13 @@ def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
         assert two_steps[step]["tokens"] == event["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modes", "lora"),
-    [(("fsdp", "zero1"), ("--lora_r=2",)), (("zero1", "fsdp"), ())],
-    ids=["adapters", "all-weights"],
+    [
+        pytest.param(("fsdp", "zero1"), ("--lora_r=2",), id="adapters"),
+        pytest.param(("zero1", "fsdp"), (), id="all-weights", marks=pytest.mark.slow),
+    ],
 )
 def test_what_each_process_holds_changes_nothing(
     modes: tuple[str, str], lora: tuple[str, ...], folder: Path, tmp_path: Path
@@ -135,7 +137,7 @@ def test_what_each_process_holds_changes_nothing(
         }
 
 
-def test_other_conversations_are_refused_on_resume(folder: Path, tmp_path: Path) -> None:
+def test_other_conversations_are_rejected_on_resume(folder: Path, tmp_path: Path) -> None:
     pairs = Path(shutil.copy(folder / "pairs.jsonl", tmp_path))
     flags = [f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=r"]
     finetune(
@@ -186,7 +188,7 @@ def test_a_run_that_no_longer_improves_stops_and_is_saved(folder: Path, tmp_path
 def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
     def begun(*more: str) -> dict[str, Any]:
         command = parse(["--init_from=x", "--instructions=demo", *more], "finetune")
-        return to_flat(begin_tuning(command, command.over(preset("modern-micro"))))
+        return to_flat(FINETUNING.defaults(command, command.override(preset("modern-micro"))))
 
     def optim(settings: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(settings[name] for name in ("optimizer", "max_lr", "muon_lr"))
@@ -199,7 +201,7 @@ def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
         begun("--lora_r=4", "--optimizer=muon")
 
 
-# -- doors ----------------------------------------------------------------------------------------------------------
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,28 +236,25 @@ def test_settings_that_cannot_work_are_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_door_lists_plans_and_refuses(folder: Path, tmp_path: Path) -> None:
-    """Without torch: what it prints comes in the time that Python takes to start."""
+def test_the_command_lists_plans_and_rejects(folder: Path, tmp_path: Path) -> None:
     flags = flags_of(folder, tmp_path / "runs", "r", "--dry_run")
-    planned = launch.train(flags, program=FINETUNE)
+    planned = launch.call(FINETUNE, *flags)
     assert planned.returncode == 0
     assert f"{folder / 'pairs.jsonl'}, 22 conversations in" in planned.stdout
-    listed = launch.train(
-        ["--list_checkpoints", f"--checkpoint_dir={folder / 'runs'}"], program=FINETUNE
-    )
+    listed = launch.call(FINETUNE, "--list_checkpoints", f"--checkpoint_dir={folder / 'runs'}")
     assert "whole" in listed.stdout
-    refused = launch.train([*flags, "--lora=8"], program=FINETUNE)
-    assert (refused.returncode, refused.stderr) == (
+    rejected = launch.call(FINETUNE, *flags, "--lora=8")
+    assert (rejected.returncode, rejected.stderr) == (
         2,
         "error: unknown flag --lora: did you mean --lora_r?\n",
     )
-    theirs = launch.train(["--lora_r=8"])
+    theirs = launch.call(launch.TRAIN, "--lora_r=8")
     assert theirs.stderr == "error: unknown flag --lora_r: it belongs to src/finetune.py\n"
     assert not (tmp_path / "runs").exists()
 
 
-def test_help_shows_no_flag_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    shown: dict[Recipe, str] = {"pretrain": "", "finetune": ""}
+def test_help_shows_no_flag_that_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: dict[RecipeName, str] = {"pretrain": "", "finetune": ""}
     for recipe in shown:
         with pytest.raises(SystemExit):
             parse(["--help"], recipe)
@@ -294,7 +293,7 @@ def test_a_start_without_model_or_conversations_says_what_is_missing(
             finetune([flag for flag in flags if not flag.startswith(f"--{name}=")])
 
 
-def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, tiny_flags: list[str]) -> None:
+def test_a_model_of_another_vocabulary_is_rejected(tmp_path: Path, tiny_flags: list[str]) -> None:
     pretrain(parse([*tiny_flags, "--max_steps=1"]))
     run = tmp_path / "runs" / "tiny"
     with pytest.raises(ConfigError, match="vocab_size 256 is below GPT-2's 50257"):

@@ -1,4 +1,4 @@
-"""Every command of the README is run, in order, in a copy of the project; large ones with flags that shrink them."""
+"""Every command of README and getting_started.md runs, in order, in a copy of the project, shrunk where it is large."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ SHRINK = (
 COMMANDS: dict[str, str | None] = {
     "make quickstart": None,  # .ci/run
     "make test": None,  # .ci/run
-    "make tensorboard": None,  # tests/test_make.py, tests/test_tensorboard_server.py
+    "make install": None,  # .ci/run
+    "make tensorboard": None,  # tests/unit/commands/test_make.py, tests/unit/runs/test_tensorboard_server.py
+    "make tensorboard-stop": None,  # the same
     "source .venv/bin/activate": None,
     "python scripts/prepare_data.py fineweb-edu": None,  # network
     "python scripts/prepare_data.py hf:roneneldan/TinyStories": None,  # network
@@ -41,7 +43,7 @@ COMMANDS: dict[str, str | None] = {
     "python scripts/plot.py gpt2-124m": "",
     "python scripts/report.py gpt2-124m": "",
     "python scripts/evaluate.py gpt2-124m": "--device=cpu",
-    "python scripts/compare.py run_a run_b": None,  # tests/test_evaluate.py
+    "python scripts/compare.py run_a run_b": None,  # tests/unit/evaluation/test_evaluate.py
     'python scripts/sample.py gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",
     "python scripts/export_hf.py gpt2-124m --out exports/gpt2-124m": "",
     "python scripts/prepare_data.py my_texts/": "",
@@ -55,15 +57,17 @@ COMMANDS: dict[str, str | None] = {
 }
 
 
-def readme_commands() -> list[str]:
-    """Return every command of the README's bash blocks and of its sentences, in order."""
-    text = (REPOSITORY / "README.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-    found = [line for block in blocks for line in block.splitlines() if line]
-    found += re.findall(
-        r"`((?:python|make|torchrun) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
-    )
-    return found
+def commands_of_a_newcomer() -> list[str]:
+    """Return every command of both pages' bash blocks and sentences, in order, each once."""
+    found: list[str] = []
+    for page in ("README.md", "docs/getting_started.md"):
+        text = (REPOSITORY / page).read_text()
+        blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+        found += [line for block in blocks for line in block.splitlines() if line]
+        sentences = re.sub(r"```.*?```", "", text, flags=re.S)
+        found += re.findall(r"`((?:python|make|torchrun) [^`]+)`", sentences)
+        found += re.findall(r"\*\*((?:python|make|torchrun) [^*]+)\*\*", sentences)
+    return list(dict.fromkeys(found))
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +91,25 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_command_of_the_readme_is_known_here() -> None:
-    assert set(readme_commands()) == set(COMMANDS)
+def test_every_command_of_a_newcomer_is_known_here() -> None:
+    assert set(commands_of_a_newcomer()) == set(COMMANDS)
+
+
+def test_the_front_page_shows_a_picture_and_a_short_transcript() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    transcript = re.findall(r"```text\n(.*?)```", text, flags=re.S)[0]
+    assert len(transcript.splitlines()) == 12
+    assert max(len(line) for line in transcript.splitlines()) <= 120
+    for picture in re.findall(r"!\[[^]]+\]\(([^)]+)\)", text):
+        assert "prefers-color-scheme:dark" in (REPOSITORY / picture).read_text()
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run(clone: Path) -> None:
-    """In the README's order: prepare and train come before what they make possible."""
+def test_the_commands_of_a_newcomer_run(clone: Path) -> None:
+    """In the order of the pages: prepare and train come before what they make possible."""
     tools = Path(sys.executable).parent
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    for command in readme_commands():
+    for command in commands_of_a_newcomer():
         flags = COMMANDS[command]
         if flags is None:
             continue

@@ -43,7 +43,7 @@ def test_every_update_has_one_step_line_with_every_key_of_the_contract(straight)
         assert event["tokens"] == STEP_TOKENS * event["step"]
         rate, seconds = event["tokens_per_second"], event["step_seconds"]
         assert rate * seconds == pytest.approx(STEP_TOKENS, rel=1e-9)
-        assert 0 <= event["data_wait_seconds"] <= seconds < 10
+        assert 0 <= event["data_wait_seconds"] <= seconds
         assert event["peak_memory_bytes"] > 50e6, "a process with torch in it"
         assert event["grad_norm"] > 0
         assert re.fullmatch(r"[0-9a-f]{64}", event["batch_hash"])
@@ -115,21 +115,32 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def test_seconds_of_a_step_hold_the_wait_for_data(run, monkeypatch) -> None:
-    monkeypatch.setattr(Loader, "fetch", slowed(Loader.fetch, 0.3))
+    monkeypatch.setattr(Loader, "fetch", slowed(Loader.fetch, 1.0))
     run.train("--max_steps=2")
     steps = run.events("step")
-    # The reading thread has a moment's start: what was waited for is a little less than the 0.3 s.
+    # The reading thread has a start, a long one on a busy machine: what was waited for is less than the 1.0 s.
     assert steps[0]["data_wait_seconds"] > 0.2, "nothing is read ahead of the first step"
     assert all(event["step_seconds"] > event["data_wait_seconds"] for event in steps)
 
 
 def test_seconds_of_a_step_hold_no_evaluation_and_no_saving(run, monkeypatch) -> None:
-    monkeypatch.setattr(Validation, "measure", slowed(Validation.measure, 0.4))
-    monkeypatch.setattr(store, "save", slowed(store.save, 0.4))
+    """By a clock on which evaluating and saving take 100 seconds more than they do."""
+    clock, added = time.monotonic, [0.0]
+
+    def takes_100_seconds_more(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            added[0] += 100
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + added[0])
+    monkeypatch.setattr(Validation, "measure", takes_100_seconds_more(Validation.measure))
+    monkeypatch.setattr(store, "save", takes_100_seconds_more(store.save))
     run.train("--max_steps=2", "--eval_freq=1", "--checkpoint_freq=1")
-    assert all(event["seconds"] >= 0.4 for event in run.events("eval"))
-    assert all(event["seconds"] >= 0.4 for event in run.events("checkpoint"))
-    assert all(event["step_seconds"] < 0.4 for event in run.events("step"))
+    assert all(event["seconds"] >= 100 for event in run.events("eval"))
+    assert all(event["seconds"] >= 100 for event in run.events("checkpoint"))
+    assert all(event["step_seconds"] < 100 for event in run.events("step"))
 
 
 def test_evaluations_happen_at_step_zero_at_each_due_step_and_after_the_last(straight) -> None:

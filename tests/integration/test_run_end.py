@@ -1,4 +1,4 @@
-"""How a start of a run ends: done, stopped, refused, with a full disk or device; what it leaves and says."""
+"""How a start of a run ends: done, stopped, rejected, with a full disk or device; what it leaves and says."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def test_finished_run_resumed_unchanged_writes_nothing(run, capsys) -> None:
     assert run.listing() == before
 
 
-def test_fresh_start_over_checkpoints_is_refused_with_both_ways_out(run) -> None:
+def test_fresh_start_over_checkpoints_is_rejected_with_both_ways_out(run) -> None:
     run.train("--max_steps=2")
     before = run.listing()
-    refusal = run.refused("--max_steps=2")
-    assert isinstance(refusal, ConfigError)
-    assert refusal.exit_code == 2
-    assert "--run_name tiny --resume latest" in str(refusal)
-    assert "--run_name tiny_2" in str(refusal)
-    assert "\n" not in str(refusal)
+    rejection = run.rejected("--max_steps=2")
+    assert isinstance(rejection, ConfigError)
+    assert rejection.exit_code == 2
+    assert "--run_name tiny --resume latest" in str(rejection)
+    assert "--run_name tiny_2" in str(rejection)
+    assert "\n" not in str(rejection)
     assert run.listing() == before
 
 
 def test_non_finite_loss_ends_the_run_with_its_own_code_and_leaves_the_checkpoints(run) -> None:
-    refusal = run.refused("--max_steps=9", "--checkpoint_freq=1", "--max_lr=1e30", "--min_lr=0")
-    assert isinstance(refusal, NonFiniteError)
-    assert refusal.exit_code == 76
+    rejection = run.rejected("--max_steps=9", "--checkpoint_freq=1", "--max_lr=1e30", "--min_lr=0")
+    assert isinstance(rejection, NonFiniteError)
+    assert rejection.exit_code == 76
     status, stop = run.status(), history.read_events(run.path)[-1]
     assert (status["state"], status["exit_code"]) == ("failed", 76)
     assert stop["event"] == "stop"
@@ -85,9 +85,9 @@ def test_full_disk_at_a_rolling_checkpoint_warns_and_training_goes_on(run, monke
 def test_full_disk_where_the_process_ends_is_an_error(run, monkeypatch, planned) -> None:
     common = ["--max_steps=9", "--checkpoint_freq=3", "--eval_freq=0", planned]
     monkeypatch.setenv("FAULT", "checkpoint.model.safetensors:enospc@4")
-    refusal = run.refused(*common)
-    assert isinstance(refusal, SaveError)
-    assert refusal.exit_code == 75
+    rejection = run.rejected(*common)
+    assert isinstance(rejection, SaveError)
+    assert rejection.exit_code == 75
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 75)
     assert list(run.checkpoints()) == [3]
     monkeypatch.delenv("FAULT")
@@ -110,9 +110,11 @@ def test_a_disk_that_is_full_at_the_start_is_one_line_and_leaves_nothing(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    refusal = run.refused("--max_steps=4", "--resume=latest")
-    assert isinstance(refusal, SaveError)
-    assert str(refusal) == f"{run.path / file}: No space left on device; free space and start again"
+    rejection = run.rejected("--max_steps=4", "--resume=latest")
+    assert isinstance(rejection, SaveError)
+    assert (
+        str(rejection) == f"{run.path / file}: No space left on device; free space and start again"
+    )
     assert run.listing().keys() == before
     monkeypatch.undo()
     run.train("--max_steps=4", "--resume=latest")
@@ -136,12 +138,12 @@ def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[st
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=250) == 0
     assert [event["step"] for event in launch.events(tmp_path / "runs" / "tiny", "done")] == [20]
     assert "step 20/20" in (tmp_path / "runs" / "tiny" / "log.txt").read_text()
 
 
-def test_a_refused_start_leaves_the_run_unlocked(run: Run) -> None:
+def test_a_rejected_start_leaves_the_run_unlocked(run: Run) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         run.train("--max_steps=2")
@@ -158,10 +160,10 @@ def test_a_refused_start_leaves_the_run_unlocked(run: Run) -> None:
 
 
 def test_a_non_finite_evaluation_ends_as_non_finite_and_saves_nothing_of_the_step(run: Run) -> None:
-    refusal = run.refused(
+    rejection = run.rejected(
         *("--max_steps=1", "--max_lr=1e20", "--min_lr=1e20", "--warmup_steps=0", "--eval_freq=1")
     )
-    assert isinstance(refusal, NonFiniteError)
+    assert isinstance(rejection, NonFiniteError)
     assert run.status()["exit_code"] == 76
     assert run.checkpoints() == {}
     assert "validation loss" in describe_run(run.path)
@@ -176,13 +178,13 @@ def test_an_error_after_the_commit_does_not_disown_the_checkpoint(
     assert sorted(run.checkpoints()) == [2, 4]
 
 
-def test_a_second_process_in_the_same_run_is_refused_by_name(run: Run) -> None:
+def test_a_second_process_in_the_same_run_is_rejected_by_name(run: Run) -> None:
     from gpt2lab.runs.folder import RunFolder
 
     run.train("--max_steps=2", "--stop_after_steps=1")
     holder = RunFolder(run.path)
-    refusal = run.refused("--max_steps=2", "--resume=latest")
-    assert "in use by process" in str(refusal)
+    rejection = run.rejected("--max_steps=2", "--resume=latest")
+    assert "in use by process" in str(rejection)
     holder.close()
     run.train("--max_steps=2", "--resume=latest")
 
@@ -205,13 +207,13 @@ def test_a_full_device_ends_in_one_line_with_the_lever_and_the_last_step_saved(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "train_step", _full_from_step_two(trainer.train_step))
-    refusal = run.refused("--max_steps=3")
-    assert refusal.exit_code == 1
-    assert str(refusal).startswith(
+    rejection = run.rejected("--max_steps=3")
+    assert rejection.exit_code == 1
+    assert str(rejection).startswith(
         "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. A"
     )
-    assert "lower --mini_batch_size" in str(refusal)
-    assert "\n" not in str(refusal)
+    assert "lower --mini_batch_size" in str(rejection)
+    assert "\n" not in str(rejection)
     assert list(run.checkpoints()) == [1]
     monkeypatch.undo()
     run.train("--resume=latest", "--mini_batch_size=1")
@@ -227,8 +229,10 @@ def test_a_device_too_full_for_the_optimizers_state_ends_in_one_line_too(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nGPU 0 ...")
 
     monkeypatch.setattr(torch.optim.AdamW, "step", full)
-    refusal = run.refused("--max_steps=3")
-    assert str(refusal).startswith("out of memory: CUDA out of memory. Tried to allocate 6.00 GiB.")
+    rejection = run.rejected("--max_steps=3")
+    assert str(rejection).startswith(
+        "out of memory: CUDA out of memory. Tried to allocate 6.00 GiB."
+    )
     assert list(run.checkpoints()) == []
 
 
@@ -254,7 +258,7 @@ def test_stop_after_steps_saves_and_leaves_the_schedule_alone(run, straight) -> 
     assert (status["state"], status["step"], status["exit_code"]) == ("stopped", 3, 0)
     assert (stop["event"], stop["reason"]) == ("stop", "stop_after_steps")
     assert stop["checkpoint"] == str(run.path / "step_00000003")
-    assert run.refused(*common, "--resume=latest", "--stop_after_steps=3").exit_code == 2
+    assert run.rejected(*common, "--resume=latest", "--stop_after_steps=3").exit_code == 2
     run.train(*common, "--resume=latest", "--stop_after_steps=7")
     assert run.losses() == {n: loss for n, loss in straight.losses().items() if n <= 7}
     assert [event["step"] for event in run.events("eval")] == [0], "a stop is not the last step"

@@ -1,4 +1,4 @@
-"""What a resume in the same folder allows, refuses, sets aside and labels; retention."""
+"""What a resume in the same folder allows, rejects, sets aside and labels; retention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt2lab.config.command_line import parse
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
-from gpt2lab.training.start import decide
+from gpt2lab.training.resolve import resolve
 from tiny import make_tokens, write_shards
 from whole_run import LAST, Run, S, T
 
@@ -48,24 +48,24 @@ def test_worse_evaluation_after_a_resume_is_not_labelled_best(run) -> None:
     assert not any(event["labels"] for event in run.events("checkpoint", attempt=2))
 
 
-def test_other_architecture_is_refused_on_resume(run) -> None:
+def test_other_architecture_is_rejected_on_resume(run) -> None:
     run.train("--max_steps=4", "--stop_after_steps=2")
     before = run.listing()
     for change in ("--n_layer=3", "--n_embd=48", "--vocab_size=300", "--context_length=8"):
-        refusal = run.refused("--resume=latest", change, "--allow_change=n_layer,n_embd")
-        assert isinstance(refusal, ConfigError)
-        assert "another architecture" in str(refusal)
-        assert change[2:].partition("=")[0] in str(refusal)
+        rejection = run.rejected("--resume=latest", change, "--allow_change=n_layer,n_embd")
+        assert isinstance(rejection, ConfigError)
+        assert "another architecture" in str(rejection)
+        assert change[2:].partition("=")[0] in str(rejection)
     assert run.listing() == before
 
 
-def test_changed_rate_is_refused_until_allowed_and_then_recorded(run) -> None:
+def test_changed_rate_is_rejected_until_allowed_and_then_recorded(run) -> None:
     run.train("--max_steps=6", "--stop_after_steps=2")
     before = run.listing()
-    refusal = run.refused("--resume=latest", "--max_lr=1e-3")
-    assert refusal.exit_code == 2
-    assert "max_lr 0.0006 -> 0.001" in str(refusal)
-    assert "--allow_change max_lr" in str(refusal)
+    rejection = run.rejected("--resume=latest", "--max_lr=1e-3")
+    assert rejection.exit_code == 2
+    assert "max_lr 0.0006 -> 0.001" in str(rejection)
+    assert "--allow_change max_lr" in str(rejection)
     assert run.listing() == before
     run.train("--resume=latest", "--max_lr=1e-3", "--allow_change=max_lr")
     (resume,) = run.events("resume")
@@ -104,17 +104,17 @@ def test_settings_that_are_free_change_without_asking(run) -> None:
 
 def test_micro_batch_is_guarded_where_dropout_depends_on_it(run) -> None:
     run.train("--max_steps=4", "--dropout=0.1", "--stop_after_steps=2")
-    refusal = run.refused("--resume=latest", "--mini_batch_size=4")
-    assert "--allow_change mini_batch_size" in str(refusal)
+    rejection = run.rejected("--resume=latest", "--mini_batch_size=4")
+    assert "--allow_change mini_batch_size" in str(rejection)
     run.train("--resume=latest", "--mini_batch_size=4", "--allow_change=mini_batch_size")
     assert run.saved_state(4)["history"][0]["changes"] == {"mini_batch_size": [2, 4]}
 
 
-def test_other_data_is_refused_until_allowed_by_name(run, tmp_path) -> None:
+def test_other_data_is_rejected_until_allowed_by_name(run, tmp_path) -> None:
     run.train("--max_steps=4", "--stop_after_steps=2")
     other = f"--data_dir={write_shards(tmp_path / 'other', train=(900,), val=(300,))}"
-    refusal = run.refused("--resume=latest", other)
-    assert "--allow_change data" in str(refusal)
+    rejection = run.rejected("--resume=latest", other)
+    assert "--allow_change data" in str(rejection)
     run.train("--resume=latest", other, "--allow_change=data")
     (record,) = run.saved_state(4)["history"]
     assert list(record["changes"]) == ["data"]
@@ -143,8 +143,8 @@ def test_resuming_an_older_step_sets_the_newer_ones_aside(run) -> None:
 
 
 def test_resume_without_a_checkpoint_is_an_error_and_auto_a_fresh_start(run) -> None:
-    refusal = run.refused("--resume=latest", "--max_steps=2")
-    assert isinstance(refusal, CheckpointError)
+    rejection = run.rejected("--resume=latest", "--max_steps=2")
+    assert isinstance(rejection, CheckpointError)
     assert not run.path.exists()
     run.train("--resume=auto", "--max_steps=4", "--stop_after_steps=2")
     run.train("--resume=auto", "--max_steps=4")
@@ -200,9 +200,9 @@ def test_a_superseded_checkpoint_is_not_trained_in_where_it_lies(run: Run) -> No
     run.train("--resume=2", "--stop_after_steps=3")
     [aside] = run.path.glob("superseded-*/step_00000004")
     before = sorted(path.name for path in aside.parent.iterdir())
-    refusal = run.refused(f"--resume={aside}")
-    assert isinstance(refusal, CheckpointError)
-    assert "move it" in str(refusal)
+    rejection = run.rejected(f"--resume={aside}")
+    assert isinstance(rejection, CheckpointError)
+    assert "move it" in str(rejection)
     assert sorted(path.name for path in aside.parent.iterdir()) == before
 
 
@@ -223,10 +223,10 @@ def test_a_resume_is_judged_by_the_runs_settings_not_by_the_defaults(run: Run) -
     assert run.status()["state"] == "completed"
 
 
-def test_another_model_is_refused_as_such_wherever_one_stands(
+def test_another_model_is_rejected_as_such_wherever_one_stands(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its preset names other data too, which need not exist for the refusal to be the right one."""
+    """Its preset names other data too, which need not exist for the rejection to be the right one."""
     run.train("--max_steps=4", "--stop_after_steps=2")
     monkeypatch.chdir(tmp_path)
     argv = [
@@ -236,7 +236,7 @@ def test_another_model_is_refused_as_such_wherever_one_stands(
         f"--checkpoint_dir={run.path.parent}",
     ]
     with pytest.raises(GPT2LabError, match="another architecture: n_layer 2 -> 6"):
-        decide(parse(argv), world_size=1, set_aside=False)
+        resolve(parse(argv), world_size=1, set_aside=False)
 
 
 def test_a_checkpoint_that_does_not_load_moves_nothing_aside(
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_does_not_load_moves_nothing_aside(
         raise CheckpointError("does not load")
 
     monkeypatch.setattr("gpt2lab.checkpoint.store.load", fail)
-    assert "does not load" in str(run.refused("--resume=2"))
+    assert "does not load" in str(run.rejected("--resume=2"))
     assert sorted(run.checkpoints()) == [1, 2, 3, 4]
 
 

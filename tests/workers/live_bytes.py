@@ -14,7 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import torch
 
 from benchmarks.live_bytes import peak_of_step
-from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, Recompute, SystemConfig
+from gpt2lab.config.schema import (
+    ActivationCheckpointing,
+    ModelConfig,
+    OptimConfig,
+    Parallel,
+    SystemConfig,
+)
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -41,19 +47,21 @@ CASES = [
 ]
 runtime = Runtime()
 runtime.use(SystemConfig(device="cpu"))
-for config, B, A, dtype, optimizer in CASES:
+few = "few" in sys.argv  # each mode once
+for config, B, A, dtype, optimizer in CASES[:1] if few else CASES:
     for parallel in ("ddp",) if optimizer == "muon" else get_args(Parallel):
-        for recompute in get_args(Recompute):
-            if recompute != "none" and config.norm == "rmsnorm":
+        for recompute in get_args(ActivationCheckpointing):
+            if recompute != "none" and (few or config.norm == "rmsnorm"):
                 continue
             if recompute == "selective" and config.vocab_size == 4096:
                 continue
             strategy = Strategy(
-                runtime, compile=False, dtype=dtype, parallel=parallel, recompute=recompute
+                runtime,
+                SystemConfig(dtype=dtype, parallel=parallel, activation_checkpointing=recompute),
             )
             model = build_model(config, seed=0, device=runtime.device)
             wrapped = strategy.prepare(model)
-            optimizers = strategy.share_state(
+            optimizers = strategy.shard_optimizer_state(
                 model,
                 build_optimizers(model, OptimConfig(optimizer=optimizer), device=runtime.device),
             )

@@ -24,7 +24,7 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.training.drift import check_drift
+from gpt2lab.training.ranks import check_drift
 from gpt2lab.training.train_step import StepStats, train_step
 
 # Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.
@@ -39,13 +39,13 @@ class Trained:
         self.runtime = runtime
         parallel = cast(Parallel, mode.removesuffix(" offloaded"))
         self.strategy = Strategy(
-            runtime, compile=False, dtype="fp32", parallel=parallel, offload=mode != parallel
+            runtime, SystemConfig(dtype="fp32", parallel=parallel, fsdp_offload=mode != parallel)
         )
         self.model = build_model(CONFIG, seed=seed, device=runtime.device)
         self.wrapped = self.strategy.prepare(self.model)
         optimizers = build_optimizers(self.model, OPTIM, device=runtime.device)
-        self.optimizers = self.strategy.share_state(self.model, optimizers)
-        self.strategy.settle(self.wrapped, batch_size=1, context_length=2)
+        self.optimizers = self.strategy.shard_optimizer_state(self.model, optimizers)
+        self.strategy.warm_up_reducer(self.wrapped, batch_size=1, context_length=2)
 
     def step(self, number: int, *, accepted: bool = True, clip: float = 0.1) -> StepStats:
         rank, world = self.runtime.rank, self.runtime.world_size
@@ -107,14 +107,14 @@ def main(folder: Path, device: str = "cpu") -> None:
         here = Trained(runtime, mode)
         for number, other in zip((1, 2, 3), stats, strict=True):
             before = here.weights()
-            here.step(number, accepted=False)  # a refused update leaves nothing behind
+            here.step(number, accepted=False)  # a rejected update leaves nothing behind
             compare(here.weights(), before)
             found = here.step(number)
             assert math.isclose(found.loss, other.loss, rel_tol=1e-6)
             assert math.isclose(found.grad_norm, other.grad_norm, rel_tol=1e-5)
         compare(here.weights(), expected, exact=False)
         check_drift(here.model, runtime, 3)
-        with here.strategy.whole(here.model) as model:
+        with here.strategy.full_model(here.model) as model:
             assert type(model) is GPT
             compare({name: p.cpu() for name, p in model.named_parameters()}, content_of(here))
         assert store.is_spread_out(here.model, here.optimizers)

@@ -1,0 +1,169 @@
+"""README and docs: every link, test, script, flag and quoted message exists; repeated figures agree."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks import command as benchmark
+from gpt2lab.config.command_line import Verbs
+from gpt2lab.config.settings import LEAVES
+from launch import REPOSITORY
+
+PAGES = {
+    str(path.relative_to(REPOSITORY)): path.read_text()
+    for path in [
+        REPOSITORY / "README.md",
+        REPOSITORY / "CONTRIBUTING.md",
+        *sorted((REPOSITORY / "docs").glob("*.md")),
+    ]
+}
+TRAINING = PAGES["docs/training.md"]
+# Flags of torchrun, pytest and ssh, which are not ours.
+FOREIGN = {
+    *("nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "shutdown-timeout"),
+    *("max-restarts", "standalone", "check"),
+}
+
+
+def texts_of_the_program() -> list[str]:
+    """Return every text that the source can print; an f-string gives what stands between its braces."""
+    texts = []
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and node not in docstrings:
+                texts.append(str(node.value))
+    return texts
+
+
+def missing(line: str, texts: list[str]) -> list[str]:
+    """Return the parts of a quoted message that no text of the program holds."""
+    parts = [part.strip() for part in line.split("…")]
+    return [part for part in parts if part and not any(part in text for text in texts)]
+
+
+def test_every_quoted_message_is_in_the_source() -> None:
+    boxes = re.findall(r"```text\n(.*?)```", TRAINING, flags=re.S)
+    lines, texts = [line for box in boxes for line in box.splitlines()], texts_of_the_program()
+    assert len(lines) >= 12
+    for line in lines:
+        assert not missing(line, texts), line
+        assert max(len(part) for part in line.split("…")) > 10, line  # enough to search for
+    assert missing("is slow: … s of its own a day", texts) == ["s of its own a day"]
+
+
+def test_every_problem_quotes_a_message_and_names_a_flag() -> None:
+    problems = TRAINING.partition("## When something is wrong")[2].partition("\n## ")[0]
+    parts = re.split(r"^\*\*", problems, flags=re.M)[1:]
+    assert len(parts) == 7
+    for part in parts:
+        assert "```text\n" in part, part
+        assert re.search(r"`--\w+", re.sub(r"```.*?```", "", part, flags=re.S)), part
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_path_exists(page: str) -> None:
+    folder = (REPOSITORY / page).parent
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGES[page]):
+        assert "://" in link or (folder / link).is_file(), link
+    for path in re.findall(r"\b(?:scripts|tests|src|benchmarks)/[\w/]+\.(?:py|sh)\b", PAGES[page]):
+        assert (REPOSITORY / path).is_file(), path
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for target in re.findall(r"(?:`|^)make ([a-z-]+)", PAGES[page], flags=re.M):
+        assert re.search(rf"^(?:[a-z-]+ )*{target}(?: [a-z-]+)*:", makefile, re.M), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_cited_test_exists(page: str) -> None:
+    sources = {path.name: path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    for file, name in re.findall(r"`(?:[\w/]*/)?(test_\w+\.py)(?:::(\w+))?", PAGES[page]):
+        assert file in sources, file
+        assert f"def {name}" in sources[file], f"{file}::{name}"
+    for name in re.findall(r"`(test_\w+)\*?`", PAGES[page]):
+        assert any(f"def {name}" in source for source in sources.values()), name
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the words of every command line in a page's blocks and in its sentences."""
+    blocks = "\n".join(re.findall(r"```(?:bash)?\n(.*?)```", text, flags=re.S))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    lines += re.findall(
+        r"`((?:python|torchrun) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
+    )
+    starts = ("python ", "torchrun ")
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
+
+
+def flags_of(script: str, verb: str | None, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """Return the flags that a script's help shows."""
+    if script in ("src/train.py", "src/finetune.py"):
+        return {*LEAVES, *Verbs.__dataclass_fields__}
+    name = Path(script).stem
+    main = benchmark.main
+    if name != "benchmark":
+        main = importlib.import_module(f"gpt2lab.commands.{name}").main
+    with pytest.raises(SystemExit):
+        main([*([verb] if verb else []), "--help"])
+    shown = set(re.findall(r"--([a-z]\w+)", capsys.readouterr().out))
+    return shown | (set(LEAVES) if name == "ablate" else set())  # it hands others to the trainer
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    known: dict[tuple[str, str | None], set[str]] = {}
+    for words in commands(PAGES[page]):
+        at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        if at is None or not words[at].startswith(("src/", "scripts/")):
+            continue  # a module or a test, which takes no flags of ours
+        script, verb = words[at], None
+        if script in ("scripts/data.py", "scripts/benchmark.py"):
+            verb = words[at + 1]
+        if (script, verb) not in known:
+            known[script, verb] = flags_of(script, verb, capsys)
+        typed = {word.removeprefix("--") for word in words[at:] if word.startswith("--")}
+        typed = {flag.partition("=")[0] for flag in typed} - {"help"}
+        assert typed <= known[script, verb], words
+
+
+def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {*LEAVES, *Verbs.__dataclass_fields__, *FOREIGN}
+    for path in (REPOSITORY / "scripts").glob("[a-z]*.py"):
+        name = path.stem
+        verbs: list[str | None] = [None]
+        if name == "data":
+            verbs = ["verify", "stats", "show", "import", "merge"]
+        if name == "benchmark":
+            verbs = ["cpu", "gpu", "data", "hellaswag", "parallel", "sample", "save"]
+        for verb in verbs:
+            known |= flags_of(f"scripts/{name}.py", verb, capsys)
+    for page, text in PAGES.items():
+        unknown = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known
+        assert not unknown, f"{page}: {unknown}"
+
+
+def test_the_picture_of_speeds_repeats_the_table() -> None:
+    drawn = json.loads((REPOSITORY / "docs" / "benchmarks.json").read_text())
+    rows: dict[str, list[str]] = {}
+    for line in PAGES["docs/benchmarks.md"].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows.setdefault(cells[0], [cell.replace(",", "") for cell in cells[1::2]])
+    names = {
+        "gpt2lab, bf16": "ours",
+        "gpt2lab, fp32": "ours in fp32",
+        "predecessor, bf16": "predecessor",
+        "litgpt, bf16": "litgpt",
+        "nanoGPT, fp32": "nanoGPT",
+        "Hugging Face, fp32": "Hugging Face",
+    }
+    for column, speeds in enumerate(drawn["tokens_per_second"].values()):
+        assert {name: rows[names[name]][column] for name in speeds} == {
+            name: str(speed) for name, speed in speeds.items()
+        }
