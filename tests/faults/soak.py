@@ -226,7 +226,9 @@ def main() -> int:
             soak.live()
             if soak.dice.random() < 0.2:
                 soak.damage_newest()
-        last = soak.newest_intact() + 3
+        soak.read_new_events()
+        taken = [event["step"] for event in soak.events if event["event"] == "step"]
+        last = max(soak.newest_intact() + 3, *taken)  # a killed life may have gone further
         peace = FaultRun(data, folder / "peace", FLAGS)
         for run in (soak.run, peace):
             process = run.start("--resume=auto", f"--stop_after_steps={last}")

@@ -202,6 +202,7 @@ def test_a_typed_moment_stops_in_time(run: FaultRun) -> None:
     assert run.events("checkpoint")[-1]["time"] < moment.timestamp(), "saved in time, not begun"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("hours", [-24, 24])
 def test_row_28_a_clock_that_jumps_changes_nothing(
     hours: int, run: FaultRun, tmp_path: Path
