@@ -5,7 +5,7 @@ times and whatever a machine adds are left out. Nothing of gpt2lab is imported: 
 start them, so that this file reads the same before and after every move inside the package. A change of a contract
 on purpose is recorded with
 
-    UPDATE_GOLDEN=1 pytest tests/integration/test_contracts.py
+    UPDATE_GOLDEN=1 pytest -m slow tests/integration/test_contracts.py
 
 and shows in the commit as a change of that file. Without transformers, export_hf.py --json is left out.
 """
