@@ -87,7 +87,8 @@ class Cpu:
 
     model: tuple[SizeName, ...] = option(CPU_SIZES, "sizes, one table each")
     peer: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = option(
-        (), "nanogpt=PATH, ancestor=PATH, litgpt=PATH (checkouts) or hf (installed); once for each"
+        (),
+        "nanogpt=PATH, predecessor=PATH, litgpt=PATH (checkouts) or hf (installed); once for each",
     )
     dtype: tuple[Literal["auto", "fp32", "bf16"], ...] = option(
         ("auto",), "precisions of our trainer, each a row of its own"

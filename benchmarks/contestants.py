@@ -21,7 +21,7 @@ from gpt2lab import paths
 from gpt2lab.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
-PEERS = ("nanogpt", "ancestor", "litgpt", "hf")
+PEERS = ("nanogpt", "predecessor", "litgpt", "hf")
 _HERE = Path(__file__).parent
 _MANY = 1000  # steps that a run is told to last: what is timed is the beginning of a long run
 
@@ -113,7 +113,7 @@ def peer(name: str, checkout: Path | None, place: Place, size: Size) -> Contesta
     if name == "hf":
         return _hf(place, size)
     assert checkout is not None
-    return {"nanogpt": _nanogpt, "ancestor": _ancestor, "litgpt": _litgpt}[name](
+    return {"nanogpt": _nanogpt, "predecessor": _predecessor, "litgpt": _litgpt}[name](
         checkout, place, size
     )
 
@@ -121,7 +121,7 @@ def peer(name: str, checkout: Path | None, place: Place, size: Size) -> Contesta
 # What a checkout must hold to be that peer: a file, and a text in it.
 _MARKS = {
     "nanogpt": ("train.py", "estimate_mfu(batch_size * gradient_accumulation_steps, dt)"),
-    "ancestor": ("src/train_improved.py", "class CheckpointManager"),
+    "predecessor": ("src/train_improved.py", "class CheckpointManager"),
     "litgpt": ("litgpt/pretrain.py", "def setup("),
 }
 
@@ -190,8 +190,8 @@ def _nanogpt(checkout: Path, place: Place, size: Size) -> Contestant:
     )
 
 
-def _ancestor(checkout: Path, place: Place, size: Size) -> Contestant:
-    copy = place.folder / "ancestor"
+def _predecessor(checkout: Path, place: Place, size: Size) -> Contestant:
+    copy = place.folder / "predecessor"
     shutil.copytree(checkout / "src", copy / "src")
     script = copy / "src" / "train_improved.py"
     source = _adapted(
@@ -214,7 +214,7 @@ def _ancestor(checkout: Path, place: Place, size: Size) -> Contestant:
         "warmup_steps": 10,
     }
     return Contestant(
-        name="ancestor",
+        name="predecessor",
         program=(str(script), *(word for flag in flags.items() for word in _typed(*flag))),
         place=place,
         read=_lines(r"loss: (?P<loss>[\d.]+) .* dt: (?P<ms>[\d.]+)ms"),

@@ -179,7 +179,7 @@ def _start(contestant: Contestant, before: list[str]) -> subprocess.Popen[bytes]
 def _working_directory(contestant: Contestant) -> Path:
     """Return the copy of a peer's checkout, or the contestant's own folder."""
     place = contestant.place.folder
-    copies = [folder for folder in (place / "nanoGPT", place / "ancestor") if folder.is_dir()]
+    copies = [folder for folder in (place / "nanoGPT", place / "predecessor") if folder.is_dir()]
     return copies[0] if copies else place
 
 

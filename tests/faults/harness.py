@@ -16,7 +16,7 @@ from typing import Any
 import launch
 
 STEPS = 40
-SECONDS = 90  # whatever a run does, it does within these
+SECONDS = 250  # ends a test that hangs
 
 # One T of 16, eight windows a step: milliseconds each, so that a sleep in the step sets the pace.
 SHAPE = (

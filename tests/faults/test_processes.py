@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,17 +16,12 @@ Reference = Callable[[int], FaultRun]
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Reference) -> None:
     """The survivor saves the last complete step, whichever it is, and the rest goes on as the same bits."""
     run.flags = NO_ROLLING
-    began = time.monotonic()
     process = run.start(world=2, FAULT=f"{PACE};step:kill9@15,rank={rank}")
-    run.wait_for(process, "step", 14)
-    died = time.monotonic()
     assert run.end_of(process) != 0
-    assert time.monotonic() - died < 120, f"after {died - began:.0f} s of start"
     run.assert_no_process_left(process, seconds=1)
     assert run.saved() == [14]
     assert "another rank of this run died after step 14; that step is saved" in run.errors()
@@ -113,7 +107,6 @@ def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path
 
 
 def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -> None:
-    began = time.monotonic()
     process = run.start(
         "--hang_seconds=1.5",
         world=2,
@@ -122,7 +115,6 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     )
     run.wait_for(process, "step", 14)
     assert run.end_of(process) != 0
-    assert time.monotonic() - began < 200
     errors = run.errors()
     assert "all wait for: rank 1 on" in errors
     assert "silent for" in errors

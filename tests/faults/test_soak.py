@@ -13,7 +13,7 @@ import launch
 
 pytestmark = pytest.mark.fault
 
-MINUTES = float(os.environ.get("MINUTES", "0.6"))
+MINUTES = float(os.environ.get("MINUTES", "0.2"))
 SEED = os.environ.get("SEED", "1337")
 
 

@@ -56,12 +56,11 @@ def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.mark.parametrize(
     ("world", "cut"),
-    [(1, ACROSS_EPOCH)]
-    + [
-        pytest.param(world, cut, marks=pytest.mark.slow)
-        for world in (1, 2)
-        for cut in (MID_SHARD, SHARD_END, ACROSS_EPOCH)
-        if (world, cut) != (1, ACROSS_EPOCH)
+    [
+        (1, ACROSS_EPOCH),
+        pytest.param(1, MID_SHARD, marks=pytest.mark.slow),
+        pytest.param(2, SHARD_END, marks=pytest.mark.slow),
+        pytest.param(2, ACROSS_EPOCH, marks=pytest.mark.slow),
     ],
 )
 def test_kill_and_resume_is_bit_identical(
@@ -88,7 +87,7 @@ def test_kill_and_resume_is_bit_identical(
 @pytest.mark.slow
 def test_the_first_resumed_step_sums_like_all_others(tiny_data: Path, tmp_path: Path) -> None:
     """From three processes on DDP's first step would add in another order: only the weights' hash shows it."""
-    world = 4
+    world = 3
     shape = ("--total_batch_size=192", "--mini_batch_size=1", "--max_steps=12")
     flags = [*_flags(tiny_data, tmp_path / "cut", *shape)]
     straight = [*_flags(tiny_data, tmp_path / "straight", *shape)]

@@ -130,6 +130,7 @@ def test_a_stop_before_anything_was_saved_names_no_resume(
     run.train("--max_steps=4")
 
 
+@pytest.mark.slow
 def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[str]) -> None:
     """`python src/train.py ... | head` once ended training and reported success."""
     flags = [*tiny_flags, "--max_steps=20", "--log_freq=1"]

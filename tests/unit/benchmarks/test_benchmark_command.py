@@ -15,7 +15,7 @@ from launch import REPOSITORY, call, script
 
 @pytest.mark.slow
 def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
-    words = ["--megabytes", 5, "--rounds", 1, "--num_workers", 1, 2, "--json", tmp_path / "d.json"]
+    words = ["--megabytes", 2, "--rounds", 1, "--num_workers", 1, 2, "--json", tmp_path / "d.json"]
     code, said, error = script("benchmark.py", "data", *words)
     assert code == 0, error
     numbers = json.loads((tmp_path / "d.json").read_text())
@@ -82,7 +82,10 @@ def test_saves_side_by_side(tmp_path: Path) -> None:
             ["cpu", "--model", "mid", "--variant", "micro_double"],
             "1 x 8 sequences cannot be cut into micro-batches 2 times as large",
         ),
-        (["cpu", "--peer", "nonogpt=/tmp"], "no such peer; known: nanogpt, ancestor, litgpt, hf"),
+        (
+            ["cpu", "--peer", "nonogpt=/tmp"],
+            "no such peer; known: nanogpt, predecessor, litgpt, hf",
+        ),
         (["cpu", "--peer", "nanogpt"], "give its checkout"),
         (["cpu", "--peer", "nanogpt=/nowhere"], "no folder /nowhere"),
         (

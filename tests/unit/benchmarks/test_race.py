@@ -37,7 +37,7 @@ def _nanogpt(folder: Path) -> Path:
     return folder
 
 
-def _ancestor(folder: Path, literal: str) -> Path:
+def _predecessor(folder: Path, literal: str) -> Path:
     (folder / "src").mkdir(parents=True)
     (folder / "src" / "train_improved.py").write_text(
         f"class CheckpointManager: pass\n{literal}\nimport model"
@@ -51,14 +51,14 @@ def _ancestor(folder: Path, literal: str) -> Path:
 def test_each_trainers_own_lines_are_read(tmp_path: Path) -> None:
     """The lines are as the programs print them; an unfinished last line is not a step."""
     place = place_in(tmp_path)
-    _ancestor(tmp_path / "a", "vocab_size=50304")
+    _predecessor(tmp_path / "a", "vocab_size=50304")
     size = dataclasses.replace(SMALL, accumulation=2)
     said = {
         "nanogpt": (
             _nanogpt(tmp_path / "n"),
             "step 0: train loss 5.5, val loss 5.5\niter 0: loss 5.4010, time 432.10ms, mfu -100.00%\n",
         ),
-        "ancestor": (
+        "predecessor": (
             tmp_path / "a",
             "step     0 | epoch 0 | loss: 5.401000 | lr: 6.00e-05 | norm: 1.9 | dt: 432.10ms | tok/sec: 4.74\n",
         ),
@@ -107,14 +107,14 @@ def test_a_checkout_that_is_another_program_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_peer_whose_line_has_moved_is_rejected_by_name(tmp_path: Path) -> None:
-    """The ancestor writes its vocabulary into its source, so its copy must be edited."""
-    good = _ancestor(tmp_path / "good", "GPTConfig(vocab_size=50304,")
-    trainer = contestants.peer("ancestor", good, place_in(tmp_path / "run"), SIZES["tiny256"])
+    """The predecessor writes its vocabulary into its source, so its copy must be edited."""
+    good = _predecessor(tmp_path / "good", "GPTConfig(vocab_size=50304,")
+    trainer = contestants.peer("predecessor", good, place_in(tmp_path / "run"), SIZES["tiny256"])
     assert "GPTConfig(vocab_size=256," in Path(trainer.program[0]).read_text()
     assert "vocab_size=50304" in (good / "src" / "train_improved.py").read_text()
-    moved = _ancestor(tmp_path / "moved", "GPTConfig(vocab_size=args.vocab,")
+    moved = _predecessor(tmp_path / "moved", "GPTConfig(vocab_size=args.vocab,")
     with pytest.raises(ConfigError, match=r"train_improved\.py .* no 'vocab_size=50304' any more"):
-        contestants.peer("ancestor", moved, place_in(tmp_path / "run2"), SIZES["tiny256"])
+        contestants.peer("predecessor", moved, place_in(tmp_path / "run2"), SIZES["tiny256"])
 
 
 def test_all_formats_hold_the_same_tokens(tmp_path: Path) -> None:

@@ -1,7 +1,13 @@
-"""Every rejection: exit code 2, one line on stderr, no traceback, and nothing written."""
+"""Every rejection: exit code 2, one line on stderr, no traceback, and nothing written.
+
+The full lines are in `tests/golden/messages.json`. To record a new wording:
+
+    UPDATE_GOLDEN=1 pytest -n 0 tests/unit/commands/test_bad_input.py
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +34,8 @@ from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from launch import TRAIN
 from tiny import CONTEXT, VOCAB, write_shards
+
+MESSAGES = Path(__file__).resolve().parents[2] / "golden" / "messages.json"
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ CASES = {
     "vocabulary too small for the data": Case(["--vocab_size=100"], ("token id 25", "= 100")),
     # flags and settings
     "unknown flag": Case(["--n_layr=3"], ("unknown flag --n_layr", "did you mean --n_layer?")),
-    "flag of the ancestor": Case(["--logdir=x"], ("it is now --checkpoint_dir",)),
+    "flag of the predecessor": Case(["--logdir=x"], ("it is now --checkpoint_dir",)),
     "stray word": Case(["train"], ("unexpected argument 'train'",)),
     "value missing": Case(["--seed"], ("--seed",)),
     "value not a number": Case(["--n_layer=many"], ("--n_layer", "many")),
@@ -292,8 +300,15 @@ def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(name: str, pla
     case = CASES[name]
     case.spoil(place)
     before = snapshot(place.folder)
-    assert_is_rejection(*launch.call(TRAIN, *case.flags, *case.argv), case.says)
+    done = launch.call(TRAIN, *case.flags, *case.argv)
+    assert_is_rejection(*done, case.says)
     assert snapshot(place.folder) == before
+    messages = json.loads(MESSAGES.read_text())
+    message = done.stderr.strip().replace(str(place.folder), "FOLDER")
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        messages[name] = message
+        MESSAGES.write_text(json.dumps(messages, indent=1, sort_keys=True) + "\n")
+    assert message == messages.get(name)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +326,13 @@ def test_a_dry_run_rejects_the_same(name: str, place: Place) -> None:
     assert snapshot(place.folder) == before
 
 
-@pytest.mark.parametrize("name", ["data folder missing", "file where the runs should go"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data folder missing",
+        pytest.param("file where the runs should go", marks=pytest.mark.slow),
+    ],
+)
 def test_the_program_itself_rejects_with_exit_code_2(name: str, place: Place) -> None:
     case = CASES[name]
     case.spoil(place)

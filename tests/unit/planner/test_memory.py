@@ -103,27 +103,29 @@ SHAPES = {
 
 
 # The dtypes differ in what a block and the head keep; the rest is shared, so fp32 skips what bf16 has shown.
-SEEN = [
-    *((name, "bf16") for name in SHAPES),
-    *((name, "fp32") for name in ("gpt2 wide", "few words", "short", "head against embedding")),
+QUICK = [("gpt2 wide", "bf16"), ("few words", "fp32"), ("mostly vocabulary", "bf16")]
+SLOW = [
+    *((name, "bf16") for name in SHAPES if (name, "bf16") not in QUICK),
+    *((name, "fp32") for name in ("gpt2 wide", "short", "head against embedding")),
 ]
 
 
 @pytest.mark.usefixtures("fake_numbers")
-@pytest.mark.parametrize(("name", "dtype"), SEEN)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_peak_is_that_of_torchs_memory_tracker_to_half_a_percent(name: str, dtype: str) -> None:
     config, B, A = SHAPES[name]
     memory = predicted(config, B, A, dtype)
     assert memory.tensors == pytest.approx(tracked_peak(config, B, A, dtype), rel=0.005)
 
 
-ROTARY, RMSNORM, QK_NORM, RELU2 = OPTIONS = (
-    {"positions": "rotary"},
-    {"norm": "rmsnorm"},
-    {"qk_norm": "rmsnorm"},
-    {"activation": "relu2"},
-)
-MODERN: dict[str, Any] = ROTARY | RMSNORM | QK_NORM | RELU2
+MODERN: dict[str, Any] = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "qk_norm": "rmsnorm",
+    "activation": "relu2",
+}
 # Where activations decide, and where Muon's step does. In the models that people train the head decides.
 WHERE_THEY_COUNT: dict[Optimizer, tuple[str, ...]] = {
     "adamw": ("small vocabulary", "few words, accumulating"),
@@ -136,7 +138,7 @@ WHERE_THEY_COUNT: dict[Optimizer, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     ("options", "optimizer", "dtype"),
     [
-        *(pytest.param(one, "adamw", "bf16", id="+".join(one)) for one in (*OPTIONS, MODERN)),
+        pytest.param(MODERN, "adamw", "bf16", id="all"),
         pytest.param(MODERN, "adamw", "fp32", id="all, fp32"),
         pytest.param({}, "muon", "bf16", id="muon"),
         pytest.param(MODERN, "muon", "fp32", id="all+muon, fp32"),
@@ -155,7 +157,7 @@ def test_each_option_and_all_together_hold_what_the_memory_tracker_counts(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_numbers")
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=12, deadline=None)
 @given(
     config=st.builds(
         lambda D, H, **rest: ModelConfig(n_embd=D * H, n_head=H, **rest),
@@ -200,7 +202,7 @@ def test_memory_is_affine_in_layers_and_batch_so_small_shapes_speak_for_large_on
 REAL = [
     (shape(3, 128, 4, 128, 4096), 4, 1),
     (shape(2, 192, 3, 64, 8192), 3, 2),
-    (shape(4, 256, 4, 128, 1000), 4, 2),
+    (shape(3, 128, 4, 128, 1000), 4, 2),
 ]
 
 
@@ -234,8 +236,10 @@ def test_peak_is_that_of_real_steps_to_three_percent(
 
 
 @pytest.mark.parametrize("dtype", [SLOW_BF16, "fp32"])
-@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "recompute"),
+    [("adamw", "selective"), ("muon", "none"), ("muon", "block")],
+)
 def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(
     optimizer: Optimizer, recompute: ActivationCheckpointing, dtype: str
 ) -> None:
@@ -283,22 +287,17 @@ def real_peak(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "count"), [(["few"], 3), pytest.param([], 28, marks=pytest.mark.slow)]
-)
-def test_each_of_two_processes_holds_what_is_predicted_to_five_percent(
-    words: list[str], count: int
-) -> None:
-    """All modes (slow: and all ways to recompute), measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
+def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None:
+    """All modes and all ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
 
     fsdp's buffers come and go with gloo's threads, up to 8 % either way, so a case may take four runs to show it.
     """
     missed: set[str] = set()
     for attempt in range(4):
-        done = launch.train(words, world=2, program=launch.WORKERS / "live_bytes.py")
+        done = launch.train([], world=2, program=launch.WORKERS / "live_bytes.py")
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
-        assert len(lines) == count
+        assert len(lines) == 19
         missed_now = set()
         for case in lines:
             peak = case.pop("peak")

@@ -330,6 +330,7 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir:
     assert "#SBATCH --gres=gpu:2" in text
 
 
+@pytest.mark.slow
 def test_a_script_goes_on_in_the_folder_where_it_was_made(
     run_dir: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,14 @@ def test_a_failing_mirror_is_said_and_touches_nothing(
     assert said[0] in (run_dir / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("way", HANGS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("hangs when it is imported", marks=pytest.mark.slow),
+        "hangs and hears no signal",
+        pytest.param("hangs at its end", marks=pytest.mark.slow),
+    ],
+)
 def test_a_hanging_mirror_is_left_behind_and_does_not_live_on(
     plain: tuple[list[str], Path],
     tmp_path: Path,
