@@ -41,6 +41,13 @@ FAST  := config model/test_counts model/test_model model/test_attention_backend 
 spread = $(PY) -m pytest $2 -m "$1 and not alone" $(SPREAD) $(ARGS) || test $$? = 5
 measure = $(PY) -m pytest $2 -m "$1 and alone" $(ARGS) || test $$? = 5
 
+# $(call install,FILE): pip compiles modules one after the other, which takes minutes; this uses all cores. Templates
+# and tests of some packages are no valid Python, so that errors mean nothing here.
+define install
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r $1
+	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+endef
+
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
@@ -54,12 +61,11 @@ $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "error: $(PYTHON) is older than 3.10; make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	@# Python compiles each module when it is first imported: compiling all of them here takes a minute.
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
+	$(call install,requirements.txt)
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-dev.txt
+	$(call install,requirements-dev.txt)
 	@touch $@
 
 install: $(VENV)/.installed  ## create .venv with what training needs

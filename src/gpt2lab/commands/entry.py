@@ -10,8 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from gpt2lab.errors import GPT2LabError, is_lost_peer, to_gpt2lab_error
+from gpt2lab.files import replace_durably
 
 
 def run(main: Callable[[list[str]], int]) -> int:
@@ -74,8 +76,9 @@ def _tell_launcher(error: Exception, report: str) -> None:
     second = int(time.time()) + is_lost_peer(error)
     extra = {"py_callstack": report, "timestamp": str(second)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    with contextlib.suppress(OSError), open(path, "w") as file:
-        json.dump({"message": message}, file)
+    # In one step: torchrun sends SIGTERM to what is left, and fails itself on a report that is cut short.
+    with contextlib.suppress(OSError):
+        replace_durably(Path(path), json.dumps({"message": message}))
 
 
 def _leave(code: int) -> int:

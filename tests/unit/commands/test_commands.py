@@ -131,6 +131,18 @@ def test_torchrun_names_the_first_cause_though_all_fail_in_one_second(
     assert str(cause) in str(ChildFailedError("train.py", failures)).split("Root Cause")[1]
 
 
+def test_a_report_to_torchrun_is_complete_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun ends the other ranks while they write theirs, and fails itself on half a report."""
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=SystemExit))  # ended in the middle
+    with pytest.raises(SystemExit):
+        run_command(Mock(side_effect=PeerError("another process died")))
+    assert not report.exists()
+
+
 def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path: Path) -> None:
     answer = run(TRAIN, "--dry_run", cwd=tmp_path, python=("-S",))
     assert answer.returncode == 2
