@@ -60,7 +60,6 @@ def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         (1, ACROSS_EPOCH),
         pytest.param(1, MID_SHARD, marks=pytest.mark.slow),
         pytest.param(2, SHARD_END, marks=pytest.mark.slow),
-        pytest.param(2, ACROSS_EPOCH, marks=pytest.mark.slow),
     ],
 )
 def test_kill_and_resume_is_bit_identical(

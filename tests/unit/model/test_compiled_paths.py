@@ -159,11 +159,10 @@ def test_fast_paths_follow_the_plain_fp32_loss(tmp_path: Path) -> None:
     tokens = token_stream.text_tokens(150_000, vocab_size=50304)
     token_stream.write_formats(tokens, tmp_path / "data")
     losses = {}
-    for name, flags in {
-        "plain": ["--dtype=fp32", "--compile=off"],
-        "fp32": ["--dtype=fp32", "--compile=on"],
-        "default": ["--compile=on"],
-    }.items():
+    kinds = {"plain": ["--dtype=fp32", "--compile=off"], "fp32": ["--dtype=fp32", "--compile=on"]}
+    if runtime.native_bf16(torch.device("cpu")):
+        kinds["default"] = ["--compile=on"]
+    for name, flags in kinds.items():
         done = launch.train(
             [
                 *("--n_layer=2", "--n_head=2", "--n_embd=64", "--context_length=128"),
@@ -183,4 +182,5 @@ def test_fast_paths_follow_the_plain_fp32_loss(tmp_path: Path) -> None:
         return statistics.mean(abs(a - b) for a, b in pairs)
 
     assert distance("fp32") < 5e-4
-    assert distance("default") < 1e-3
+    if "default" in losses:
+        assert distance("default") < 1e-3
