@@ -150,13 +150,17 @@ def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
         if process.poll() is not None:
             assert exit_code(process) == 0
             continue
-        children = family.children(recursive=True)
-        workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-        victim = dice.choice([family, *workers])
-        victim.kill()
+        try:
+            children = family.children(recursive=True)
+            workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+            victim = dice.choice([family, *workers])
+            victim.kill()
+        except psutil.NoSuchProcess:  # it ended just now
+            assert exit_code(process) == 0
+            continue
         _, said = process.communicate(timeout=250)
         interrupted += 1
-        if victim is not family:
+        if victim is not family and not (tmp_path / "out").exists():  # at the end none is needed
             assert process.returncode == 2
             assert "a tokenising process died" in said.splitlines()[-1]
         _, alive = psutil.wait_procs(workers, timeout=20)
