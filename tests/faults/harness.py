@@ -152,8 +152,9 @@ class FaultRun:
                 found[int(named[b"RANK"])] = int(folder.name)
         return found
 
-    def assert_no_process_left(self, launcher: subprocess.Popen[str], seconds: float = 15) -> None:
-        deadline = time.monotonic() + seconds
+    def assert_no_process_left(self, launcher: subprocess.Popen[str]) -> None:
+        """Wait until every rank has ended by itself; one that stays fails the test."""
+        deadline = time.monotonic() + SECONDS
         while left := self.workers(launcher):
             assert time.monotonic() < deadline, f"still alive: {left}"
             time.sleep(0.05)

@@ -22,7 +22,7 @@ def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Referen
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=f"{PACE};step:kill9@15,rank={rank}")
     assert run.end_of(process) != 0
-    run.assert_no_process_left(process, seconds=1)
+    run.assert_no_process_left(process)
     assert run.saved() == [14]
     assert "another rank of this run died after step 14; that step is saved" in run.errors()
     assert run.finish("--resume=latest", world=2) == 0, run.errors()
@@ -51,7 +51,7 @@ def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Ref
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}")
     assert run.end_of(process) != 0
-    run.assert_no_process_left(process, seconds=1)
+    run.assert_no_process_left(process)
     errors = run.errors()
     assert "RuntimeError: fault point step at step 15" in errors.split("Root Cause")[1]
     assert run.saved() == [14]
