@@ -3,6 +3,7 @@
 python scripts/benchmark.py data
 python scripts/benchmark.py hellaswag --hellaswag_path hellaswag_val.jsonl
 python scripts/benchmark.py parallel
+python scripts/benchmark.py planner
 python scripts/benchmark.py sample
 python scripts/benchmark.py save
 python scripts/benchmark.py cpu --model mid --peer nanogpt=../nanoGPT --peer hf
@@ -70,6 +71,15 @@ class Sharing:
 
 
 @dataclass(frozen=True)
+class Planner:
+    """Predict the processor seconds of steps on one thread, from a probe and from other shapes, and take them."""
+
+    probe_steps: int = option(40, "steps that a prediction rests on")
+    steps: int = option(100, "steps that a probe predicts")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
 class Save:
     """Save a checkpoint our way and with torch.save, in turns: seconds and bytes."""
 
@@ -127,6 +137,7 @@ Command = (
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
     | Annotated[Sharing, tyro.conf.subcommand("parallel")]
+    | Annotated[Planner, tyro.conf.subcommand("planner")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Save, tyro.conf.subcommand("save")]
 )
@@ -142,6 +153,7 @@ def main(argv: list[str]) -> int:
         Gpu: _measure_trainers,
         Data: _measure_data,
         HellaSwag: _measure_hellaswag,
+        Planner: _measure_planner,
         Sample: _measure_sample,
         Sharing: _measure_sharing,
         Save: _measure_save,
@@ -236,6 +248,16 @@ def _measure_sample(flags: Sample) -> tuple[dict[str, Any], str]:
         dtype=flags.dtype,
     )
     return result, sample.describe(result)
+
+
+def _measure_planner(flags: Planner) -> tuple[dict[str, Any], str]:
+    from benchmarks import planner
+
+    for name in ("probe_steps", "steps"):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
+    result = planner.measure_planner(probe_steps=flags.probe_steps, steps=flags.steps)
+    return result, planner.describe(result)
 
 
 def _measure_sharing(flags: Sharing) -> tuple[dict[str, Any], str]:

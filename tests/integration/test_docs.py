@@ -141,7 +141,7 @@ def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> 
         if name == "data":
             verbs = ["verify", "stats", "show", "import", "merge"]
         if name == "benchmark":
-            verbs = ["cpu", "gpu", "data", "hellaswag", "parallel", "sample", "save"]
+            verbs = ["cpu", "gpu", "data", "hellaswag", "parallel", "planner", "sample", "save"]
         for verb in verbs:
             known |= flags_of(f"scripts/{name}.py", verb, capsys)
     for page, text in PAGES.items():

@@ -62,10 +62,23 @@ def test_saves_side_by_side(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["s.json"]
 
 
+@pytest.mark.slow
+def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
+    words = ["--probe_steps", 1, "--steps", 1, "--json", tmp_path / "p.json"]
+    code, said, error = call("benchmark.py", "planner", *words)
+    assert code == 0, error
+    numbers = json.loads((tmp_path / "p.json").read_text())
+    assert [len(numbers[kind]) for kind in ("probed", "fitted")] == [6, 20]
+    for row in numbers["probed"] + numbers["fitted"]:
+        assert row["error"] == pytest.approx(row["predicted_seconds"] / row["actual_seconds"] - 1)
+        assert row["predicted_seconds"] > 0
+        assert f"| {row['case']} |" in said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Expected one of {cpu, gpu, data, hellaswag, parallel, sample, save}"),
+        ([], "Expected one of {cpu, gpu, data, hellaswag, parallel, planner, sample, save}"),
         (["cpus"], "Expected one of"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
         (["data", "--num_workers", "0"], "num_workers must be"),
@@ -74,6 +87,7 @@ def test_saves_side_by_side(tmp_path: Path) -> None:
         (["parallel", "--processes", "9999"], "--processes 9999: this machine has"),
         (["parallel", "--steps", "0"], "steps 0 must be at least 1"),
         (["hellaswag", "--hellaswag_path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["planner", "--steps", "0"], "--steps 0 must be at least 1"),
         (["save", "--folder", "/nowhere"], "--folder /nowhere: no such folder"),
         (["cpu", "--steps", "0"], "--steps 0 must be at least 1"),
         (["cpu", "--total_seconds", "0"], "--total_seconds 0 must be above 0"),
