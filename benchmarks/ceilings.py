@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.sizes import Size
 from gpt2lab import fmt
-from gpt2lab.distributed.processor import cpu_name
+from gpt2lab.distributed.processor import cpu_name, has_bf16
 
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
@@ -40,12 +40,16 @@ class Ceilings:
     """The best rate of several shapes each; of registers only where a CPU has AVX-512 and no AMX."""
 
     matmul_fp32: float  # FLOP/s, full precision
-    matmul_bf16: float  # FLOP/s
+    matmul_bf16: (
+        float | None
+    )  # FLOP/s; None where a CPU multiplies bf16 in software, minutes for one product
     register_fp32: float | None  # FLOP/s out of registers alone
     register_bf16: float | None
     copy: float  # bytes/s, read and written both counted
     fresh_memory: float | None  # bytes/s of first touches, CPU only
-    attention_sdpa: float  # FLOP/s forward and backward, dense count, at the size's own shape
+    attention_sdpa: (
+        float | None
+    )  # FLOP/s forward and backward in bf16, dense count, at the size's own shape
     attention_by_kernel: dict[
         str, float | None
     ]  # the same of each of a GPU's kernels, None: cannot
@@ -54,7 +58,7 @@ class Ceilings:
     torch_version: str
     threads: int
 
-    def matmul(self, precision: Precision) -> float:
+    def matmul(self, precision: Precision) -> float | None:
         """Return the matmul rate of that precision."""
         return self.matmul_bf16 if precision == "bf16" else self.matmul_fp32
 
@@ -72,15 +76,18 @@ def measure_ceilings(device: Device, size: Size) -> Ceilings:
         return register_peak(precision, threads=threads, flags=cpu_flags()) if on_cpu else None
 
     shapes = _matmul_shapes(size, device)
+    in_bf16 = device == "cuda" or has_bf16()
     kernels = _KERNELS if device == "cuda" else {}
     found = Ceilings(
         matmul_fp32=max(_matmul(shape, torch.float32, device) for shape in shapes),
-        matmul_bf16=max(_matmul(shape, torch.bfloat16, device) for shape in shapes),
+        matmul_bf16=max(_matmul(shape, torch.bfloat16, device) for shape in shapes)
+        if in_bf16
+        else None,
         register_fp32=peak("fp32"),
         register_bf16=peak("bf16"),
         copy=_copy(device),
         fresh_memory=_fresh_memory() if device == "cpu" else None,
-        attention_sdpa=_attention(size, device),
+        attention_sdpa=_attention(size, device) if in_bf16 else None,
         attention_by_kernel={name: _attention_by(kernel, size) for name, kernel in kernels.items()},
         cudnn=torch.backends.cudnn.version() if device == "cuda" else None,  # type: ignore[no-untyped-call]
         device_name=torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
@@ -96,17 +103,15 @@ def describe(ceilings: Ceilings) -> str:
     """Return the ceilings as text."""
     peaks = {"bf16": ceilings.register_bf16, "fp32": ceilings.register_fp32}
     by_kernel = ceilings.attention_by_kernel.items()
-    rows = [
-        [f"registers {name}", f"{peak / 1e9:,.0f} GFLOP/s"] for name, peak in peaks.items() if peak
-    ]
+    rows = [[f"registers {name}", _rate_text(peak)] for name, peak in peaks.items() if peak]
     rows += [
-        ["matmul bf16", f"{ceilings.matmul_bf16 / 1e9:,.0f} GFLOP/s"],
-        ["matmul fp32", f"{ceilings.matmul_fp32 / 1e9:,.0f} GFLOP/s"],
-        ["attention forward + backward, bf16", f"{ceilings.attention_sdpa / 1e9:,.0f} GFLOP/s"],
-        *[
-            [f"  by {name}", "cannot" if rate is None else f"{rate / 1e9:,.0f} GFLOP/s"]
-            for name, rate in by_kernel
+        ["matmul bf16", _rate_text(ceilings.matmul_bf16, "not in hardware")],
+        ["matmul fp32", _rate_text(ceilings.matmul_fp32)],
+        [
+            "attention forward + backward, bf16",
+            _rate_text(ceilings.attention_sdpa, "not in hardware"),
         ],
+        *[[f"  by {name}", _rate_text(rate, "cannot")] for name, rate in by_kernel],
         ["memory copy, read + write", f"{ceilings.copy / 1e9:,.1f} GB/s"],
     ]
     if ceilings.fresh_memory is not None:
@@ -114,6 +119,10 @@ def describe(ceilings: Ceilings) -> str:
     head = f"{ceilings.device_name}, {ceilings.threads} threads, torch {ceilings.torch_version}"
     head += f", cuDNN {ceilings.cudnn}" if ceilings.cudnn else ""
     return f"{head}\n{fmt.table(('ceiling', ''), rows)}"
+
+
+def _rate_text(rate: float | None, absent: str = "n/a") -> str:
+    return absent if rate is None else f"{rate / 1e9:,.0f} GFLOP/s"
 
 
 def _matmul_shapes(size: Size, device: Device) -> list[tuple[int, int, int]]:

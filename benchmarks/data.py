@@ -19,13 +19,8 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import fmt
-from gpt2lab.config.derived import BatchPlan
-from gpt2lab.data.loader import Loader
-from gpt2lab.data.order import Order
 from gpt2lab.data.prepare.pipeline import Sizes, prepare
 from gpt2lab.data.prepare.sources import Document, open_source
-from gpt2lab.data.shards import open_data
-from gpt2lab.data.windows import WindowReader
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 _SHARD_TOKENS = 10_000_000
@@ -72,7 +67,13 @@ def compare_preparation(*, megabytes: int, rounds: int, workers: tuple[int, ...]
 
 def measure_loader() -> dict[str, Any]:
     """Return tokens/s of fetching global batches of gpt2 (512 windows of 1024) from warm cache, and seconds each."""
-    import torch
+    import torch  # and what imports it: the processes that prepare data start without it
+
+    from gpt2lab.config.derived import BatchPlan
+    from gpt2lab.data.loader import Loader
+    from gpt2lab.data.order import Order
+    from gpt2lab.data.shards import open_data
+    from gpt2lab.data.windows import WindowReader
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -75,7 +75,7 @@ def ratio(ours: Entry, other: Entry) -> tuple[float | None, str]:
 
 
 def summarize(
-    entries: Sequence[Entry], *, matmul: dict[str, float], peak: dict[str, float | None]
+    entries: Sequence[Entry], *, matmul: dict[str, float | None], peak: dict[str, float | None]
 ) -> list[dict[str, Any]]:
     """Return each contestant's numbers; the first is ours. `matmul` and `peak`: FLOP/s by precision, of the best
     matrix product seen and of the device itself where it is known: MFU is the share of that.
@@ -88,7 +88,7 @@ def summarize(
         size, seconds = entry.contestant.size, sorted(entry.seconds)
         flops = entry.rate * size.flops_per_token
         precision = entry.contestant.precision
-        device_peak = peak[precision]
+        device_peak, best_matmul = peak[precision], matmul[precision]
         ratios = {mine.name: ratio(mine, entry) for mine in ours if mine is not entry}
         firsts = [run.steps[0] for run in entry.runs]
         rows.append(
@@ -104,7 +104,7 @@ def summarize(
                 "ours_is_times": {name: value for name, (value, _) in ratios.items()},
                 "ratio_texts": {name: text for name, (_, text) in ratios.items()},
                 "flops": flops,
-                "share_of_matmul": flops / matmul[precision],
+                "share_of_matmul": flops / best_matmul if best_matmul else None,
                 "mfu": flops / device_peak if device_peak else None,
                 "loss_first": entry.runs[0].steps[0].loss,
                 "losses": [step.loss for step in entry.runs[0].steps],
@@ -133,7 +133,7 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['tokens_per_second_p10']:,.0f}-{row['tokens_per_second_p90']:,.0f}",
                 *[row["ratio_texts"].get(name, "1") for name in ours],
                 f"{row['flops'] / 1e9:,.0f}",
-                f"{row['share_of_matmul']:.0%}",
+                "n/a" if row["share_of_matmul"] is None else f"{row['share_of_matmul']:.0%}",
                 "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}",
                 f"{row['loss_first']:.3f} > {row['loss_last']:.3f}",
                 f"{row['start_seconds']:.1f}",

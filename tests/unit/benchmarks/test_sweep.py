@@ -15,6 +15,7 @@ from benchmarks.contestants import Contestant, Step
 from benchmarks.sizes import SIZES, VARIANTS, SizeName, VariantName
 from fake_trainer import entry_of, fake_trainer, place_in
 from gpt2lab.errors import CheckError, ConfigError
+from launch import HANG_SECONDS
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))
@@ -103,7 +104,7 @@ def test_a_gpu_is_watched_through_nvidia_smi(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     watch = running.GpuWatch(tmp_path / "seen.csv")
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + HANG_SECONDS
     while (tmp_path / "seen.csv").read_text().count("\n") < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert watch.stop() == running.Weather(1970.0, 670.0, 64.0)
