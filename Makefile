@@ -33,13 +33,10 @@ NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 BASE   = $(or $(FROM),$(error which model? FROM=run or FROM=hf:gpt2))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
 
-# Tests run side by side on up to four cores; those marked `alone` measure, and run by themselves afterwards.
+# Tests run side by side on up to four cores; runs that are broken on purpose mostly wait, so three of them on any.
 SPREAD := -n logical --maxprocesses 4 --dist worksteal
 FAST  := config model/test_counts model/test_model model/test_attention_backend optim/test_schedule tokenizers \
-	data/test_order data/test_chunks planner/test_accuracy planner/test_progress training/test_train_step test_layers
-# $(call spread,MARK,WHERE): all tests of a mark; that none of them measures, or none spreads, is no failure.
-spread = $(PY) -m pytest $2 -m "$1 and not alone" $(SPREAD) $(ARGS) || test $$? = 5
-measure = $(PY) -m pytest $2 -m "$1 and alone" $(ARGS) || test $$? = 5
+	data/test_order data/test_chunks planner/test_calibration planner/test_progress training/test_train_step test_layers
 
 # $(call install,FILE): pip compiles modules one after the other, which takes minutes; this uses all cores. Templates
 # and tests of some packages are no valid Python, so that errors mean nothing here.
@@ -145,12 +142,10 @@ test-fast: $(VENV)/.installed-dev  ## run the tests that start no program and tr
 	$(PY) -m pytest $(foreach name,$(FAST),$(wildcard tests/unit/$(name) tests/unit/$(name).py)) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## run the tests marked slow
-	$(call spread,slow)
-	$(call measure,slow)
+	$(PY) -m pytest -m slow $(SPREAD) $(ARGS)
 
 test-faults: $(VENV)/.installed-dev  ## break real runs in every way of the fault table, and resume them
-	$(call spread,fault,tests/faults)
-	$(call measure,fault,tests/faults)
+	$(PY) -m pytest tests/faults -m fault $(SPREAD) -n 3 $(ARGS)
 
 faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills, 1,000 corruptions, fuzzing (SEED=n in the environment)
 	CORRUPTIONS=1000 FUZZ=1000 $(PY) -m pytest tests/unit/checkpoint/test_checkpoint_files.py -k "corruption or any_" $(ARGS)

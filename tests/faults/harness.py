@@ -16,7 +16,6 @@ from typing import Any
 import launch
 
 STEPS = 40
-SECONDS = 250  # ends a test that hangs
 
 # One T of 16, eight windows a step: milliseconds each, so that a sleep in the step sets the pace.
 SHAPE = (
@@ -79,7 +78,7 @@ class FaultRun:
         """Run it to its end and return the exit code."""
         return self.end_of(self.start(*more, world=world, **kwargs))
 
-    def end_of(self, process: subprocess.Popen[str], seconds: float = SECONDS) -> int:
+    def end_of(self, process: subprocess.Popen[str], seconds: float = launch.HANG_SECONDS) -> int:
         """Wait for a start to end."""
         return process.wait(timeout=seconds)
 
@@ -108,12 +107,12 @@ class FaultRun:
         self, process: subprocess.Popen[str], condition: Callable[[], bool], what: str
     ) -> None:
         """Wait for a condition; the run ending first, or nothing happening, is a failure."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + launch.HANG_SECONDS
         while not condition():
             if process.poll() is not None and not condition():
                 raise AssertionError(f"ended ({process.returncode}) before {what}: {self.errors()}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"no {what} within {SECONDS} s: {self.errors()}")
+                raise AssertionError(f"no {what} within {launch.HANG_SECONDS} s: {self.errors()}")
             time.sleep(0.01)
 
     def status(self) -> dict[str, Any]:
@@ -154,7 +153,7 @@ class FaultRun:
 
     def assert_no_process_left(self, launcher: subprocess.Popen[str]) -> None:
         """Wait until every rank has ended by itself; one that stays fails the test."""
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + launch.HANG_SECONDS
         while left := self.workers(launcher):
             assert time.monotonic() < deadline, f"still alive: {left}"
             time.sleep(0.05)

@@ -69,7 +69,7 @@ def test_rows_02_and_03_killed_at_a_stage_of_a_save(
     run.flags = (*run.flags, "--keep_checkpoints=1")
     step = 15 if point.startswith("retain") else 10
     assert run.finish(FAULT=f"{point}:kill9@{step}") != 0
-    listed = launch.train(
+    listed = launch.train_in_forks(
         ["--list_checkpoints", "--verify", "--json", f"--checkpoint_dir={run.folder}"]
     )
     assert listed.returncode == 0, listed.stdout

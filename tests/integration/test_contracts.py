@@ -29,13 +29,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch import HANG_SECONDS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "contracts.json"
 ITEMS = REPOSITORY / "tests" / "golden" / "hellaswag_items.jsonl"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-]  # some 70 programs, on a machine that others may use
+pytestmark = pytest.mark.slow  # some 70 programs
 UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
 RELATIVE = 1e-5  # golden losses: processors and torch versions differ in the last bits of a sum
 
@@ -92,7 +91,7 @@ class Place:
             env=plain | own,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=HANG_SECONDS,
         )
 
     def done(self, program: str, *flags: str) -> str:

@@ -92,7 +92,7 @@ def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(
     lora = ("--lora_r=2", "--drift_check_freq=1")
     finetune(flags_of(folder, tmp_path, "one", *lora))
     two = flags_of(folder, tmp_path, "two", *lora, "--stop_after_steps=4")
-    done = launch.train(two, world=2, program=FINETUNE)
+    done = launch.train_in_forks(two, world=2, program=FINETUNE)
     assert done.returncode == 0, done.stderr
     finetune([f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"])
     one, two_steps = launch.steps(tmp_path / "one"), launch.steps(tmp_path / "two")
@@ -120,7 +120,7 @@ def test_what_each_process_holds_changes_nothing(
     go_on = [f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"]
     recompute = "--activation_checkpointing=block"
     for flags, mode in ((begin, modes[0]), ([*go_on, recompute], modes[1])):
-        done = launch.train([*flags, f"--parallel={mode}"], world=2, program=FINETUNE)
+        done = launch.train_in_forks([*flags, f"--parallel={mode}"], world=2, program=FINETUNE)
         assert done.returncode == 0, done.stderr
     one, two = tmp_path / "one", tmp_path / "two"
     expected, found = launch.steps(one), launch.steps(two)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import REPOSITORY, environment
+from launch import HANG_SECONDS, REPOSITORY, environment
 from tiny import make_tokens
 
 SHRINK = (
@@ -120,7 +120,7 @@ def test_the_commands_of_a_newcomer_run(clone: Path) -> None:
             env=environment(PATH=path),
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=HANG_SECONDS,
         )
         assert done.returncode == 0, f"{command} {flags}\n{done.stderr}"
     assert (clone / "checkpoints" / "gpt2-124m" / "step_00000002").is_dir()

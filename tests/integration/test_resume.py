@@ -37,7 +37,7 @@ def _train(flags: list[str], *, world: int = 1) -> None:
     if world == 1:
         pretrain(parse(flags))
     else:
-        done = launch.train(flags, world=world)
+        done = launch.train_in_forks(flags, world=world)
         assert done.returncode == 0, done.stderr
 
 
@@ -68,7 +68,7 @@ def test_kill_and_resume_is_bit_identical(
     """Killed just before step `cut + 1` and resumed: every loss and the final weights are the same bits."""
     expected, run = straight(world), tmp_path / "run"
     flags = _flags(tiny_data, tmp_path, f"--max_steps={LAST}")
-    killed = launch.train(flags, world=world, FAULT=f"step:kill9@{cut + 1}")
+    killed = launch.train_in_forks(flags, world=world, FAULT=f"step:kill9@{cut + 1}")
     assert killed.returncode != 0
     assert max(launch.steps(run)) == cut
 
@@ -111,7 +111,7 @@ def test_a_signal_cuts_an_evaluation_short_and_the_step_is_saved(
     try:
         launch.wait_for_step(process, run, 4)  # its evaluation of 50,000 windows is under way
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=250)
+        process.communicate(timeout=launch.HANG_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_dropout_resumes_bit_identically_too(tiny_data: Path, tmp_path: Path) ->
     more = ("--dropout=0.2", "--max_steps=12")
     _train(_flags(tiny_data, tmp_path / "straight", *more))
     flags = _flags(tiny_data, tmp_path / "cut", *more)
-    assert launch.train(flags, FAULT="step:kill9@7").returncode != 0
+    assert launch.train_in_forks(flags, FAULT="step:kill9@7").returncode != 0
     _train([*flags, "--resume=latest"])
     runs = [tmp_path / name / "run" for name in ("straight", "cut")]
     assert launch.losses(runs[0]) == launch.losses(runs[1])
@@ -197,7 +197,7 @@ def test_a_signal_stops_at_a_step_that_is_saved(
     try:
         launch.wait_for_step(process, run, 5)
         process.send_signal(number)
-        process.communicate(timeout=250)
+        process.communicate(timeout=launch.HANG_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -235,7 +235,7 @@ def test_kill_inside_a_save_leaves_the_previous_checkpoint(
     point: str, tiny_data: Path, tmp_path: Path
 ) -> None:
     flags = _flags(tiny_data, tmp_path, "--max_steps=8", "--checkpoint_freq=3", "--eval_freq=0")
-    assert launch.train(flags, FAULT=f"{point}:kill9@6").returncode != 0
+    assert launch.train_in_forks(flags, FAULT=f"{point}:kill9@6").returncode != 0
     run = tmp_path / "run"
     assert [path.name for path in sorted(run.glob("step_*"))] == ["step_00000003"]
     assert list(run.glob(".tmp-*")), "the kill was meant to land inside the save"
@@ -249,7 +249,7 @@ def test_kill_right_after_the_rename_keeps_the_new_checkpoint(
     tiny_data: Path, tmp_path: Path
 ) -> None:
     flags = _flags(tiny_data, tmp_path, "--max_steps=8", "--checkpoint_freq=3", "--eval_freq=0")
-    assert launch.train(flags, FAULT="checkpoint.after_rename:kill9@6").returncode != 0
+    assert launch.train_in_forks(flags, FAULT="checkpoint.after_rename:kill9@6").returncode != 0
     _train([*flags, "--resume=latest"])
     assert [e["from_step"] for e in launch.events(tmp_path / "run", "resume")] == [6]
 

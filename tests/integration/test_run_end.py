@@ -139,7 +139,7 @@ def test_a_closed_console_does_not_end_a_run(tmp_path: Path, tiny_flags: list[st
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=250) == 0
+        assert process.wait(timeout=launch.HANG_SECONDS) == 0
     assert [event["step"] for event in launch.events(tmp_path / "runs" / "tiny", "done")] == [20]
     assert "step 20/20" in (tmp_path / "runs" / "tiny" / "log.txt").read_text()
 

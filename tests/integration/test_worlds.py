@@ -34,7 +34,7 @@ def _run(data: Path, folder: Path, *, world: int, mini_batch_size: int) -> Path:
     if world == 1:
         pretrain(parse(flags))
         return folder / "run"
-    done = launch.train(flags, world=world, program=RANKS_AGREE)
+    done = launch.train_in_forks(flags, world=world, program=RANKS_AGREE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"compared {STEPS} steps") == world
     return folder / "run"
@@ -46,7 +46,7 @@ def test_compiled_processes_agree_with_an_uncompiled_one(
 ) -> None:
     """The path of a 4-GPU run: compile, DDP and accumulation together."""
     flags = [flag for flag in _flags(tiny_data, tmp_path, 1) if flag != "--compile=off"]
-    done = launch.train([*flags, "--compile=on"], world=2, program=RANKS_AGREE)
+    done = launch.train_in_forks([*flags, "--compile=on"], world=2, program=RANKS_AGREE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"compared {STEPS} steps") == 2
     found, expected = launch.steps(tmp_path / "run"), launch.steps(reference)

@@ -343,7 +343,7 @@ def test_the_program_itself_rejects_with_exit_code_2(name: str, place: Place) ->
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=launch.HANG_SECONDS,
     )
     assert_is_rejection(answer.returncode, answer.stdout, answer.stderr, case.says)
     assert snapshot(place.folder) == before

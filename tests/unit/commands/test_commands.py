@@ -40,7 +40,7 @@ def run(
         env=plain | {"COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=launch.HANG_SECONDS,
     )
 
 
@@ -343,7 +343,7 @@ def test_a_terminal_that_lacks_a_character_is_no_error(runs: Path, tmp_path: Pat
         cwd=tmp_path,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
-        timeout=250,
+        timeout=launch.HANG_SECONDS,
     )
     assert (answer.returncode, answer.stderr) == (0, b"")
     assert answer.stdout.startswith(b"l\\xe4ufe/")
@@ -373,7 +373,7 @@ def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) ->
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=launch.HANG_SECONDS,
     )
     assert answer.stdout.endswith("100 checkpoints, 30.2 kB\n")
     assert "Traceback" not in answer.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import REPOSITORY
+from launch import HANG_SECONDS, REPOSITORY
 
 # Target -> what its last line must hold, for GPUS=1 RUN=x. Those of the daily verbs, and the others.
 LINES = {
@@ -37,8 +37,8 @@ LINES = {
     "tensorboard": "scripts/show_tensorboard.py --port 6006",
     "tensorboard-stop": "scripts/show_tensorboard.py --stop",
     "test": "-m pytest",
-    "test-slow": '-m pytest -m "slow and alone"',
-    "test-faults": '-m pytest tests/faults -m "fault and alone"',
+    "test-slow": "-m pytest -m slow",
+    "test-faults": "-m pytest tests/faults -m fault",
 }
 
 
@@ -47,7 +47,9 @@ def make(*words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[
     command = ["make", "-n", "--no-print-directory", *words]
     # Not the variables of a make that runs these tests.
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    return subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=folder, env=own, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
 
 
 @pytest.mark.parametrize("target", LINES)
@@ -112,7 +114,7 @@ def test_clean_never_touches_data_or_checkpoints(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     done = subprocess.run(
-        ["make", "clean"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["make", "clean"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert all((tmp_path / name).exists() for name in kept)

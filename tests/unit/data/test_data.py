@@ -24,6 +24,7 @@ from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from launch import HANG_SECONDS
 from tiny import CONTEXT, TRAIN_SHARDS, VOCAB, write_shards
 
 SOURCE_DIR = Path(__file__).resolve().parents[3] / "src"
@@ -271,7 +272,7 @@ def test_memory_does_not_grow_with_the_size_of_a_shard(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=250,
+        timeout=HANG_SECONDS,
     )
     held, released = map(int, answer.stdout.split())
     assert held > 30e6  # the measurement sees the 40 MB that stay resident without release()

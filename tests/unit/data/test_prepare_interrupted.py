@@ -27,7 +27,7 @@ from gpt2lab.data.prepare.existing import merge
 from gpt2lab.data.prepare.write import Unfinished
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
-from launch import call
+from launch import HANG_SECONDS, call
 
 PREPARE = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
 DATA = PREPARE.with_name("data.py")
@@ -92,7 +92,7 @@ def start(source: Path, out: Path, *flags: str, fault: str | None = None) -> sub
 
 def exit_code(process: subprocess.Popen[str]) -> int:
     """Return it once the process has ended, and close its pipes."""
-    process.communicate(timeout=250)
+    process.communicate(timeout=HANG_SECONDS)
     return process.returncode
 
 
@@ -158,7 +158,7 @@ def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
         except psutil.NoSuchProcess:  # it ended just now
             assert exit_code(process) == 0
             continue
-        _, said = process.communicate(timeout=250)
+        _, said = process.communicate(timeout=HANG_SECONDS)
         interrupted += 1
         if victim is not family and not (tmp_path / "out").exists():  # at the end none is needed
             assert process.returncode == 2

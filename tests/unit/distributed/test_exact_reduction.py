@@ -18,7 +18,7 @@ def run(data: Path, folder: Path, world: int, *more: str) -> Path:
         *("--device=cpu", "--dtype=fp32", "--compile=off", f"--max_steps={STEPS}"),
         *(f"--data_dir={data}", f"--checkpoint_dir={folder}", "--run_name=run", *more),
     ]
-    done = launch.train(flags, world=world)
+    done = launch.train_in_forks(flags, world=world)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,7 @@ def test_the_step_is_compiled_once(world: int, tmp_path: Path) -> None:
         *(f"--hellaswag_path={write_items(tmp_path / 'items.jsonl', 5)}", "--hellaswag_freq=2"),
         *(f"--data_dir={tmp_path / 'data'}", f"--checkpoint_dir={tmp_path}", "--run_name=run"),
     ]
-    done = subprocess.run(
-        launch.command_for(WORKER, flags, world=world),
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = launch.train_in_forks(flags, world=world, program=WORKER)
     assert done.returncode == 0, done.stderr
     for kind in ("eval", "hellaswag", "sample"):
         assert {event["step"] for event in launch.events(tmp_path / "run", kind)} >= {2, 4, 6}

@@ -41,7 +41,7 @@ def flags(data: Path, folder: Path, *more: str) -> list[str]:
 def train(
     data: Path, folder: Path, *more: str, world: int, program: Path = launch.TRAIN
 ) -> subprocess.CompletedProcess[str]:
-    done = launch.train(flags(data, folder, *more), world=world, program=program)
+    done = launch.train_in_forks(flags(data, folder, *more), world=world, program=program)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -180,7 +180,7 @@ def test_steps_norms_rejections_and_files_are_those_of_ddp(tmp_path: Path) -> No
 
     "fsdp offloaded" is what --fsdp_offload does on a GPU: here it moves nothing, but takes the same way.
     """
-    done = launch.train([str(tmp_path)], world=3, program=WORKERS / "modes.py")
+    done = launch.train_in_forks([str(tmp_path)], world=3, program=WORKERS / "modes.py")
     assert done.returncode == 0, done.stderr
     for mode in ("zero1", "fsdp", "fsdp offloaded"):
         assert done.stdout.count(f"{mode} agrees") == 3

@@ -74,7 +74,7 @@ def test_two_processes_find_the_same(folder: Path) -> None:
         env=launch.environment(),
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=launch.HANG_SECONDS,
     )
     together = json.loads(done.stdout)
     assert together["hellaswag"] == alone["hellaswag"]

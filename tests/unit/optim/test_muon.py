@@ -129,7 +129,7 @@ def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_kill_and_resume_is_bit_identical(straight: Path, tiny_data: Path, tmp_path: Path) -> None:
     flags = _flags(tiny_data, tmp_path)
-    assert launch.train(flags, FAULT="step:kill9@8").returncode != 0
+    assert launch.train_in_forks(flags, FAULT="step:kill9@8").returncode != 0
     pretrain(parse([*flags, "--resume=latest"]))
     [event] = launch.events(tmp_path / "run", "resume")
     assert (event["from_step"], event["level"]) == (7, "bit-identical")
@@ -142,7 +142,7 @@ def test_two_processes_learn_the_same_and_one_goes_on(
     straight: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
     flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
-    done = launch.train([*flags, "--stop_after_steps=6"], world=2)
+    done = launch.train_in_forks([*flags, "--stop_after_steps=6"], world=2)
     assert done.returncode == 0, done.stderr
     pretrain(parse([*flags, "--resume=latest"]))
     ours, theirs = launch.steps(run), launch.steps(straight)

@@ -16,7 +16,7 @@ from gpt2lab.planner import forecast, memory, run_clock
 from gpt2lab.planner.ask import Ask
 from gpt2lab.planner.reports import KEYS
 from gpt2lab.runs import history
-from launch import SCRIPTS, Done, call
+from launch import HANG_SECONDS, SCRIPTS, Done, call
 from tiny import TRAIN_SHARDS, write_shards
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
@@ -29,7 +29,10 @@ def ask(tmp_path: Path, *argv: str) -> Done:
 def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_path: Path) -> None:
     program = [sys.executable, "-X", "importtime", str(SCRIPTS / "estimate_time.py")]
     answer = subprocess.run(
-        [*program, f"--checkpoint_dir={tmp_path}"], capture_output=True, text=True, timeout=200
+        [*program, f"--checkpoint_dir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert answer.returncode == 0, answer.stderr[-500:]
     imported = set(re.findall(r"^import time:.*\| +(\w+)[\w.]*$", answer.stderr, re.MULTILINE))

@@ -23,7 +23,7 @@ from gpt2lab.planner.timing import Interval
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.stop import find_deadlines, find_due
-from launch import events, steps, train
+from launch import events, steps, train_in_forks
 
 
 def estimate_of(run_dir: Path) -> dict:
@@ -76,7 +76,7 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
 @pytest.mark.slow
 def test_max_hours_ends_all_processes_at_one_step(tiny_flags: list[str], tmp_path: Path) -> None:
     endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
-    done = train([*tiny_flags, *endless, "--max_hours=0.002"], world=2)
+    done = train_in_forks([*tiny_flags, *endless, "--max_hours=0.002"], world=2)
     assert done.returncode == 0, done.stderr
     (stop,) = events(tmp_path / "runs" / "tiny", "stop")
     assert stop["reason"] == "max_hours"
@@ -146,7 +146,6 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(
     assert choose(dataclasses.replace(wanted, find_mini_batch=False), [None]) == {}
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_an_automatic_mini_batch_is_found_stored_and_used_again(
     tiny_flags: list[str], tmp_path: Path

@@ -346,7 +346,7 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
     argv = ["--data_dir", "data", "--max_steps", "13", "--allow_change", "max_steps"]
     text = write(plan_continuation(str(run_dir), num_gpus=None, argv=argv), output="script")
     done = subprocess.run(
-        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=250
+        ["bash", "-c", text], cwd="/", capture_output=True, text=True, timeout=launch.HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert max(launch.steps(run_dir)) == 13

@@ -194,7 +194,7 @@ def browse(page: Path, *flags: str) -> str:
         f"--user-data-dir={profile}",
     ]
     command += ["--virtual-time-budget=2000", *flags, page.resolve().as_uri()]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=launch.HANG_SECONDS)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from launch import script
+from launch import HANG_SECONDS, script
 
 
 def free_port() -> int:
@@ -33,7 +33,9 @@ def test_a_server_is_started_once_and_ended_alone(tmp_path: Path) -> None:
         assert code == 0, error
         assert f"http://localhost:{port}/" in said
         process = psutil.Process(json.loads((tmp_path / ".tensorboard.pid").read_text())["pid"])
-        with urllib.request.urlopen(f"http://localhost:{port}/data/logdir", timeout=120) as answer:
+        with urllib.request.urlopen(
+            f"http://localhost:{port}/data/logdir", timeout=HANG_SECONDS
+        ) as answer:
             assert json.loads(answer.read())["logdir"] == str(tmp_path)
         listens = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
         assert listens

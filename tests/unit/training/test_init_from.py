@@ -216,7 +216,7 @@ def test_two_processes_begin_with_the_same_weights(folder: Path, tmp_path: Path)
     """The worker compares the weights of all ranks after every step."""
     alone = train(folder, tmp_path, "one", f"--init_from={folder / 'hf'}", batch=96)
     more = ("--total_batch_size=96", f"--init_from={folder / 'hf'}")
-    done = launch.train(
+    done = launch.train_in_forks(
         flags(folder, tmp_path, "two", *more), world=2, program=launch.WORKERS / "ranks_agree.py"
     )
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from gpt2lab.training.stop import (
     launcher_grace_seconds,
     parse_moment,
 )
+from launch import HANG_SECONDS
 
 NOW = datetime(2026, 11, 21, 18, 0, tzinfo=timezone(timedelta(hours=1)))
 
@@ -37,7 +38,7 @@ def ends_as(code: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": src},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=HANG_SECONDS,
     )
 
 
