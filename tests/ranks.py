@@ -51,6 +51,8 @@ def run_ranks(
         ]
     with TemporaryDirectory() as folder:
         out, err = Path(folder, "out.txt"), Path(folder, "err.txt")
+        for path in (out, err):
+            path.touch()  # a rank that dies at once writes none
         ranks = [
             _forks.Process(target=_become, args=(program, flags, own, out, err))
             for own in environments
