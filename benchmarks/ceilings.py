@@ -40,16 +40,13 @@ class Ceilings:
     """The best rate of several shapes each; of registers only where a CPU has AVX-512 and no AMX."""
 
     matmul_fp32: float  # FLOP/s, full precision
-    matmul_bf16: (
-        float | None
-    )  # FLOP/s; None where a CPU multiplies bf16 in software, minutes for one product
+    matmul_bf16: float | None  # FLOP/s; None: a CPU would multiply bf16 in software
     register_fp32: float | None  # FLOP/s out of registers alone
     register_bf16: float | None
     copy: float  # bytes/s, read and written both counted
     fresh_memory: float | None  # bytes/s of first touches, CPU only
-    attention_sdpa: (
-        float | None
-    )  # FLOP/s forward and backward in bf16, dense count, at the size's own shape
+    # Forward and backward in bf16, dense count, at the size's own shape; None as above.
+    attention_sdpa: float | None  # FLOP/s
     attention_by_kernel: dict[
         str, float | None
     ]  # the same of each of a GPU's kernels, None: cannot

@@ -33,7 +33,7 @@ def _flags(data: Path, folder: Path, *more: str) -> list[str]:
 
 
 def _train(flags: list[str], *, world: int = 1) -> None:
-    """Train to the end: one process here, where torch is loaded, several by torchrun."""
+    """Train to the end: one process here, where torch is loaded, several in forks."""
     if world == 1:
         pretrain(parse(flags))
     else:

@@ -163,7 +163,7 @@ def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
         if victim is not family and not (tmp_path / "out").exists():  # at the end none is needed
             assert process.returncode == 2
             assert "a tokenising process died" in said.splitlines()[-1]
-        _, alive = psutil.wait_procs(workers, timeout=20)
+        _, alive = psutil.wait_procs(workers, timeout=HANG_SECONDS)
         assert not alive, "a worker outlived its parent"
         assert interrupted < 60
     assert interrupted >= 2
