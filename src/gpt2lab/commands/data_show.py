@@ -56,6 +56,7 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
         context_length=context_length,
         shuffle=config.data.shuffle,
         seed=config.data.seed,
+        version=begun[-1].get("order_version", 1),
     )
     first = event["first_sample"]
     chosen, offsets = order.locate(np.arange(first, first + samples))

@@ -23,7 +23,7 @@ from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.resume_policy import find_changes, reject_changes
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
-from gpt2lab.data.order import Order
+from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
@@ -80,7 +80,8 @@ def resolve(
     _raise_problems(find_problems(config))
     config, notes = _fit_parallel(command, config, world_size)
     data = recipe.open_data(config)
-    orders = {split: _order(config, data, split) for split in data.splits}
+    version = checkpoint.manifest.get("order_version", 1) if checkpoint else VERSION
+    orders = {split: _order(config, data, split, version) for split in data.splits}
     config, plan, cut = _divide(
         command,
         config,
@@ -287,13 +288,14 @@ def _fit_mini_batch(
     return override(config, {"mini_batch_size": fitting}), (note,)
 
 
-def _order(config: Config, data: TokenData, split: str) -> Order:
+def _order(config: Config, data: TokenData, split: str, version: int) -> Order:
     try:
         return Order(
             [shard.tokens for shard in data.splits[split]],
             context_length=config.model.context_length,
             shuffle=config.data.shuffle if split == "train" else "none",
             seed=config.data.seed,
+            version=version,
         )
     except GPT2LabError as error:
         raise type(error)(

@@ -217,6 +217,7 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "attempt": start.attempt,
         "config": to_flat(start.config),
         "data_fingerprint": start.data.fingerprint,
+        "order_version": start.orders["train"].version,
         "environment": environment,
         "on_gpu": on_gpu,
         "initial_weights": initial,

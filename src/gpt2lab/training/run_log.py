@@ -153,6 +153,7 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         max_steps=plan.max_steps,
         tokens_per_step=plan.batch.tokens,
         world_size=plan.batch.world_size,
+        order_version=start.orders["train"].version,
     )
     logger.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
     logger.say(f"data           {start.describe_data()}")
