@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from gpt2lab.config.command_line import parse
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
+from gpt2lab.training import resolve as resolve_module
 from gpt2lab.training.resolve import resolve
 from tiny import make_tokens, write_shards
 from whole_run import LAST, Run, S, T
@@ -71,11 +74,61 @@ def test_changed_rate_is_rejected_until_allowed_and_then_recorded(run) -> None:
     (resume,) = run.events("resume")
     assert resume["level"] == "changed"
     assert resume["changes"]["max_lr"] == [6e-4, 1e-3]
-    record = {"step": 2, "attempt": 2, "changes": {"max_lr": [6e-4, 1e-3]}}
-    assert run.saved_state(6)["history"] == [record]
+    (record,) = run.saved_state(6)["history"]
+    assert (record["step"], record["attempt"]) == (2, 2)
+    assert record["changes"]["max_lr"] == [6e-4, 1e-3]
+    assert record["changes"]["min_lr"] == pytest.approx([6e-5, 1e-4])
+    assert record.keys() == {"step", "attempt", "changes"}
+    assert record["changes"].keys() == {"max_lr", "min_lr"}
     assert run.checkpoints()[6].manifest["config"]["max_lr"] == 1e-3
-    expected = 6e-5 + (1e-3 - 6e-5) * (1 + math.cos(math.pi * 3 / 6)) / 2
+    expected = 1e-4 + (1e-3 - 1e-4) * (1 + math.cos(math.pi * 3 / 6)) / 2
     assert run.events("step", attempt=2)[0]["lr"] == pytest.approx(expected)
+
+
+def test_a_floor_that_was_typed_stays_where_it_is(run) -> None:
+    run.train("--max_steps=4", "--stop_after_steps=2", "--min_lr=3e-5")
+    run.train("--resume=latest", "--max_steps=4", "--max_lr=1e-3", "--allow_change=max_lr")
+    assert run.checkpoints()[4].manifest["config"]["min_lr"] == 3e-5
+
+
+def test_muon_logs_and_tells_both_learning_rates(run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.train("--max_steps=3", "--optimizer=muon", "--max_lr=1e-3", "--muon_lr=5e-3")
+    steps = run.events("step")
+    assert [step["muon_lr"] for step in steps] == pytest.approx([5 * step["lr"] for step in steps])
+    rate = steps[0]["lr"]
+    assert f"| lr {rate:.1e}, muon {5 * rate:.1e} |" in capsys.readouterr().out
+    run.train(
+        "--resume=latest", "--max_steps=6", "--max_lr=2e-3", "--allow_change=max_lr,max_steps"
+    )
+    config = run.checkpoints()[6].manifest["config"]
+    assert (config["max_lr"], config["min_lr"], config["muon_lr"]) == (2e-3, 2e-4, 5e-3)
+
+
+def _forget_order_version(checkpoint: Path) -> None:
+    path = checkpoint / manifest.MANIFEST
+    content = json.loads(path.read_text())
+    del content["order_version"]
+    content["manifest_sha256"] = manifest._hash_of(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_run_of_the_first_shuffle_goes_on_with_it(
+    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Runs of earlier versions have no `order_version` in their checkpoints."""
+    of_old = "--shuffle=windows"
+    with monkeypatch.context() as patched:
+        patched.setattr(resolve_module, "VERSION", 1)
+        run.train("--max_steps=6", of_old)
+        straight = [event["batch_hash"] for event in run.events("step")]
+        shutil.rmtree(run.path)
+        run.train("--max_steps=6", of_old, "--stop_after_steps=3")
+    for info in run.checkpoints().values():
+        _forget_order_version(info.path)
+    run.train("--max_steps=6", "--resume=latest")
+    assert [event["batch_hash"] for event in run.events("step")] == straight
+    assert run.events("begin", attempt=2)[0]["order_version"] == 1
+    assert run.checkpoints()[6].manifest["order_version"] == 1
 
 
 def test_typing_the_saved_value_again_is_no_change(run) -> None:

@@ -32,6 +32,8 @@ def reject_changes(
     allowed = {name.strip().lstrip("-") for name in (command.verbs.allow_change or "").split(",")}
     if allowed & set(LENGTHS):  # one setting in three units
         allowed |= set(LENGTHS)
+    if "max_lr" in allowed and "min_lr" not in command.typed:
+        allowed.add("min_lr")  # it follows
     policies = {name: "guarded" if name == "data" else policy_of(name, config) for name in changes}
     fixed = [name for name, policy in policies.items() if policy == "fixed"]
     guarded = [n for n, policy in policies.items() if policy == "guarded" and n not in allowed]

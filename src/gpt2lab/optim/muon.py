@@ -19,9 +19,10 @@ MOMENTUM = 0.95
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Bring all singular values of matrices (n, rows, columns) to about 0.7 to 1.2 by Newton-Schulz iterations.
+    """Bring the singular values of matrices (n, rows, columns) near 1 by Newton-Schulz iterations.
 
-    The matrices keep their dtype. Values of exactly 1 would train no better.
+    Those above 0.2 % of a matrix's Frobenius norm end between 0.68 and 1.21, smaller ones below: 0.24 from 0.05 %. The
+    matrices keep their dtype. Values of exactly 1 would train no better.
     """
     a, b, c = COEFFICIENTS
     tall = matrices.size(1) > matrices.size(2)

@@ -7,6 +7,7 @@ from torch import nn
 
 from gpt2lab.config.schema import OptimConfig
 from gpt2lab.optim.muon import Muon
+from gpt2lab.optim.schedule import muon_scale
 
 BETAS = (0.9, 0.95)  # Brown et al. 2020, appendix B
 EPS = 1e-8
@@ -38,7 +39,7 @@ def build_optimizers(
         torch.optim.AdamW(groups, lr=config.max_lr, betas=BETAS, eps=EPS, fused=fused)
     ]
     if hidden:
-        scale = 1.0 if config.muon_lr is None else config.muon_lr / config.max_lr
+        scale = muon_scale(config)
         alike = {end: [p for name, p in hidden.items() if name.endswith(end)] for end in _PARTS}
         muon_groups = [
             {"params": alike[end], "parts": parts, "weight_decay": decay, "lr_scale": scale}

@@ -12,6 +12,16 @@ def default_warmup(max_steps: int) -> int:
     return min(715, max_steps // 10)
 
 
+def default_min_lr(max_lr: float) -> float:
+    """Return a tenth of the peak, rounded so that the value which people read, and type again, is the value."""
+    return float(f"{max_lr / 10:.12g}")
+
+
+def muon_scale(optim: OptimConfig) -> float:
+    """Return by how much Muon's learning rate is larger than AdamW's, all along the schedule."""
+    return 1.0 if optim.muon_lr is None else optim.muon_lr / optim.max_lr
+
+
 def lr_at(step: int, optim: OptimConfig, *, max_steps: int) -> float:
     """Return the learning rate of update number `step` (1, 2, ... max_steps).
 

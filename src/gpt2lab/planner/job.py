@@ -20,7 +20,7 @@ from gpt2lab.config.derived import (
     mini_batch_sizes,
     plan_batches,
 )
-from gpt2lab.config.schema import ActivationCheckpointing, Config, Parallel
+from gpt2lab.config.schema import ActivationCheckpointing, Config, OptimConfig, Parallel
 from gpt2lab.config.settings import options_of, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import (
@@ -30,6 +30,7 @@ from gpt2lab.model.counts import (
     flops_per_token,
     training_flops_per_token,
 )
+from gpt2lab.optim.schedule import muon_scale
 from gpt2lab.planner.memory import Dtype, Memory, StepMemory
 from gpt2lab.planner.timing import work
 
@@ -89,6 +90,14 @@ def _count_retained(config: Config, max_steps: int, full_epochs: int) -> int:
     return min(rolling, config.checkpoint.keep_checkpoints) + ends + 2 + 1
 
 
+def _rates(optim: OptimConfig) -> str:
+    text = f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
+    if optim.optimizer == "adamw" or optim.min_lr is None:
+        return text
+    scale = muon_scale(optim)
+    return f"muon {scale * optim.max_lr:g} -> {scale * optim.min_lr:g}, adamw {optim.max_lr:g} -> {optim.min_lr:g}"
+
+
 def describe(plan: Plan, config: Config) -> str:
     """Write the plan for people."""
     model, optim = config.model, config.optim
@@ -102,8 +111,7 @@ def describe(plan: Plan, config: Config) -> str:
         ("steps", f"{plan.max_steps:,} ({plan.tokens:,} tokens, {plan.epochs:.3f} epochs)"),
         (
             "learning rate",
-            f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}, {optim.lr_schedule}, "
-            f"warm-up {optim.warmup_steps} steps",
+            f"{_rates(optim)}, {optim.lr_schedule}, warm-up {optim.warmup_steps} steps",
         ),
         (
             "checkpoints",

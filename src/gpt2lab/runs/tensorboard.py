@@ -25,6 +25,7 @@ _SCALARS: dict[str, dict[str, tuple[str, float]]] = {
     "step": {
         "loss": ("Loss/train", 1.0),
         "lr": ("Learning_Rate/lr", 1.0),
+        "muon_lr": ("Learning_Rate/muon_lr", 1.0),
         "grad_norm": ("Gradient/norm", 1.0),
         "step_seconds": ("Performance/step_time_ms", 1000.0),
         "tokens_per_second": ("Performance/tokens_per_sec", 1.0),
@@ -34,7 +35,10 @@ _SCALARS: dict[str, dict[str, tuple[str, float]]] = {
         "on_track": ("training/on_track", 1.0),
     },
     "eval": {"val_loss": ("Loss/validation", 1.0)},
-    "hellaswag": {"acc_norm": ("Evaluation/hellaswag_accuracy", 1.0)},
+    "hellaswag": {
+        "acc_norm": ("Evaluation/hellaswag_accuracy", 1.0),
+        "acc_token_norm": ("Evaluation/hellaswag_token_accuracy", 1.0),
+    },
 }
 
 

@@ -27,7 +27,7 @@ from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
-from gpt2lab.optim.schedule import default_warmup
+from gpt2lab.optim.schedule import default_min_lr, default_warmup
 from gpt2lab.planner.auto import OpenSettings, choose_settings
 from gpt2lab.planner.job import Plan, make_plan
 from gpt2lab.runs import history
@@ -156,6 +156,10 @@ def _resumed_settings(command: Command, saved: Config, run_dir: Path) -> Config:
     config, before = command.override(saved), to_flat(saved)
     # A typed `auto` means what the run already decided for itself.
     kept = {name: before[name] for name in ("dtype", "compile") if to_flat(config)[name] == "auto"}
+    if "min_lr" not in command.typed and before["min_lr"] == default_min_lr(before["max_lr"]):
+        kept["min_lr"] = default_min_lr(
+            config.optim.max_lr
+        )  # a floor that nobody chose follows its peak
     config = override(config, kept | {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name})
     reject_changes(command, config, find_changes(saved, config), run=run_dir.name)
     return config
@@ -367,8 +371,7 @@ def _fill_in(config: Config, max_steps: int) -> Config:
     """Replace the defaults that depend on other settings by numbers, so that a resume cannot derive others."""
     optim = config.optim
     if optim.min_lr is None:
-        # Rounded, so that the value which people read, and type again, is the value.
-        optim = dataclasses.replace(optim, min_lr=float(f"{optim.max_lr / 10:.12g}"))
+        optim = dataclasses.replace(optim, min_lr=default_min_lr(optim.max_lr))
     if optim.warmup_steps is None:
         optim = dataclasses.replace(optim, warmup_steps=default_warmup(max_steps))
     length = config.length

@@ -13,6 +13,7 @@ from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.compile_cache import compiled_so_far
+from gpt2lab.optim.schedule import muon_scale
 from gpt2lab.planner import forecast
 from gpt2lab.planner.hardware import peak_flops
 from gpt2lab.planner.job import Job, describe
@@ -36,6 +37,8 @@ class StepLog:
         device = self._runtime.device
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak_flops = peak * self._runtime.world_size if peak else None
+        optim = self._start.config.optim
+        self._muon_scale = muon_scale(optim) if optim.optimizer == "muon" else None
 
     def record(
         self,
@@ -70,6 +73,7 @@ class StepLog:
             batch_hash=batch.hash,
             updated=stats.updated,
             cpu_seconds=cpu_seconds,
+            **({} if self._muon_scale is None else {"muon_lr": lr * self._muon_scale}),
             **self._clock.fields(left),
         )
         if self._tells_compiling:  # the first step of this start has
@@ -82,9 +86,12 @@ class StepLog:
         last_step, log_freq = self._clock.progress.last_step, self._start.config.log.log_freq
         if step == 1 or is_due(step, log_freq, last_step):
             targets = "" if batch.num_targets == tokens else f" | targets {batch.num_targets:,}"
+            rates = f"{lr:.1e}" + (
+                "" if self._muon_scale is None else f", muon {lr * self._muon_scale:.1e}"
+            )
             shown = "n/a" if mfu is None else f"{mfu:.1%}"
             self._logger.say(
-                f"step {step}/{last_step} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {lr:.1e} | "
+                f"step {step}/{last_step} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {rates} | "
                 f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s{targets} | "
                 f"mfu {shown} | eta {fmt.duration(left.value if left else None)}"
             )
