@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from gpt2lab.distributed.sharding import full_tensor
 from gpt2lab.model.gpt import GPT
+from gpt2lab.optim.clipping import scale_gradients, sum_of_squares
 
 
 def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
@@ -49,12 +50,11 @@ def keep_unsharded(model: nn.Module, *, after_backward: bool) -> None:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients to at most `max_norm`; return their L2 norm before, (), over the rows of all ranks."""
     rows = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
-    squares = nn.utils.get_total_norm(rows) ** 2
+    squares = sum_of_squares(rows)
     dist.all_reduce(squares)  # offloaded gradients reduce by gloo: the group has both backends
     norm = squares.sqrt()
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
-    torch._foreach_mul_(rows, scale)
-    return norm
+    scale_gradients(rows, norm, max_norm)
+    return norm.float()
 
 
 def skeleton(model: GPT) -> GPT:

@@ -26,6 +26,7 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.gpt import GPT
+from gpt2lab.optim.clipping import clip_grad_norm
 
 
 class Strategy:
@@ -94,7 +95,7 @@ class Strategy:
         """Scale the global gradient to at most `max_norm`, and return its L2 norm before, ()."""
         if self._parallel == "fsdp":
             return fsdp.clip_grad_norm(model, max_norm)
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return clip_grad_norm(model, max_norm)
 
     def warm_up_reducer(self, model: nn.Module, *, batch_size: int, context_length: int) -> None:
         """Run two backward passes and discard their gradients, so that the first step sums like all others.

@@ -1,0 +1,46 @@
+"""The norm of the gradient: right to many digits, and the same however the rows are sharded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gpt2lab.optim.clipping import clip_grad_norm, sum_of_squares
+
+
+def _with_gradients(*gradients: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    for number, gradient in enumerate(gradients):
+        parameter = nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient.clone()
+        module.register_parameter(f"p{number}", parameter)
+    return module
+
+
+def test_the_norm_of_a_dense_embedding_is_right_where_fp32_is_not() -> None:
+    gradient = torch.full((50304, 768), 1e-3)
+    exact = math.sqrt((gradient[0, 0].double().item() ** 2) * gradient.numel())
+    found = clip_grad_norm(_with_gradients(gradient), 1e9).item()
+    assert found == pytest.approx(exact, rel=1e-6)
+    in_fp32 = torch.linalg.vector_norm(gradient).item()
+    assert abs(in_fp32 / exact - 1) > 100 * abs(found / exact - 1), "torch's own norm would do"
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_rows_that_are_sharded_give_the_same_norm(shards: int) -> None:
+    gradient = torch.randn(1000, 64, generator=torch.Generator().manual_seed(1))
+    whole = sum_of_squares([gradient]).item()
+    parts = sum(sum_of_squares([rows]).item() for rows in gradient.chunk(shards))
+    assert parts == pytest.approx(whole, rel=1e-14)
+
+
+def test_gradients_are_scaled_to_the_bound_or_left_as_they_are() -> None:
+    matrix, vector = torch.full((3, 4), 2.0), torch.full((4,), 1.0)  # norm sqrt(48 + 4)
+    module = _with_gradients(matrix, vector)
+    assert clip_grad_norm(module, 100.0).item() == pytest.approx(math.sqrt(52))
+    assert torch.equal(module.p0.grad, matrix)
+    clip_grad_norm(module, 0.5)
+    assert clip_grad_norm(module, 100.0).item() == pytest.approx(0.5, rel=1e-5)
