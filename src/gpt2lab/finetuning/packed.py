@@ -51,7 +51,9 @@ class PackedGPT(nn.Module):
         if has_compiled_form(tokens.device):
             hidden = hidden_of_rows(self.model, tokens)
             return head_cross_entropy_sum(hidden, self.model.wte.weight, targets)
-        return cross_entropy_sum(self.model.head(hidden_of_rows(self.model, tokens)), targets)
+        return cross_entropy_sum(
+            self.model.masked_logits(hidden_of_rows(self.model, tokens)), targets
+        )
 
 
 class RowLoader(Loader):

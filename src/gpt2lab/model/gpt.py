@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.model.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.model.loss import (
+    cross_entropy_sum,
+    has_compiled_form,
+    head_cross_entropy_sum,
+    padding_bias,
+)
 
 RotaryAngles = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
 
@@ -234,16 +238,15 @@ class GPT(nn.Module):
         return F.linear(hidden, self.wte.weight)
 
     def masked_logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf, so none is ever chosen."""
-        logits = self.head(hidden)
-        logits[..., NUM_TOKENS:] = -math.inf
-        return logits
+        """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf: of no text, in no loss."""
+        weight = self.wte.weight
+        return F.linear(hidden, weight, padding_bias(weight))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets."""
         if has_compiled_form(tokens.device):
             return head_cross_entropy_sum(self.hidden(tokens), self.wte.weight, targets)
-        return cross_entropy_sum(self.logits(tokens), targets)
+        return cross_entropy_sum(self.masked_logits(self.hidden(tokens)), targets)
 
 
 def empty_model(config: ModelConfig) -> GPT:

@@ -5,11 +5,25 @@ Compiled CPU steps take a fused form of head and loss that CPUs compute faster; 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+
+
+def padding_bias(weight: Tensor) -> Tensor | None:
+    """Return what added to the logits of the head's `weight` (V, C) takes its padding rows out of the softmax, (V,).
+
+    None without such rows. Masking the logits themselves would hold them twice.
+    """
+    if weight.size(0) <= NUM_TOKENS:
+        return None
+    is_padding = torch.arange(weight.size(0), device=weight.device) >= NUM_TOKENS
+    return torch.zeros(weight.size(0), device=weight.device).masked_fill(is_padding, -math.inf)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
@@ -32,7 +46,7 @@ def has_compiled_form(device: torch.device) -> bool:
 
 
 def head_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return `cross_entropy_sum` of `hidden` (B, T, C) times the head's `weight` (V, C), the same up to rounding."""
+    """Return `cross_entropy_sum` of the masked logits of `hidden` (B, T, C) and `weight` (V, C), up to rounding."""
     rows, flat = hidden.flatten(0, 1), targets.flatten()
     total: Tensor = GradientInForward.apply(rows, weight, flat)  # type: ignore[no-untyped-call]
     return total
@@ -51,6 +65,8 @@ class GradientInForward(torch.autograd.Function):
         """Map hidden (N, C), weight (V, C) and targets (N,), -1 = not counted, to the loss, ()."""
         logits = F.linear(hidden, weight)  # (N, V)
         scores, target = logits.float(), targets[:, None]
+        if (bias := padding_bias(weight)) is not None:
+            scores = scores + bias
         counted = target >= 0  # (N, 1)
         top = scores.amax(1, keepdim=True)
         powers = (scores - top).exp()

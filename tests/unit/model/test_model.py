@@ -7,12 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import override
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import GPT, Attention, build_model
+from gpt2lab.model.loss import head_cross_entropy_sum
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(n_layer=3, n_head=4, n_embd=48, context_length=24, vocab_size=211)
@@ -267,3 +270,26 @@ def test_dropout_acts_in_training_mode_only() -> None:
     assert torch.equal(first, first_again), "the masks come from torch's generator alone"
     assert torch.equal(calm, calm_again)
     assert torch.equal(calm, reference), "evaluation equals a model without dropout"
+
+
+# -- padding rows ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_padding_rows_take_no_part_in_the_training_loss(chunked: bool) -> None:
+    """One rule for training and validation: the softmax is over GPT-2's 50,257 ids alone."""
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=50304)
+    model = disturbed(config)
+    ids = torch.randint(0, NUM_TOKENS, (2, 9), generator=torch.Generator().manual_seed(3))
+    tokens, targets = ids[:, :-1], ids[:, 1:]
+    if chunked:
+        loss = head_cross_entropy_sum(model.hidden(tokens), model.wte.weight, targets)
+    else:
+        loss = model(tokens, targets)
+    real = model.head(model.hidden(tokens))[..., :NUM_TOKENS]
+    expected = F.cross_entropy(real.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    assert model.wte.weight.grad is not None
+    assert not model.wte.weight.grad[NUM_TOKENS:].any()
+    assert model.wte.weight.grad[:NUM_TOKENS].any(dim=1).all()
