@@ -89,6 +89,7 @@ def open_instructions(config: Config) -> InstructionData:
         )
     kept, warnings = _encode(read_conversations(source), T)
     held_out = choose_held_out([one.digest for one in kept], config.tuning.val_fraction)
+    warnings = (*warnings, *_warn_of_shared_beginnings(kept, held_out))
     parts = {
         "train": [one for one in kept if one.digest not in held_out],
         "val": [one for one in kept if one.digest in held_out],
@@ -141,6 +142,16 @@ def _encode(conversations: list[Conversation], T: int) -> tuple[list[Encoded], t
             f"left out, first {long[0]}"
         )
     return kept, tuple(warnings)
+
+
+def _warn_of_shared_beginnings(kept: Sequence[Encoded], held_out: set[str]) -> list[str]:
+    """Warn of held-out conversations that go on from one that is learned: their beginning is no test."""
+    learned = {tuple(one.ids) for one in kept if one.digest not in held_out}
+    count = 0
+    for ids in (one.ids for one in kept if one.digest in held_out):
+        ends_of_answers = [place + 1 for place, id in enumerate(ids[1:-1], 1) if id == END_OF_TEXT]
+        count += any(tuple(ids[:end]) in learned for end in ends_of_answers)
+    return [f"{count:,} held-out conversations begin with one that is learned"] if count else []
 
 
 def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:

@@ -203,6 +203,24 @@ def test_the_demo_conversations_are_usable() -> None:
     assert not data.warnings
 
 
+def test_held_out_conversations_that_begin_with_a_learned_one_are_counted(tmp_path: Path) -> None:
+    short = [
+        [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n}!"}]
+        for n in range(20)
+    ]
+    more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    path = tmp_path / "talks.jsonl"
+
+    def warnings(talks: list[list[dict[str, str]]]) -> tuple[str, ...]:
+        path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+        changes = {"instructions": str(path), "context_length": 128, "val_fraction": 0.5}
+        return open_instructions(override(Config(), changes)).warnings
+
+    (warning,) = warnings([*short, *(talk + more for talk in short)])
+    assert re.fullmatch(r"\d+ held-out conversations begin with one that is learned", warning)
+    assert not warnings(short)
+
+
 def test_equal_records_from_the_hub_are_read_like_a_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
