@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from gpt2lab.evaluation.validation import MeasuresLoss, Validation
     from gpt2lab.finetuning.rows import Rows
 
-_LOSS = ("val_loss", "val_loss_se", "val_tokens", "bits_per_byte")
+_LOSS = (
+    *("val_loss", "val_loss_se", "val_tokens", "val_se_unit", "val_effective_n"),
+    "bits_per_byte",
+)
 
 
 @dataclass(frozen=True)
@@ -279,7 +282,8 @@ def describe(numbers: dict[str, Any]) -> str:
         bits = numbers["bits_per_byte"]
         lines.append(
             f"  validation loss  {numbers['val_loss']:.4f} +- {fmt.number(numbers['val_loss_se'])} nats/token"
-            f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens"
+            f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens "
+            f"({numbers['val_effective_n']:,.0f} effective {numbers['val_se_unit']}s)"
         )
     if numbers["generate"] is not None:
         answers = numbers["generate"]

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpt2lab import fmt
 from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.target import find_folder, is_run
@@ -15,13 +17,12 @@ from gpt2lab.evaluation.results import (
     Kind,
     Results,
     file_of_step,
-    mean_and_error,
     read_results,
 )
+from gpt2lab.evaluation.uncertainty import estimate_mean, p_of_equal_accuracy, p_of_zero_mean
 from gpt2lab.runs import history
 
-# Standard errors of the paired difference; a fair coin goes beyond in about 1 of 20 cases.
-NOISE = 2.0
+NOISE = 0.05  # a difference whose p-value is below is beyond noise: by chance alone 1 of 20 is
 _EVENTS: dict[Kind, str] = {"validation": "eval", "hellaswag": "hellaswag"}
 
 
@@ -30,20 +31,23 @@ class Difference:
     """One metric of A and B over the same units."""
 
     metric: str
+    unit: str
     n: int
+    effective_n: float
     step_a: int | None  # None: not of a run
     step_b: int | None
     a: float
     b: float
-    difference: float  # b - a, the mean over units
+    difference: float  # b - a, the weighted mean over units
     se: float | None  # of that mean; None for a single unit
+    p: float | None  # two-sided, that A and B are equal
     within_noise: bool | None
 
 
 def compare(
     name_a: str, name_b: str, *, checkpoint_dir: Path, only: Kind | None = None
 ) -> list[Difference]:
-    """Compare what both have: validation losses window by window, HellaSwag item by item.
+    """Compare what both have: validation losses document by document, HellaSwag item by item.
 
     Raises: DataError if they have nothing in common or were measured on different units.
     """
@@ -59,12 +63,14 @@ def compare(
     pairs = [tuple(results[kind] for results in found) for kind in both]
     for a, b in pairs:
         if a.units != b.units:
-            unit = "items" if a.kind == "hellaswag" else "windows"
+            unit = _unit_of(a)
             sizes = (
-                f"{a.n:,} and {b.n:,} {unit}" if a.n != b.n else f"{a.n:,} {unit} each, but others"
+                f"{a.n:,} and {b.n:,} {unit}s"
+                if a.n != b.n
+                else f"{a.n:,} {unit}s each, but others"
             )
             raise DataError(
-                f"{a.kind} was not measured on the same {unit} ({sizes}), so no difference of it means anything; "
+                f"{a.kind} was not measured on the same {unit}s ({sizes}), so no difference of it means anything; "
                 f"evaluate both with the same limit, data and context length"
             )
     return [_difference(m, a, b) for a, b in pairs for m in a.per_unit if m in b.per_unit]
@@ -97,17 +103,35 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[Kind, Results]:
 
 def _difference(metric: str, a: Results, b: Results) -> Difference:
     of_a, of_b = a.per_unit[metric], b.per_unit[metric]
-    mean, se = mean_and_error(of_b - of_a)
+    found = estimate_mean(of_b - of_a, a.weights)
+    right_or_wrong = set(np.unique([of_a, of_b])) <= {0.0, 1.0}
+    p = (
+        p_of_equal_accuracy(of_a, of_b)
+        if right_or_wrong
+        else p_of_zero_mean(of_b - of_a, a.weights)
+    )
     return Difference(
         metric=metric,
+        unit=_unit_of(a),
         n=a.n,
+        effective_n=found.effective_n,
         step_a=a.step,
         step_b=b.step,
-        a=float(of_a.mean()),
-        b=float(of_b.mean()),
-        difference=mean,
-        se=se,
-        within_noise=None if se is None else bool(mean == 0 or abs(mean) < NOISE * se),
+        a=estimate_mean(of_a, a.weights).mean,
+        b=estimate_mean(of_b, a.weights).mean,
+        difference=found.mean,
+        se=found.se,
+        p=p,
+        within_noise=None if p is None else p >= NOISE,
+    )
+
+
+def _unit_of(results: Results) -> str:
+    """Name what was compared; files of earlier versions do not say it, and have windows."""
+    if results.kind == "hellaswag":
+        return "item"
+    return str(
+        results.units.get("unit", "conversation" if "answers" in results.units else "window")
     )
 
 
@@ -122,12 +146,19 @@ def describe(name_a: str, name_b: str, differences: list[Difference]) -> str:
     rows = []
     for d in differences:
         verdict = "within noise" if d.within_noise else "beyond noise"
+        units = f"{d.n:,} {d.unit}s"
+        if round(d.effective_n) != d.n:
+            units += f" (as {d.effective_n:,.0f} equal ones)"
         steps = ["-" if step is None else f"{step:,}" for step in (d.step_a, d.step_b)]
         numbers = [f"{d.a:.4f}", f"{d.b:.4f}", f"{d.difference:+.4f}"]
-        se = [f"{d.se:.4f}", verdict] if d.se is not None else ["n/a", "cannot be told"]
-        rows.append([d.metric, *steps, *numbers, se[0], f"{d.n:,}", se[1]])
-    header = ("", "step A", "step B", "A", "B", "B - A", "se", "units", "")
+        if d.se is None or d.p is None:
+            tests = ["n/a", "n/a", units, "cannot be told"]
+        else:
+            tests = [f"{d.se:.4f}", f"{d.p:.3f}", units, verdict]
+        rows.append([d.metric, *steps, *numbers, *tests])
+    header = ("", "step A", "step B", "A", "B", "B - A", "se", "p", "units", "")
     return (
         f"A  {name_a}\nB  {name_b}\n\n{fmt.table(header, rows)}\n\n"
-        f"within noise: |B - A| < {NOISE:g} se, the standard error of the mean of the paired differences"
+        f"within noise: p >= {NOISE:g}, p being how often models that are equal differ as much. "
+        f"Units are paired; accuracies by McNemar's exact test, losses by Student's t or, of few units, by all signs."
     )

@@ -20,7 +20,8 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.evaluation.hellaswag_items import STYLES, Style
 from gpt2lab.evaluation.hellaswag_tokens import Questions
-from gpt2lab.evaluation.results import Results, mean_and_error
+from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
@@ -219,7 +220,6 @@ def summarize(results: Results) -> dict[str, float | int | None]:
     summary: dict[str, float | int | None] = {"n": results.n}
     for name in METRICS:
         right = results.per_unit.get(name)
-        summary[name], summary[f"{name}_se"] = (
-            (None, None) if right is None else mean_and_error(right)
-        )
+        found = None if right is None else estimate_mean(right)
+        summary[name], summary[f"{name}_se"] = (found.mean, found.se) if found else (None, None)
     return summary

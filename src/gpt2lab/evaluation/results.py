@@ -1,14 +1,13 @@
 """Results of an evaluation, unit by unit, in a small file, so that two can be compared in pairs. No torch.
 
-A unit is a HellaSwag item or a validation window. Comparing the same units is far sharper than comparing two means:
-a unit that is hard for one model is mostly hard for the other too, and that cancels in the difference.
+A unit is a HellaSwag item, or a document of the validation split. Comparing the same units is far sharper than
+comparing two means: a unit that is hard for one model is mostly hard for the other too, and that cancels.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,11 @@ from gpt2lab.files import replace_durably
 
 Kind = Literal["validation", "hellaswag"]
 KINDS: tuple[Kind, ...] = ("validation", "hellaswag")
-FORMAT = "gpt2lab-results/1"
+FORMAT = "gpt2lab-results/2"
+_FORMATS = (
+    "gpt2lab-results/1",
+    FORMAT,
+)  # the first had validation windows of equal weight as units
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,12 @@ class Results:
     per_unit: dict[str, np.ndarray]  # metric -> (n,) float64
     details: dict[str, np.ndarray]  # not compared
     step: int | None = None
+    weights: np.ndarray | None = None  # (n,), such as a document's targets; default equal
 
     @property
     def n(self) -> int:
         """Count the units."""
         return len(next(iter(self.per_unit.values())))
-
-
-def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """Return the mean of (n,) values and its standard error, s / sqrt(n) with s over n - 1; None for a single one."""
-    error = float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
-    return float(values.mean()), error
 
 
 def file_of_step(run_dir: Path, kind: Kind, step: int) -> Path:
@@ -64,6 +62,8 @@ def write_results(path: Path, results: Results) -> None:
         "metrics": list(results.per_unit),
     }
     arrays: dict[str, Any] = {**results.per_unit, **results.details}
+    if results.weights is not None:
+        arrays["weights"] = results.weights
     content = io.BytesIO()
     np.savez_compressed(content, head=np.array(json.dumps(head)), **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,10 +89,11 @@ def read_results(path: Path) -> Results:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             arrays = dict(file)
         head = json.loads(str(arrays.pop("head")))
-        if head["format"] != FORMAT:
+        if head["format"] not in _FORMATS:
             raise DataError(f"{path}: format {head['format']!r}, this version reads {FORMAT!r}")
         per_unit = {name: arrays.pop(name) for name in head["metrics"]}
-        return Results(head["kind"], head["units"], per_unit, arrays, head["step"])
+        weights = arrays.pop("weights", None)
+        return Results(head["kind"], head["units"], per_unit, arrays, head["step"], weights)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:

@@ -1,14 +1,18 @@
-"""Validation loss on a fixed set of windows: the same number for any batch size and world size."""
+"""Validation loss on a fixed set of windows: the same number for any batch size and world size.
+
+Its standard error counts documents, because windows of one document resemble each other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,21 +22,24 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation.results import Results, mean_and_error
+from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import token_losses
-from gpt2lab.tokenizers.gpt2 import token_bytes
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """Mean loss in nats/token with its standard error over windows, and the same in bits/byte of text."""
+    """Mean loss in nats/token with its standard error over units, and the same in bits/byte of text."""
 
     val_loss: float
     val_loss_se: float | None
     val_tokens: int
+    val_se_unit: Literal["document", "window", "conversation"]
+    val_effective_n: float  # of equally large units that would weigh as much
     bits_per_byte: float | None  # None where the ids are not known to be GPT-2's
-    results: Results  # window by window
+    results: Results  # unit by unit
 
 
 class MeasuresLoss(Protocol):
@@ -42,6 +49,59 @@ class MeasuresLoss(Protocol):
         self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> ValidationLoss | None:
         """Return the loss, the same on every rank; None if `interrupted` told all to stop."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The windows' targets, divided where a document ends: part p is targets [begin, end) of window `window[p]`.
+
+    All arrays are (P,), ordered by window and place.
+    """
+
+    kind: Literal["document", "window"]
+    window: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    unit: np.ndarray  # the document, or the window itself; numbered 0 to U - 1
+
+    def fill(self, nats: np.ndarray, windows: np.ndarray, losses: np.ndarray) -> None:
+        """Write the sums of some windows' losses, (len(windows), T), to their places in `nats`, (P,)."""
+        for row, window in enumerate(windows.tolist()):
+            first, last = np.searchsorted(self.window, [window, window + 1])
+            nats[first:last] = np.add.reduceat(losses[row], self.begin[first:last])
+
+    def by_unit(self, nats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return nats and targets of each unit, both (U,)."""
+        targets = np.bincount(self.unit, weights=self.end - self.begin)
+        return np.bincount(self.unit, weights=nats), targets
+
+
+def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) -> Parts:
+    """Return the parts of some windows, given the places of <|endoftext|> in each shard.
+
+    <|endoftext|> stands before a document; as a target it belongs to the document that it ends.
+    """
+    shards, offsets = order.locate(samples)
+    T, count = order.context_length, len(samples)
+    parts: list[tuple[int, int, int, tuple[int, int]]] = []  # window, begin, end, (shard, document)
+    for window, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
+        places = ends[shard] if ends else np.empty(0, np.int64)
+        first, last = np.searchsorted(places, [offset + 1, offset + T])
+        cuts = [
+            0,
+            *(places[first:last] - offset).tolist(),
+            T,
+        ]  # a target's index is its place - offset - 1
+        for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            parts.append((window, begin, end, (shard, first + number)))
+    documents = {
+        document: number for number, document in enumerate(dict.fromkeys(p[3] for p in parts))
+    }
+    if len(documents) < 2 or not ends or not any(map(len, ends)):
+        every = np.arange(count)
+        return Parts("window", every, np.zeros(count, np.int64), np.full(count, T), every)
+    window, begin, end = np.array([part[:3] for part in parts], dtype=np.int64).T
+    return Parts("document", window, begin, end, np.array([documents[part[3]] for part in parts]))
 
 
 class Validation:
@@ -68,17 +128,19 @@ class Validation:
         total = order.windows_per_epoch
         chosen = min(total, max(1, val_tokens // order.context_length))
         self.samples = np.arange(chosen, dtype=np.int64) * total // chosen  # (N,) window numbers
+        ends = reader.find(END_OF_TEXT) if is_gpt2 else []
+        self._parts = divide_windows(order, self.samples, ends)
 
     def measure(
         self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> ValidationLoss | None:
         """Return the loss over all windows; the ranks share the windows and all get the result.
 
-        Each window's loss is summed in fp32 and the windows in fp64 in their own order, so that neither the cut into
-        batches nor the world size enters the sum. The standard error takes a window as the unit, because
-        neighbouring tokens are not independent. Padding ids take no part in the softmax. Bits per byte is the loss of
-        all targets, in bits, over the bytes of their text; <|endoftext|> has a loss but no bytes. None if
-        `interrupted`, asked before each batch, told all to stop.
+        Losses of targets are summed in fp64 in their own order, so that neither the cut into batches nor the world size
+        enters the sum. The standard error takes a document as the unit, weighted by its
+        targets; a window where the split has fewer than two documents or they are not known. Padding ids take no part
+        in the softmax. Bits per byte is the loss of all targets, in bits, over the bytes of their text;
+        <|endoftext|> has a loss but no bytes. None if `interrupted`, asked before each batch, told all to stop.
 
         Raises: DataError if a window cannot be read or its shard is damaged.
         """
@@ -86,7 +148,8 @@ class Validation:
         mine = np.arange(self._runtime.rank, count, world)
         # As many rounds on every rank: `interrupted` is a collective.
         longest = math.ceil(count / world)
-        found = np.zeros((3, count))  # nats, bytes of text and checksum of each window
+        found = np.zeros((2, count))  # bytes of text and checksum of each window
+        of_parts = np.zeros(len(self._parts.window))  # nats
         was_training = model.training
         model.eval()
         try:
@@ -95,38 +158,48 @@ class Validation:
                     return None
                 rows = mine[start : start + self._batch_size]
                 if len(rows):
-                    found[:, rows] = self._measure_windows(rows, model)
+                    found[:, rows] = self._measure_windows(rows, model, of_parts)
         finally:
             model.train(was_training)
             self._reader.release()
         self._reader.wait_until_verified()  # no number rests on a damaged shard
         # One rank has each window, the others have 0.
-        nats, num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
+        num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
+        of_parts = np.sum(self._runtime.gather(of_parts), axis=0)
         T = self._order.context_length
         windows = hashlib.sha256(checksums.astype("<u4").tobytes()).hexdigest()
-        loss, se = mean_and_error(nats / T)
-        text_bytes = num_bytes.sum()
+        unit_nats, targets = self._parts.by_unit(of_parts)
+        per_unit = unit_nats / targets
+        estimate, text_bytes = estimate_mean(per_unit, targets), num_bytes.sum()
         return ValidationLoss(
-            val_loss=loss,
-            val_loss_se=se,
+            val_loss=float(unit_nats.sum() / targets.sum()),
+            val_loss_se=estimate.se,
             val_tokens=count * T,
-            bits_per_byte=float(nats.sum() / math.log(2) / text_bytes) if text_bytes > 0 else None,
+            val_se_unit=self._parts.kind,
+            val_effective_n=estimate.effective_n,
+            bits_per_byte=float(unit_nats.sum() / math.log(2) / text_bytes)
+            if text_bytes > 0
+            else None,
             results=Results(
                 kind="validation",
-                units={"n": count, "tokens_each": T, "windows": windows},
-                per_unit={"val_loss": nats / T},
-                details={"bytes": num_bytes.astype(np.int64)},
+                units={"n": len(targets), "unit": self._parts.kind, "windows": windows},
+                per_unit={"val_loss": per_unit},
+                details={},
+                weights=targets,
             ),
         )
 
-    def _measure_windows(self, rows: np.ndarray, model: GPT) -> np.ndarray:
-        """Return of some windows the summed loss in nats, the targets' bytes and a checksum, (3, len(rows))."""
+    def _measure_windows(self, rows: np.ndarray, model: GPT, of_parts: np.ndarray) -> np.ndarray:
+        """Return the bytes of the targets of some windows and a checksum of each window, (2, len(rows)).
+
+        The nats of their parts are written to `of_parts`.
+        """
         windows = self._reader.read(*self._order.locate(self.samples[rows]))
         tokens = torch.from_numpy(windows.astype(np.int64)).to(self._runtime.device)  # (B, T + 1)
         with torch.inference_mode(), self._strategy.autocast():
             scores = model.masked_logits(model.hidden(tokens[:, :-1]))  # (B, T, V)
             losses = token_losses(scores, tokens[:, 1:])  # (B, T)
-        nats = losses.sum(dim=1).double().cpu().numpy()  # sync
+        self._parts.fill(of_parts, rows, losses.double().cpu().numpy())  # sync
         table = self._bytes_per_token
         num_bytes = table[windows[:, 1:]].sum(axis=1) if table is not None else np.zeros(len(rows))
-        return np.stack([nats, num_bytes, [zlib.crc32(window.tobytes()) for window in windows]])
+        return np.stack([num_bytes, [zlib.crc32(window.tobytes()) for window in windows]])

@@ -15,7 +15,8 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.generation import draw
-from gpt2lab.evaluation.results import Results, mean_and_error
+from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
@@ -49,8 +50,7 @@ class AnswerLoss:
     ) -> ValidationLoss | None:
         """Return the loss in nats per answer token; None if interrupted. Each rank takes a share of the rows.
 
-        Each conversation is summed in fp64. The standard error takes a conversation as the unit: the loss is a ratio of
-        two sums over them, and its error that of a ratio (Cochran 1977, equation 6.13).
+        Each conversation is summed in fp64. The standard error takes a conversation as the unit.
         """
         world, rank, count = self._runtime.world_size, self._runtime.rank, len(self._ids)
         mine = np.arange(rank, count, world)
@@ -88,21 +88,22 @@ class AnswerLoss:
         bytes_each = token_bytes()[ids[is_answer]]
         measured = tokens > 0  # --val_tokens may leave some conversations out
         nats, tokens = nats[measured], tokens[measured]
-        loss, n = nats.sum() / tokens.sum(), len(nats)
-        residuals = nats - loss * tokens
-        se = math.sqrt(n / (n - 1) * (residuals**2).sum()) / tokens.sum() if n > 1 else None
+        found, n = estimate_mean(nats / tokens, tokens), len(nats)
         digest = hashlib.sha256(self._ids.tobytes())
         digest.update(self._owner.tobytes())
         return ValidationLoss(
-            val_loss=float(loss),
-            val_loss_se=se,
+            val_loss=float(nats.sum() / tokens.sum()),
+            val_loss_se=found.se,
             val_tokens=int(tokens.sum()),
+            val_se_unit="conversation",
+            val_effective_n=found.effective_n,
             bits_per_byte=float(nats.sum() / math.log(2) / bytes_each.sum()),
             results=Results(
                 kind="validation",
                 units={"n": n, "answers": digest.hexdigest()},
                 per_unit={"val_loss": nats / tokens},
-                details={"tokens": tokens},
+                details={},
+                weights=tokens,
             ),
         )
 
@@ -140,5 +141,5 @@ def rouge_l(model: GPT, rows: Rows, *, strategy: Strategy, runtime: Runtime) -> 
             )
             answer = encoding.decode([id for (id,) in drawn if id != END_OF_TEXT])
         scores[number] = scorer.score(encoding.decode(expected), answer)["rougeL"].fmeasure
-    mean, error = mean_and_error(np.sum(runtime.gather(scores), axis=0))
-    return {"rouge_l": mean, "rouge_l_se": error, "n": len(exchanges)}
+    found = estimate_mean(np.sum(runtime.gather(scores), axis=0))
+    return {"rouge_l": found.mean, "rouge_l_se": found.se, "n": len(exchanges)}

@@ -59,6 +59,8 @@ class Evaluator:
             val_loss=result.val_loss,
             val_loss_se=result.val_loss_se,
             val_tokens=result.val_tokens,
+            val_se_unit=result.val_se_unit,
+            val_effective_n=result.val_effective_n,
             bits_per_byte=result.bits_per_byte,
             seconds=seconds,
         )
@@ -68,7 +70,8 @@ class Evaluator:
         best = " | best so far" if state.best_step == state.step else ""
         self.logger.say(
             f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error}{bits} "
-            f"on {result.val_tokens:,} tokens | {fmt.duration(seconds)}{best}"
+            f"on {result.val_tokens:,} tokens ({result.val_effective_n:,.0f} effective {result.val_se_unit}s) | "
+            f"{fmt.duration(seconds)}{best}"
         )
         if self.is_over(state):
             self.control.has_ended = "early stopping"

@@ -255,7 +255,8 @@ def test_the_words_follow_the_criterion(tmp_path: Path) -> None:
         text = ask("compare.py", a, b, folder=tmp_path)
         row = next(line for line in text.splitlines() if line.startswith("acc"))
         assert row.endswith("within noise" if within else "beyond noise")
-        assert "|B - A| < 2 se" in text
+        assert f" {difference.p:.3f} " in row
+        assert "within noise: p >= 0.05" in text
 
 
 def test_other_units_are_never_compared(tmp_path: Path, folder: Path) -> None:

@@ -71,7 +71,9 @@ def test_the_page_tells_the_run_s_own_numbers(run_dir: Path) -> None:
     assert f"validation loss {evals[4]['val_loss']:.4f} ± {evals[4]['val_loss_se']:.4f}" in text
     assert "r completed" in text
     assert re.search(r"1 20\S+ \S+ 0 → 3 1 fresh - stop_after_steps", text)
-    assert re.search(r"2 20\S+ \S+ 2 → 4 1 changed max_lr 0.0006 → 0.0001 completed", text)
+    assert re.search(
+        r"2 20\S+ \S+ 2 → 4 1 changed max_lr 0.0006 → 0.0001 ?min_lr 6e-05 → 1e-05 completed", text
+    )
     assert re.search(r"max_lr 0\.0001 0\.0006", text)  # among the settings: the preset's
     for event in launch.events(run_dir, "sample"):
         assert event["text"] in html.unescape(page)

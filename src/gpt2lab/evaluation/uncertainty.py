@@ -1,0 +1,75 @@
+"""Standard errors and tests of means over units that may weigh differently, such as documents. No torch.
+
+Tokens and windows of one document resemble each other, so that taking them as independent gives errors several times
+too small. Here a unit is a document (weighted by its tokens), a conversation or a HellaSwag item (weighted equally).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+_EXACT_UNITS = 12  # up to here all 2^n signs are tried; beyond, Student's t is close
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A weighted mean, its standard error (None of a single unit), and how many equal units would weigh as much."""
+
+    mean: float
+    se: float | None
+    effective_n: float
+
+
+def estimate_mean(values: np.ndarray, weights: np.ndarray | None = None) -> Estimate:
+    """Return the mean of (n,) unit means with (n,) weights, default equal.
+
+    The standard error is the delete-one jackknife of the ratio sum(w v) / sum(w), which for equal weights is
+    s / sqrt(n): MacKinnon, Nielsen and Webb 2023, "Fast and reliable jackknife and bootstrap methods for
+    cluster-robust inference", CV3. The effective n is Kish's (sum w)^2 / sum w^2.
+    """
+    w = np.ones(len(values)) if weights is None else weights.astype(np.float64)
+    total, n = w.sum(), len(values)
+    mean = float((w * values).sum() / total)
+    effective_n = float(total**2 / (w**2).sum())
+    if n < 2:
+        return Estimate(mean, None, effective_n)
+    without = w * (mean - values) / (total - w)  # how the mean moves without each unit
+    return Estimate(mean, math.sqrt((n - 1) / n * (without**2).sum()), effective_n)
+
+
+def p_of_zero_mean(values: np.ndarray, weights: np.ndarray | None = None) -> float | None:
+    """Return the two-sided p-value of a weighted mean of zero; None for a single unit.
+
+    Few units: the share of all 2^n changes of signs whose mean is as far from zero (Fisher's randomisation test, exact
+    if differences are symmetric). Otherwise Student's t of mean / se with effective n - 1 degrees of freedom.
+    """
+    found = estimate_mean(values, weights)
+    if found.se is None:
+        return None
+    if len(values) <= _EXACT_UNITS:
+        sums = values if weights is None else values * weights
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(sums))))  # (2^n, n)
+        as_far = np.abs(signs @ sums) >= abs(sums.sum()) * (1 - 1e-12)
+        return float(as_far.mean())
+    if found.se == 0:
+        return 1.0 if found.mean == 0 else 0.0
+    from scipy.special import stdtr
+
+    return float(2 * stdtr(found.effective_n - 1, -abs(found.mean) / found.se))
+
+
+def p_of_equal_accuracy(of_a: np.ndarray, of_b: np.ndarray) -> float:
+    """Return the exact two-sided p-value that two models are right equally often, from (n,) zeros and ones of each.
+
+    McNemar's test: only items that one of them alone gets right tell, and each is a toss of a fair coin.
+    """
+    from scipy.special import bdtr
+
+    wins, losses = int((of_b > of_a).sum()), int((of_b < of_a).sum())
+    if wins == losses:
+        return 1.0
+    return min(1.0, 2 * float(bdtr(min(wins, losses), wins + losses, 0.5)))

@@ -1,0 +1,74 @@
+"""Standard errors and tests that count documents: formulas by hand, and how often they are right in simulation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import special
+
+from gpt2lab.evaluation.uncertainty import estimate_mean, p_of_equal_accuracy, p_of_zero_mean
+
+
+def test_equal_units_have_the_error_of_a_mean() -> None:
+    values = np.array([1.0, 4.0, 2.0, 9.0])
+    found = estimate_mean(values)
+    assert found.mean == 4.0
+    assert found.se == pytest.approx(values.std(ddof=1) / 2)
+    assert found.effective_n == 4
+
+
+def test_a_heavy_unit_counts_as_what_it_is() -> None:
+    found = estimate_mean(np.array([1.0, 3.0, 3.0]), np.array([2, 1, 1]))
+    assert found.mean == 2.0
+    # Without each unit the mean is 3, 5/3 and 5/3.
+    assert found.se == pytest.approx(math.sqrt(2 / 3 * (1 + 1 / 9 + 1 / 9)))
+    assert found.effective_n == pytest.approx(16 / 6)
+
+
+def test_one_unit_has_no_error() -> None:
+    assert estimate_mean(np.array([3.0]), np.array([7])).se is None
+    assert p_of_zero_mean(np.array([3.0])) is None
+
+
+def test_few_units_are_tested_by_all_signs() -> None:
+    assert p_of_zero_mean(np.array([1.0, 2.0, 3.0, 4.0])) == 2 / 16
+    assert p_of_zero_mean(np.array([1.0, -1.0])) == 1.0
+
+
+def test_discordant_items_are_tosses_of_a_coin() -> None:
+    a, b = np.zeros(10), np.zeros(10)
+    b[:4] = 1  # 4 : 0 looked beyond noise, and is not
+    assert p_of_equal_accuracy(a, b) == 0.125
+    b[:6] = 1
+    assert p_of_equal_accuracy(a, b) == pytest.approx(2 / 64)
+    assert p_of_equal_accuracy(b, b) == 1.0
+
+
+def documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean losses and targets of documents: lengths as different as those of source files."""
+    tokens = np.maximum(1, rng.lognormal(6, 1.2, count))
+    windows = np.maximum(1, tokens // 256)
+    return rng.normal(0, 0.3, count) + rng.normal(0, 0.4, count) / np.sqrt(windows), tokens
+
+
+@pytest.mark.parametrize("count", [8, 40, 150])
+def test_equal_models_differ_beyond_noise_in_one_of_twenty_cases(count: int) -> None:
+    """Four thousand comparisons of models that are equal: 5 % nominal."""
+    rng = np.random.default_rng(count)
+    found = [p_of_zero_mean(*documents(rng, count)) for _ in range(4000)]
+    assert 0.03 < np.mean([p is not None and p < 0.05 for p in found]) < 0.07
+
+
+@pytest.mark.parametrize("count", [40, 150])
+def test_the_true_loss_lies_within_two_errors_as_often_as_it_should(count: int) -> None:
+    rng = np.random.default_rng(count)
+    inside = []
+    for _ in range(4000):
+        values, tokens = documents(rng, count)
+        found = estimate_mean(values + 3, tokens)
+        assert found.se is not None
+        margin = special.stdtrit(found.effective_n - 1, 0.975) * found.se
+        inside.append(abs(found.mean - 3) < margin)
+    assert 0.93 < np.mean(inside) < 0.97
