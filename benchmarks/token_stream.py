@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2lab.data.prepare.sources import Document, open_source
+from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS, gpt2_encoding, vocabulary_files
 
 # Where tiktoken would download its files from; it looks for them in its cache under the hash of this.
@@ -18,10 +18,9 @@ _TIKTOKEN_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main
 def text_tokens(count: int, *, vocab_size: int) -> np.ndarray:
     """Return `count` ids of Python's standard library, (count,) uint16: GPT-2's, or bytes where V is too small."""
     texts, size, characters = [], 0, 8 * count
-    for document in open_source("python-stdlib", text_column="text").documents(None):
-        if isinstance(document, Document):
-            texts.append("".join(document.blocks))
-            size += len(texts[-1])
+    for text in open_source("python-stdlib", text_column="text").texts():
+        texts.append(text)
+        size += len(text)
         if size >= characters:
             break
     if vocab_size < NUM_TOKENS:

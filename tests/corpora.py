@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gpt2lab.data.prepare.pipeline import Result, Sizes, prepare
 from gpt2lab.data.prepare.sources import open_source
-from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 TEXTS = [f"Document {i}: the {'quick ' * (i % 7)}fox jumps over {i * i} dogs.\n" for i in range(60)]
 
@@ -27,36 +28,51 @@ def run_prepare(
     shard_tokens: int = 1_000_000,
     val_tokens: int | None = None,
     max_tokens: int | None = None,
+    group_bytes: int = 1_000_000_000,
     text_column: str = "text",
-    num_workers: int | None = None,
-    part: tuple[int, int] = (1, 1),
-    skip_bad: bool = False,
+    **more: Any,
 ) -> Result | None:
     return prepare(
-        open_source(str(source), text_column=text_column, part=part),
+        open_source(str(source), text_column=text_column),
         out,
-        Sizes(shard_tokens, val_tokens, max_tokens),
-        num_workers=num_workers,
-        part=part,
-        skip_bad=skip_bad,
+        Sizes(shard_tokens, val_tokens, max_tokens, group_bytes),
+        **more,
     )
 
 
-def stream_of(folder: Path) -> list[int]:
-    """Return every token of a prepared folder in the order of the documents: validation comes first."""
+def ids_of(folder: Path, split: str) -> list[int]:
+    """Return the tokens of a split of a prepared folder."""
     manifest = json.loads((folder / "shards.json").read_text())
-    names = {
-        split: sorted(file["name"] for file in manifest["files"] if file["split"] == split)
-        for split in ("val", "train")
-    }
-    return [
-        int(token) for name in (*names["val"], *names["train"]) for token in np.load(folder / name)
-    ]
+    names = sorted(file["name"] for file in manifest["files"] if file["split"] == split)
+    return [int(token) for name in names for token in np.load(folder / name)]
+
+
+def documents_of(folder: Path, split: str) -> list[tuple[int, ...]]:
+    """Return the documents of a split, each with the <|endoftext|> before it."""
+    ids = ids_of(folder, split)
+    starts = [place for place, token in enumerate(ids) if token == END_OF_TEXT]
+    assert starts[:1] == [0]
+    return [tuple(ids[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+
+
+def encoded(texts: list[str]) -> list[tuple[int, ...]]:
+    """Return texts as documents."""
+    encoding = gpt2_encoding()
+    return [(END_OF_TEXT, *encoding.encode_ordinary(text)) for text in texts]
+
+
+def assert_divided(folder: Path, texts: list[str]) -> None:
+    """Assert that the splits hold these documents, each in the order of the source, and none in both."""
+    train, val = (documents_of(folder, split) for split in ("train", "val"))
+    held_out = set(val)
+    assert held_out
+    assert train
+    assert train == [document for document in encoded(texts) if document not in held_out]
+    assert val == [document for document in encoded(texts) if document in held_out]
 
 
 def expected_stream(texts: list[str]) -> list[int]:
-    encoding = gpt2_encoding()
-    return [token for text in texts for token in (50256, *encoding.encode_ordinary(text))]
+    return [token for document in encoded(texts) for token in document]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

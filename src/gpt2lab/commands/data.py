@@ -95,7 +95,7 @@ class Merge:
 
     def execute(self) -> int:
         """Join and print what came out."""
-        from gpt2lab.data.prepare.existing import merge
+        from gpt2lab.data.prepare.assemble import merge
 
         if not self.parts:
             raise ConfigError("merge: no parts given; data.py merge OUT PART1 PART2 ...")

@@ -6,6 +6,7 @@ python scripts/prepare_data.py my_texts/ --out data/my_texts
 """
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ class PrepareData:
     out: Path | None = option(None, "folder to create; default data/NAME in the repository")
     shard_tokens: int = option(100_000_000, "tokens per shard file")
     val_tokens: int | None = option(
-        None, "tokens of the validation split; default 5 % of the text, at most 100M"
+        None, "tokens of the validation split, about; default 5 % of the text, at most 100M"
     )
     max_tokens: int | None = option(None, "stop after this many tokens")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
@@ -34,9 +35,20 @@ class PrepareData:
         None,
         "subset of a Hugging Face dataset; fineweb-edu: sample-10BT (default), sample-100BT ... full",
     )
+    revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
+    shuffle_documents: bool = option(
+        False, "mix the documents of all files, in an order that depends on the files alone"
+    )
     num_workers: int | None = option(None, "tokenising processes; default one per core")
+    group_bytes: int = option(
+        1_000_000_000,
+        "stored bytes of the groups of files that machines share out; no other decides",
+    )
     part: str = option(
         "1/1", "i/n: prepare the i-th of n parts; join them with scripts/data.py merge"
+    )
+    ray: str | None = option(
+        None, "address of a Ray cluster that prepares the groups; auto = the one of this machine"
     )
     skip_bad: bool = option(False, "leave out and count records that cannot be read")
 
@@ -52,7 +64,10 @@ def main(argv: list[str]) -> int:
 
     part = _parse_part(flags.part)
     source = open_source(
-        flags.source, text_column=flags.text_column, subset=flags.subset, part=part
+        flags.source,
+        text_column=flags.text_column,
+        subset=flags.subset,
+        revision=flags.revision,
     )
     suffix = f"_part{part[0]}of{part[1]}" if part[1] > 1 else ""
     default = paths.from_repository(Path("data") / f"{source.name}{suffix}")
@@ -60,11 +75,15 @@ def main(argv: list[str]) -> int:
     result = prepare(
         source,
         folder,
-        Sizes(flags.shard_tokens, flags.val_tokens, flags.max_tokens),
+        Sizes(flags.shard_tokens, flags.val_tokens, flags.max_tokens, flags.group_bytes),
         num_workers=flags.num_workers,
         part=part,
         skip_bad=flags.skip_bad,
+        shuffle=flags.shuffle_documents,
+        ray_address=flags.ray,
     )
+    for warning in result.warnings if result else ():
+        print(f"warning: {warning}", file=sys.stderr)
     print(describe(result) if result else f"{paths.for_people(folder)}: already prepared")
     return 0
 

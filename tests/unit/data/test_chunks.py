@@ -35,7 +35,7 @@ def test_chunks_give_the_ids_of_the_full_text(text: str, length: int, block: int
         else not found
     )
     whole = [END_OF_TEXT, *gpt2_encoding().encode_ordinary(text)] if text else []
-    assert encode_chunks(found).tolist() == whole
+    assert encode_chunks(found).ids.tolist() == whole
 
 
 def test_text_with_many_places_to_cut_is_cut() -> None:
@@ -56,4 +56,4 @@ def test_what_has_no_white_space_for_millions_of_characters_is_rejected(
 def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
     (chunk,) = cut(["a\ud800b"], where="here")
     expected = gpt2_encoding().encode_ordinary("a\ufffdb")
-    assert encode_chunks([chunk]).tolist() == [END_OF_TEXT, *expected]
+    assert encode_chunks([chunk]).ids.tolist() == [END_OF_TEXT, *expected]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
 import errno
 import gzip
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable
@@ -16,15 +17,30 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corpora import TEXTS, expected_stream, run_prepare, snapshot, stream_of, write_jsonl
+from corpora import (
+    TEXTS,
+    assert_divided,
+    documents_of,
+    encoded,
+    expected_stream,
+    ids_of,
+    run_prepare,
+    snapshot,
+    write_jsonl,
+)
 from gpt2lab.data.prepare.pipeline import Sizes, describe
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from tiny import write_shards
 
 SOURCE_DIR = Path(__file__).resolve().parents[3] / "src"
+
+
+def joined(folder: Path) -> list[int]:
+    """Return the tokens of a text of which the end was cut off for validation."""
+    return ids_of(folder, "train") + ids_of(folder, "val")
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------
@@ -44,7 +60,7 @@ def _as_folder_of_text(folder: Path) -> Path:
         path = folder / "corpus" / f"part_{number // 20}" / f"{number:03d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (folder / "corpus" / "README.md").write_text("not a text of the corpus")
+    (folder / "corpus" / "LICENSE").write_text("not a text of the corpus")
     return folder / "corpus"
 
 
@@ -61,10 +77,10 @@ def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_tex
     tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
     result = run_prepare(write(tmp_path), tmp_path / "out", val_tokens=200)
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+    assert_divided(tmp_path / "out", TEXTS)
     assert result is not None
     assert result.total("documents") == len(TEXTS)
-    assert result.total("tokens", "val") == 200
+    assert 50 <= result.total("tokens", "val") <= 500
     assert result.total("tokens") == len(expected_stream(TEXTS))
     assert result.total("text_bytes") == sum(len(text.encode()) for text in TEXTS)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
@@ -79,21 +95,22 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
     assert result is not None
     assert result.total("documents") == 1
-    assert stream_of(tmp_path / "out") == expected_stream([text])
+    assert joined(tmp_path / "out") == expected_stream([text])
 
 
 def test_end_of_text_spelled_out_in_a_document_is_ordinary_text(tmp_path: Path) -> None:
-    texts = ["before <|endoftext|> after " * 20, "next document " * 20]
+    texts = [f"{i} before <|endoftext|> after " * 20 for i in range(9)]
     run_prepare(write_jsonl(tmp_path / "corpus.jsonl", texts), tmp_path / "out")
-    stream = stream_of(tmp_path / "out")
-    assert stream.count(END_OF_TEXT) == 2
-    assert gpt2_encoding().decode(stream[1 : stream.index(END_OF_TEXT, 1)]) == texts[0]
+    held_out, learned = (documents_of(tmp_path / "out", split) for split in ("val", "train"))
+    found = {gpt2_encoding().decode(list(ids[1:])) for ids in (*held_out, *learned)}
+    assert len(held_out) + len(learned) == 9
+    assert found == set(texts)
 
 
 def test_another_text_column_is_read_when_asked_for(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS, column="content")
     run_prepare(source, tmp_path / "out", text_column="content")
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+    assert_divided(tmp_path / "out", TEXTS)
 
 
 @pytest.mark.parametrize("words", [40, 100, 1000])
@@ -106,7 +123,8 @@ def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(
     run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=val_tokens)
     data = open_data(tmp_path / "out", vocab_size=50304)
     assert data.tokens("train") >= data.tokens("val") >= 2  # one window of T = 1 at least
-    assert stream_of(tmp_path / "out") == expected_stream([text])
+    assert joined(tmp_path / "out") == expected_stream([text])
+    assert json.loads((tmp_path / "out" / "shards.json").read_text())["split"]["held_out"] == "cut"
 
 
 def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_path: Path) -> None:
@@ -127,17 +145,71 @@ def test_the_default_validation_split_is_about_five_percent(tmp_path: Path) -> N
 @pytest.mark.parametrize("max_tokens", [100, 333, 700])
 def test_max_tokens_is_exact_and_keeps_the_beginning(tmp_path: Path, max_tokens: int) -> None:
     run_prepare(write_jsonl(tmp_path / "c.jsonl", TEXTS), tmp_path / "out", max_tokens=max_tokens)
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)[:max_tokens]
+    train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert sum(map(len, (*train, *val))) == max_tokens
+    whole = encoded(TEXTS)[: len(train) + len(val)]
+    assert {*train, *val} >= set(whole[:-1])
+    (cut,) = {*train, *val} - set(whole[:-1])
+    assert whole[-1][: len(cut)] == cut
 
 
 def test_shards_are_filled_to_shard_tokens(tmp_path: Path) -> None:
-    texts = ["a b c d e f g h i"] * 23  # 10 tokens each, with the one before
+    texts = [f"a b c d e f g h {letter}" for letter in "abcdefghijklmnopqrstuvw"]  # 10 tokens each
     source = write_jsonl(tmp_path / "corpus.jsonl", texts)
     run_prepare(source, tmp_path / "out", shard_tokens=50, val_tokens=10)
-    assert stream_of(tmp_path / "out") == expected_stream(texts)
+    assert_divided(tmp_path / "out", texts)
     data = open_data(tmp_path / "out", vocab_size=50304)
-    assert [shard.tokens for shard in data.splits["train"]] == [50, 50, 50, 70]
-    assert [shard.tokens for shard in data.splits["val"]] == [10]
+    *full, last = [shard.tokens for shard in data.splits["train"]]
+    assert set(full) == {50}
+    assert 50 <= last < 100
+    assert data.tokens("val") + data.tokens("train") == 230
+
+
+def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
+    """Whatever the order of files, the groups and the number of copies."""
+    texts = [f"{TEXTS[i % 40]} {i % 40}" for i in range(400)]
+    held_out = []
+    for name, ordered in (("a", texts), ("b", texts[::-1])):
+        for number in range(4):
+            write_jsonl(tmp_path / name / f"{number}.jsonl", ordered[number::4])
+        for group_bytes in (2_000, 10**9):
+            out = tmp_path / f"out_{name}_{group_bytes}"
+            run_prepare(tmp_path / name, out, val_tokens=600, group_bytes=group_bytes)
+            train, val = (set(documents_of(out, split)) for split in ("train", "val"))
+            assert not train & val
+            assert train | val == set(encoded(texts))
+            held_out.append(val)
+    assert held_out[0] == held_out[1] == held_out[2] == held_out[3]
+
+
+def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_path: Path) -> None:
+    texts = [f"{i} " + "word " * (40_000 if i % 10 == 3 else 100) for i in range(200)]
+    result = run_prepare(
+        write_jsonl(tmp_path / "c.jsonl", texts), tmp_path / "out", val_tokens=60_000
+    )
+    assert result is not None
+    lengths = sorted(map(len, documents_of(tmp_path / "out", "val")))
+    assert lengths[-1] == 60_000 // 50
+    back = result.manifest["split"]["held_back_tokens"]
+    assert back == len(expected_stream(texts)) - result.total("tokens")
+    assert back > 0
+    assert f"{back:,} tokens of long val documents" in describe(result)
+
+
+def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path: Path) -> None:
+    code, web = ([f"{kind} {i} {TEXTS[i % 60]}" for i in range(300)] for kind in ("code", "web"))
+    write_jsonl(tmp_path / "s" / "a.jsonl", code)
+    write_jsonl(tmp_path / "s" / "b.jsonl", web)
+    for name, workers in (("one", 1), ("two", 2)):
+        run_prepare(
+            tmp_path / "s", tmp_path / name, group_bytes=8_000, num_workers=workers, shuffle=True
+        )
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+    train, val = (documents_of(tmp_path / "one", split) for split in ("train", "val"))
+    assert sorted([*train, *val]) == sorted(encoded([*code, *web]))
+    is_code = [document in set(encoded(code)) for document in train]
+    for quarter in np.array_split(is_code, 4):  # in order of paths: 1, 1, 0, 0
+        assert 0.2 < quarter.mean() < 0.8
 
 
 def test_everything_that_shards_json_says_is_true(prepared: Path) -> None:
@@ -206,7 +278,7 @@ def test_a_folder_that_holds_something_else_is_rejected_and_kept(
 def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS), tmp_path / "out")
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+    assert_divided(tmp_path / "out", TEXTS)
 
 
 GOOD_LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
@@ -258,7 +330,7 @@ def _parquet_cut_short(path: Path) -> None:
     ("write", "message"),
     [
         (_parquet_without_column, "no column 'text'; it has content, id"),
-        (_parquet_of_numbers, "column 'text' holds int, not text"),
+        (_parquet_of_numbers, "column 'text' holds int64, not text"),
         (_parquet_cut_short, "not readable as Parquet"),
     ],
 )
@@ -275,8 +347,8 @@ def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(
     ("name", "message"),
     [
         ("nowhere", "no such file or folder, and not python-stdlib, fineweb-edu or hf:NAME"),
-        ("empty", r"no \.txt, \.jsonl, \.parquet, .* files in this folder"),
-        ("paper.pdf", r"unknown kind of file; known: \.txt, \.jsonl, \.parquet"),
+        ("empty", r"no \.jsonl, \.json, \.csv, \.txt, \.md, \.parquet, .* files in this folder"),
+        ("paper.pdf", r"unknown kind of file; known: \.jsonl, \.json, "),
     ],
 )
 def test_a_source_that_is_none_is_rejected(tmp_path: Path, name: str, message: str) -> None:
@@ -294,17 +366,12 @@ def test_sizes_that_cannot_work_are_rejected_all_in_one_message() -> None:
         assert name in str(rejection.value)
 
 
-def test_the_embedded_corpus_has_the_same_documents_in_the_same_order_each_time() -> None:
-    sources = [open_source("python-stdlib", text_column="text") for _ in range(2)]
-    first, again = (
-        ["".join(document.blocks) for document in itertools.islice(source.documents(None), 40)]
-        for source in sources
-    )
+def test_the_embedded_corpus_has_the_same_files_in_the_same_order_each_time() -> None:
+    first, again = (open_source("python-stdlib", text_column="text") for _ in range(2))
     assert first == again
-    assert len(set(first)) > 30
-    assert {source.name for source in sources} == {"python_stdlib"}
-    assert sources[0].num_bytes is not None
-    assert sources[0].num_bytes == sources[1].num_bytes > 5_000_000
+    assert len(first.files) > 500
+    assert first.name == "python_stdlib"
+    assert first.text_bytes() > 5_000_000
 
 
 @pytest.mark.parametrize("shard_tokens", [7, 50, 333])
@@ -312,7 +379,7 @@ def test_shards_are_filled_across_documents(tmp_path: Path, shard_tokens: int) -
     """All but the last hold shard_tokens; the last takes a remainder along that could hold no window."""
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     run_prepare(source, tmp_path / "out", shard_tokens=shard_tokens, val_tokens=100)
-    assert stream_of(tmp_path / "out") == expected_stream(TEXTS)
+    assert_divided(tmp_path / "out", TEXTS)
     data = open_data(tmp_path / "out", vocab_size=50304)
     for split in ("train", "val"):
         sizes = [shard.tokens for shard in data.splits[split]]
@@ -398,8 +465,9 @@ def test_texts_behind_links_and_with_names_in_capitals_are_read_once(tmp_path: P
     (folder / "again").symlink_to(disk)
     (folder / "z.txt").write_text(TEXTS[0])
     source = open_source(str(folder), text_column="text")
-    found = ["".join(document.blocks) for document in source.documents(None)]
-    assert found == [TEXTS[1], TEXTS[2], TEXTS[0]]
+    assert [file.name for file in source.files] == ["again/B.TXT", "again/C.JSONL.GZ", "z.txt"]
+    run_prepare(folder, tmp_path / "out")
+    assert_divided(tmp_path / "out", [TEXTS[1], TEXTS[2], TEXTS[0]])
 
 
 def test_data_go_where_a_link_points(tmp_path: Path) -> None:
@@ -409,3 +477,62 @@ def test_data_go_where_a_link_points(tmp_path: Path) -> None:
     run_prepare(tmp_path / "a.txt", tmp_path / "out")
     assert (tmp_path / "big disk" / "shards.json").is_file()
     assert (tmp_path / "out").is_symlink()
+
+
+# -- kinds of files --------------------------------------------------------------------------------------------------
+
+
+def _as_csv(folder: Path) -> Path:
+    with open(folder / "corpus.csv", "w", encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictWriter(file, ["id", "text"])
+        rows.writeheader()
+        rows.writerows({"id": i, "text": text} for i, text in enumerate(TEXTS))
+    return folder / "corpus.csv"
+
+
+def _as_packed_lines(folder: Path) -> Path:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    (folder / "corpus").mkdir()
+    half = lines.index(b"\n", len(lines) // 2) + 1
+    (folder / "corpus" / "a.json.gz").write_bytes(gzip.compress(lines[:half]))
+    (folder / "corpus" / "b.jsonl.bz2").write_bytes(bz2.compress(lines[half:]))
+    return folder / "corpus"
+
+
+@pytest.mark.parametrize("write", [_as_csv, _as_packed_lines])
+def test_files_of_other_kinds_hold_the_same_documents(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    run_prepare(write(tmp_path), tmp_path / "out", val_tokens=200)
+    assert_divided(tmp_path / "out", TEXTS)
+
+
+def test_a_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    texts = ["one\r\ntwo\rthree\n" * 9, "four\r\n" * 9]
+    (tmp_path / "corpus" / "a.txt").write_bytes(b"\xef\xbb\xbf" + texts[0].encode())
+    (tmp_path / "corpus" / "b.md").write_bytes(texts[1].encode())
+    for number, text in enumerate(TEXTS[:6]):
+        (tmp_path / "corpus" / f"c{number}.txt").write_text(text)
+    run_prepare(tmp_path / "corpus", tmp_path / "out")
+    assert_divided(tmp_path / "out", [*texts, *TEXTS[:6]])
+
+
+def test_files_that_are_not_read_are_counted_by_kind(tmp_path: Path) -> None:
+    corpus = _as_folder_of_text(tmp_path)
+    for name in ("a.pdf", "b.pdf", "c.tar.gz"):
+        (corpus / name).write_text("of another kind")
+    result = run_prepare(corpus, tmp_path / "out")
+    assert result is not None
+    (warning,) = result.warnings
+    assert warning.startswith("not read, being of other kinds: ")
+    assert {"2 .pdf", "1 .tar.gz", "1 without suffix"} == set(warning.split(": ")[1].split(", "))
+
+
+def test_packed_text_is_held_out_by_its_real_size(tmp_path: Path) -> None:
+    """The default split is 5 % of the text, not of the bytes that a compression left."""
+    lines = "".join(json.dumps({"text": f"{i} " + "again and " * 300}) + "\n" for i in range(400))
+    (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    result = run_prepare(tmp_path / "corpus.jsonl.gz", tmp_path / "out")
+    assert result is not None
+    assert 0.02 < result.total("tokens", "val") / result.total("tokens") < 0.09

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -19,12 +20,23 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from corpora import TEXTS, expected_stream, run_prepare, snapshot, stream_of, write_jsonl
-from gpt2lab.data.prepare import encode, write
-from gpt2lab.data.prepare.existing import merge
-from gpt2lab.data.prepare.write import Unfinished
+from corpora import (
+    TEXTS,
+    assert_divided,
+    documents_of,
+    encoded,
+    expected_stream,
+    ids_of,
+    run_prepare,
+    snapshot,
+    write_jsonl,
+)
+from gpt2lab.data.prepare import encode, pipeline, write
+from gpt2lab.data.prepare.assemble import merge
+from gpt2lab.data.prepare.encode import Encoded
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from launch import HANG_SECONDS, call
@@ -66,8 +78,9 @@ def test_packed_files_are_read_as_if_they_were_not_and_empty_documents_are_left_
 ) -> None:
     result = run_prepare(corpus, tmp_path / "out", val_tokens=500)
     assert result is not None
-    assert stream_of(tmp_path / "out") == expected_stream(MANY)
-    assert (result.total("documents"), result.empty, result.bad) == (len(MANY), 2, 0)
+    assert_divided(tmp_path / "out", MANY)
+    assert result.total("documents") == len(MANY)
+    assert result.manifest["left_out"] == {"bad": 0, "empty": 2}
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
@@ -76,9 +89,17 @@ def test_the_number_of_processes_changes_no_byte(
     corpus: Path, tmp_path: Path, num_workers: int
 ) -> None:
     for name, workers in (("one", 1), ("many", num_workers)):
-        run_prepare(corpus, tmp_path / name, shard_tokens=1500, val_tokens=700, num_workers=workers)
+        run_prepare(
+            corpus,
+            tmp_path / name,
+            shard_tokens=1500,
+            val_tokens=700,
+            group_bytes=9_000,
+            num_workers=workers,
+        )
     assert snapshot(tmp_path / "many") == snapshot(tmp_path / "one")
     assert len(snapshot(tmp_path / "one")) > 8
+    assert_divided(tmp_path / "one", MANY)
 
 
 def start(source: Path, out: Path, *flags: str, fault: str | None = None) -> subprocess.Popen[str]:
@@ -99,21 +120,21 @@ def exit_code(process: subprocess.Popen[str]) -> int:
 @pytest.mark.parametrize(
     "fault",
     [
-        "data.before_journal:kill9@1",
+        "data.after_group:kill9@1",
         "data.before_folder_is_named:kill9@0",
         *(
             pytest.param(fault, marks=pytest.mark.slow)
             for fault in (
                 "data.before_rename:kill9@0",
-                "data.after_journal:kill9@3",
-                "data.before_rename:kill9@5",
+                "data.before_group:kill9@2",
+                "data.before_manifest:kill9@0",
             )
         ),
     ],
 )
 def test_killed_anywhere_and_repeated_gives_the_same_bytes(tmp_path: Path, fault: str) -> None:
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY * 60)
-    flags = ("--shard_tokens=100k", "--val_tokens=30k", "--num_workers=1")
+    flags = ("--shard_tokens=100k", "--val_tokens=30k", "--num_workers=1", "--group_bytes=700k")
     straight = call("prepare_data.py", source, f"--out={tmp_path / 'straight'}", *flags)
     assert straight.returncode == 0
     assert len(snapshot(tmp_path / "straight")) > 5
@@ -138,7 +159,7 @@ def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
 ) -> None:
     """The parent takes its workers along, and what a worker's death ends says so and can be repeated."""
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY * 120)
-    flags = ("--shard_tokens=150k", "--num_workers=2")
+    flags = ("--shard_tokens=150k", "--num_workers=2", "--group_bytes=700k")
     assert exit_code(start(source, tmp_path / "straight", *flags)) == 0
     dice = random.Random(7)
     interrupted = 0
@@ -186,25 +207,25 @@ def test_a_worker_killed_within_its_answer_ends_the_work_with_one_line(
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_an_interrupted_preparation_goes_on_where_it_stopped(
+def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"shard_tokens": 1500, "val_tokens": 700}
+    sizes = {"shard_tokens": 1500, "val_tokens": 700, "group_bytes": 5_000}
     run_prepare(corpus, tmp_path / "straight", **sizes)
-    encoded: list[int] = []
+    tokens: list[int] = []
     original = encode.encode_chunks
 
-    def failing(chunks: list[encode.Chunk]) -> np.ndarray:
-        ids = original(chunks)
-        encoded.append(len(ids))
-        if sum(encoded) > limit:
+    def failing(chunks: list[encode.Chunk]) -> Encoded:
+        found = original(chunks)
+        tokens.append(len(found.ids))
+        if sum(tokens) > limit:
             raise KeyboardInterrupt
-        return ids
+        return found
 
     monkeypatch.setattr(encode, "encode_chunks", failing)
     total = 0
-    for limit in (3500, 4500, 4000, 10**9):
-        encoded.clear()
+    for limit in (5000, 6000, 5500, 10**9):
+        tokens.clear()
         if limit < 10**9:
             with pytest.raises(KeyboardInterrupt):
                 run_prepare(corpus, tmp_path / "out", **sizes)
@@ -213,60 +234,73 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(
                 open_data(tmp_path / "out.partial", vocab_size=50304)
         else:
             run_prepare(corpus, tmp_path / "out", **sizes)
-        total += sum(encoded)
+        total += sum(tokens)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
+    groups = json.loads((tmp_path / "out" / "shards.json").read_text())["groups"]
     whole = len(expected_stream(MANY))
-    assert (
-        whole < total < whole + 3 * (1500 + 300 + 1000)
-    )  # at most one unfinished shard each is done again
+    assert len(groups) > 6
+    assert whole < total < whole * (1 + 3 * 2 / len(groups))  # a group each is done again
 
 
 @pytest.mark.usefixtures("small_steps")
 def test_unfinished_work_of_another_command_line_is_rejected_and_kept(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: object) -> None:
+    def full(*args: object, **more: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Unfinished, "complete", full)
-        with pytest.raises(
-            DataError, match=r"No space left on device.*finished shards are kept in .*out\.partial"
-        ):
-            run_prepare(corpus, tmp_path / "out", shard_tokens=1500)
+        patch.setattr(pipeline, "assemble", full)
+        with pytest.raises(DataError, match=r"out: cannot be written \(No space left on device\)"):
+            run_prepare(corpus, tmp_path / "out", group_bytes=9_000)
     before = snapshot(tmp_path)
-    with pytest.raises(DataError, match="unfinished work of another command line or source"):
-        run_prepare(corpus, tmp_path / "out", shard_tokens=1600)
+    with pytest.raises(DataError, match="unfinished work of another command line, source"):
+        run_prepare(corpus, tmp_path / "out", group_bytes=9_001)
     assert snapshot(tmp_path) == before
-    run_prepare(corpus, tmp_path / "out", shard_tokens=1500)
-    assert stream_of(tmp_path / "out") == expected_stream(MANY)
+    run_prepare(corpus, tmp_path / "out", group_bytes=9_000)
+    assert_divided(tmp_path / "out", MANY)
 
 
-def test_a_full_disk_before_the_first_shard_leaves_nothing(
+def test_a_full_disk_before_the_first_group_leaves_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAULT", "data.before_rename:enospc@1")
-    with pytest.raises(DataError, match=r"out: cannot be written \(No space.*nothing was kept"):
+    monkeypatch.setenv("FAULT", "data.before_rename:enospc@0")
+    with pytest.raises(DataError, match=r"out: cannot be written \(No space"):
         run_prepare(corpus, tmp_path / "out")
     assert os.listdir(tmp_path) == ["corpus"]
 
 
 def test_two_preparations_of_one_folder_do_not_mix(corpus: Path, tmp_path: Path) -> None:
-    held = Unfinished(tmp_path / "out", {"shard_tokens": 5})
-    with pytest.raises(DataError, match=r"out\.partial: another process is preparing this folder"):
-        run_prepare(corpus, tmp_path / "out")
-    held.leave()
+    (tmp_path / "out.partial").mkdir()
+    with open(tmp_path / "out.partial" / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"out\.partial: another process is preparing"):
+            run_prepare(corpus, tmp_path / "out")
     run_prepare(corpus, tmp_path / "out")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = encode.encode_chunks
+
+    def appending(chunks: list[encode.Chunk]) -> Encoded:
+        with open(corpus / "a.jsonl", "a") as file:
+            file.write('{"text": "more"}\n')
+        return original(chunks)
+
+    monkeypatch.setattr(encode, "_BATCH_CHARS", 700)
+    monkeypatch.setattr(encode, "encode_chunks", appending)
+    with pytest.raises(DataError, match=r"a\.jsonl: changed while it was read"):
+        run_prepare(corpus, tmp_path / "out", num_workers=1)
+    assert os.listdir(tmp_path) == ["corpus"]
 
 
 # -- bad records -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_steps")
-@pytest.mark.parametrize("shard_tokens", [1500, 10**6])
-def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(
-    tmp_path: Path, shard_tokens: int
-) -> None:
+def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     write_jsonl(folder / "a.jsonl", MANY[:100])
     with open(folder / "a.jsonl", "ab") as file:
@@ -277,19 +311,32 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(
     whole = gzip.compress(_lines(MANY[200:210]).encode())
     (folder / "d.jsonl.gz").write_bytes(whole[:-9])
     with pytest.raises(DataError, match=r"a\.jsonl line 101: not JSON"):
-        run_prepare(folder, tmp_path / "out", shard_tokens=shard_tokens)
-    kept = shard_tokens == 1500  # whole shards were there: the work goes on with them
-    assert (tmp_path / "out.partial").exists() == kept
-    result = run_prepare(folder, tmp_path / "out", shard_tokens=shard_tokens, skip_bad=True)
+        run_prepare(folder, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+    result = run_prepare(folder, tmp_path / "out", skip_bad=True)
     assert result is not None
-    assert result.bad == 4 + 1 + 1 + 1
-    stream = stream_of(tmp_path / "out")
-    expected = expected_stream(MANY[:200])
-    assert (
-        stream[: len(expected)] == expected
-    )  # of the truncated archive, the lines before its end may follow
-    manifest = json.loads((tmp_path / "out" / "shards.json").read_text())
-    assert manifest["left_out"] == {"bad": 7, "empty": 0}
+    assert result.manifest["left_out"] == {"bad": 4 + 1 + 1 + 1, "empty": 0}
+    found = {*documents_of(tmp_path / "out", "train"), *documents_of(tmp_path / "out", "val")}
+    assert found >= set(encoded(MANY[:200]))  # of the truncated archive, some lines may follow
+
+
+def test_a_bad_value_of_a_parquet_file_costs_its_own_row(tmp_path: Path) -> None:
+    """A value that is not text, one that is null, and a row group whose bytes are damaged."""
+    texts: list[bytes | None] = [text.encode() for text in MANY[:300]]
+    texts[7], texts[250] = b"caf\xe9", None
+    column = pa.array(texts, pa.binary()).view(pa.string())
+    path = tmp_path / "c.parquet"
+    pq.write_table(pa.table({"text": column}), path, row_group_size=100, use_dictionary=False)
+    place = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[place : place + 40] = bytes(40)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"c\.parquet row 8: not UTF-8"):
+        run_prepare(path, tmp_path / "out")
+    result = run_prepare(path, tmp_path / "out", skip_bad=True)
+    assert result is not None
+    assert result.manifest["left_out"] == {"bad": 1 + 1 + 100, "empty": 0}
+    assert_divided(tmp_path / "out", [*MANY[:7], *MANY[8:100], *MANY[200:250], *MANY[251:300]])
 
 
 @pytest.mark.parametrize(
@@ -326,7 +373,8 @@ def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path: Path) -> None:
     )
     assert result is not None
     assert result.total("documents") == 1
-    assert stream_of(tmp_path / "out") == expected_stream([text])
+    found = ids_of(tmp_path / "out", "train") + ids_of(tmp_path / "out", "val")
+    assert found == expected_stream([text])
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -335,37 +383,26 @@ def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path: Path) -> None:
 def parts_of(source: Path, folder: Path, count: int, **sizes: int) -> list[Path]:
     folders = [folder / f"part{i}" for i in range(1, count + 1)]
     for i, part in enumerate(folders, start=1):
-        run_prepare(source, part, part=(i, count), **sizes)
+        run_prepare(source, part, part=(i, count), **({"group_bytes": 5_000} | sizes))
     return folders
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_parts_are_disjoint_and_together_the_whole(corpus: Path, tmp_path: Path) -> None:
-    parts = parts_of(corpus, tmp_path, 3, shard_tokens=1500, val_tokens=601)
-    numbered = [*MANY[:100], "", *MANY[100:], ""]  # an empty document has a number too
-    expected = [
-        expected_stream([text for i, text in enumerate(numbered) if text and i % 3 == k])
-        for k in range(3)
-    ]
-    assert [stream_of(part) for part in parts] == expected
-    merged = merge(tmp_path / "whole", [parts[2], parts[0], parts[1]])
-    data = open_data(tmp_path / "whole", vocab_size=50304)
-    assert data.tokens("val") == 601
-    assert data.tokens("train") + 601 == len(expected_stream(MANY))
-    assert merged["documents"] == len(MANY)
-    assert merged["left_out"] == {"bad": 0, "empty": 2}
-    in_order = [path for part in parts for path in sorted(part.glob("*_train_*"))]
-    assert [p.read_bytes() for p in sorted((tmp_path / "whole").glob("*_train_*"))] == [
-        path.read_bytes() for path in in_order
-    ]
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 4002, "val_tokens": 401}])
+def test_merged_parts_are_the_work_of_one_machine_byte_for_byte(
+    corpus: Path, tmp_path: Path, more: dict[str, int]
+) -> None:
+    sizes = {"shard_tokens": 1500, "val_tokens": 600, "group_bytes": 5_000} | more
+    run_prepare(corpus, tmp_path / "one", **sizes)
+    for count in (2, 3):
+        parts = parts_of(corpus, tmp_path / str(count), count, **sizes)
+        merge(tmp_path / f"of {count}", parts[::-1])
+        assert snapshot(tmp_path / f"of {count}") == snapshot(tmp_path / "one")
 
 
-@pytest.mark.usefixtures("small_steps")
-def test_max_tokens_is_shared_by_the_parts(corpus: Path, tmp_path: Path) -> None:
-    parts = parts_of(corpus, tmp_path, 4, max_tokens=2002, val_tokens=101)
-    merge(tmp_path / "whole", parts)
-    data = open_data(tmp_path / "whole", vocab_size=50304)
-    assert (data.tokens("val"), data.tokens("train")) == (101, 2002 - 101)
+def test_more_parts_than_groups_are_refused(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"part 1/3: corpus has 1 groups of files; at most as many"):
+        run_prepare(corpus, tmp_path / "out", part=(1, 3))
 
 
 @pytest.mark.usefixtures("small_steps")
@@ -393,7 +430,7 @@ def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(
         run_prepare(corpus, tmp_path / "single")
         given[0] = tmp_path / "single"
     if case == "other":
-        given[1] = parts_of(corpus, tmp_path / "others", 3, shard_tokens=1600)[1]
+        given[1] = parts_of(corpus, tmp_path / "others", 3, group_bytes=6_000)[1]
     if case == "damaged":
         path = next(parts[1].glob("*_train_000000.npy"))
         np.save(path, np.load(path)[::-1].copy())

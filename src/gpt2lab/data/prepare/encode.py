@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import re
 import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 
-from gpt2lab.data.prepare.sources import Source
+from gpt2lab.data.prepare.readers import BadRecordsError, Stream
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
@@ -45,7 +45,7 @@ def cut(blocks: Iterable[str], *, where: str) -> Iterator[Chunk]:
 
     The ids of the chunks, joined, are exactly those of the full document. An empty document yields nothing.
 
-    Raises: DataError on 16 million characters without a place to cut: not text.
+    Raises: BadRecordsError on 16 million characters without a place to cut: not text.
     """
     held, begins = "", True
     for block in blocks:
@@ -54,7 +54,7 @@ def cut(blocks: Iterable[str], *, where: str) -> Iterator[Chunk]:
             place = _CUT.search(held, CHUNK_CHARS)
             if place is None:
                 if len(held) > LONGEST_WORD:
-                    raise DataError(
+                    raise BadRecordsError(
                         f"{where}: {len(held):,} characters without white space; is this text?"
                     )
                 break
@@ -65,70 +65,64 @@ def cut(blocks: Iterable[str], *, where: str) -> Iterator[Chunk]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a source can be resumed: at a bookmark of its own, plus a number of chunks.
+class Encoded:
+    """Chunks as ids: all of them, how many each chunk has, and keys."""
 
-    `bad` and `empty` count the records left out before the bookmark.
-    """
-
-    bookmark: Any = None
-    chunks: int = 0
-    bad: int = 0
-    empty: int = 0
+    ids: np.ndarray  # (n,) uint16, <|endoftext|> before each document
+    lengths: np.ndarray  # (c,) int64
+    begins: np.ndarray  # (c,) bool
+    keys: np.ndarray  # (c,) uint64: of equal first chunks equal, otherwise as good as random
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The ids of consecutive chunks, and their place in the source."""
+    """Consecutive chunks, and how many records were left out up to them."""
 
-    ids: np.ndarray  # (n,) uint16, <|endoftext|> before each document
-    place: Place  # before the first chunk
-    bad: int  # records left out so far; the last batch, without ids, has the totals
+    encoded: Encoded
+    bad: int
     empty: int
 
 
-def encode(
-    source: Source, *, start: Place, num_workers: int, skip_bad: bool
-) -> Generator[Batch, None, None]:
-    """Yield the source from `start` to its end; the batches do not depend on `num_workers`.
+class Tokenisers:
+    """Processes that tokenise; with one, this process does it."""
 
-    Raises: DataError on a bad record (unless `skip_bad`, which counts it), or if a worker dies.
-    """
-    with contextlib.closing(_jobs(source, start, skip_bad)) as jobs:
-        if num_workers == 1:
-            for chunks, batch in jobs:
-                yield replace(batch, ids=encode_chunks(chunks))
-        else:
-            yield from _encode_by_many(jobs, num_workers)
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._workers = [_Worker() for _ in range(count)] if count > 1 else []
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(count)
 
+    def encode(self, documents: Stream, *, skip_bad: bool) -> Generator[Batch, None, None]:
+        """Yield documents as batches of chunks; they do not depend on the number of processes.
 
-def _encode_by_many(
-    jobs: Iterator[tuple[list[Chunk], Batch]], num_workers: int
-) -> Generator[Batch, None, None]:
-    workers = [_Worker() for _ in range(num_workers)]
-    idle: SimpleQueue[_Worker] = SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
+        Raises: DataError on a bad record (unless `skip_bad`, which counts it), or if a process dies.
+        """
+        with contextlib.closing(_jobs(documents, skip_bad)) as jobs:
+            if not self._workers:
+                for chunks, bad, empty in jobs:
+                    yield Batch(encode_chunks(chunks), bad, empty)
+                return
+            begun = ((self._threads.submit(self._on_idle, job[0]), *job[1:]) for job in jobs)
+            waiting = deque(itertools.islice(begun, _IN_FLIGHT * self._count + 1))
+            while waiting:
+                future, bad, empty = waiting.popleft()
+                yield Batch(future.result(), bad, empty)
+                waiting.extend(itertools.islice(begun, 1))
 
-    def on_idle_worker(chunks: list[Chunk]) -> np.ndarray:
-        worker = idle.get()
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.process.kill()  # ends a thread that waits for its answer
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _on_idle(self, chunks: list[Chunk]) -> Encoded:
+        worker = self._idle.get()
         try:
             return worker.encode(chunks)
         finally:
-            idle.put(worker)
-
-    threads = ThreadPoolExecutor(num_workers)
-    begun = ((threads.submit(on_idle_worker, chunks), batch) for chunks, batch in jobs)
-    try:
-        waiting = deque(itertools.islice(begun, _IN_FLIGHT * num_workers + 1))
-        while waiting:
-            future, batch = waiting.popleft()
-            yield replace(batch, ids=future.result())
-            waiting.extend(itertools.islice(begun, 1))
-    finally:
-        for worker in workers:
-            worker.process.kill()  # ends a thread that waits for its answer
-        threads.shutdown(wait=True, cancel_futures=True)
+            self._idle.put(worker)
 
 
 class _Worker:
@@ -145,17 +139,17 @@ class _Worker:
         self.process.start()
         far_end.close()
 
-    def encode(self, chunks: list[Chunk]) -> np.ndarray:
+    def encode(self, chunks: list[Chunk]) -> Encoded:
         try:
             self.pipe.send(chunks)
-            ids = self.pipe.recv()
+            answer: Encoded | Exception = self.pipe.recv()
         except (EOFError, OSError) as error:
             raise DataError(
                 "a tokenising process died (out of memory?); run the same line again with fewer --num_workers"
             ) from error
-        if isinstance(ids, Exception):
-            raise ids
-        return ids
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def _work(pipe: Connection) -> None:
@@ -170,62 +164,55 @@ def _work(pipe: Connection) -> None:
                 pipe.send(error)
 
 
-def encode_chunks(chunks: list[Chunk]) -> np.ndarray:
-    """Return the ids of some chunks, (n,) uint16."""
-    encoding, arrays = gpt2_encoding(), [np.empty(0, np.uint16)]
+def encode_chunks(chunks: list[Chunk]) -> Encoded:
+    """Return some chunks as ids."""
+    encoding, arrays, keys = gpt2_encoding(), [np.empty(0, np.uint16)], []
     for chunk in chunks:
-        if chunk.begins:
-            arrays.append(np.array([END_OF_TEXT], np.uint16))
+        content = chunk.text.encode("utf-8", "surrogatepass")
+        keys.append(_key(content) if chunk.begins else 0)
         try:
             ids = encoding.encode_to_numpy(chunk.text, disallowed_special=())
         except UnicodeEncodeError:  # half of a surrogate pair, from an escape in JSON
             text = chunk.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             ids = encoding.encode_to_numpy(text, disallowed_special=())
-        arrays.append(ids.astype(np.uint16))
-    return np.concatenate(arrays)
+        arrays.append(np.full(chunk.begins + len(ids), END_OF_TEXT, np.uint16))
+        arrays[-1][int(chunk.begins) :] = ids
+    return Encoded(
+        ids=np.concatenate(arrays),
+        lengths=np.array([len(ids) for ids in arrays[1:]], np.int64),
+        begins=np.array([chunk.begins for chunk in chunks], bool),
+        keys=np.array(keys, np.uint64),
+    )
 
 
-def _jobs(
-    source: Source, start: Place, skip_bad: bool
-) -> Generator[tuple[list[Chunk], Batch], None, None]:
-    """Group chunks by their length, so that a batch is the same work whatever the documents."""
-    no_ids = np.empty(0, np.uint16)
-    stream = _chunks(source, start, skip_bad)
-    for _ in itertools.islice(stream, start.chunks):
-        pass  # read again, but not tokenised again
+def _key(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
+
+
+def _jobs(documents: Stream, skip_bad: bool) -> Generator[tuple[list[Chunk], int, int], None, None]:
+    """Group chunks by their length, so that a batch is the same work whatever the documents.
+
+    With each come the numbers of bad records and of empty documents so far; the last, without chunks, has the totals.
+    """
+    bad = empty = chars = 0
     held: list[Chunk] = []
-    begun, chars = start, 0
-    for chunk, place, bad, empty in stream:
-        if not held:
-            begun = place
-        if chunk is not None:
-            held.append(chunk)
-            chars += len(chunk.text)
-        if chars >= _BATCH_CHARS or chunk is None:
-            yield held, Batch(no_ids, begun, bad, empty)
-            held, chars = [], 0
-
-
-def _chunks(
-    source: Source, start: Place, skip_bad: bool
-) -> Iterator[tuple[Chunk | None, Place, int, int]]:
-    """Yield each chunk, its place, and how many records were left out before it; None at the end."""
-    place = replace(start, chunks=0)
-    bad, empty = start.bad, start.empty
-    for document in source.documents(start.bookmark):
+    for document in documents:
         is_empty = True
         try:
-            if isinstance(document, DataError):
+            if isinstance(document, BadRecordsError):
                 raise document
-            if document.bookmark is not None:
-                place = Place(document.bookmark, 0, bad, empty)
             for chunk in cut(document.blocks, where=document.where):
                 is_empty = False
-                yield chunk, place, bad, empty
-                place = replace(place, chunks=place.chunks + 1)
+                held.append(chunk)
+                chars += len(chunk.text)
+                if chars >= _BATCH_CHARS:
+                    yield held, bad, empty
+                    held, chars = [], 0
             empty += is_empty
-        except DataError:  # also in the rest of a document that began well
+        except BadRecordsError as error:  # also in the rest of a document that began well
             if not skip_bad:
                 raise
-            bad += 1
-    yield None, place, bad, empty
+            bad += error.records
+    if held:
+        yield held, bad, empty
+    yield [], bad, empty

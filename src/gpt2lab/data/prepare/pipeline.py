@@ -1,66 +1,66 @@
 """A source -> a folder of token shards and their manifest; an interrupted preparation resumes.
 
-Shards are collected in OUT.partial, with a journal of the place in the source; the last act is one rename to OUT.
+Finished groups are collected in OUT.partial; the last act is one rename to OUT.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import hashlib
+import json
 import os
+import shutil
 import time
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from gpt2lab import fmt, paths
-from gpt2lab.data.prepare.encode import Batch, Place, encode
+from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.data.prepare.assemble import assemble
+from gpt2lab.data.prepare.encode import Tokenisers
+from gpt2lab.data.prepare.groups import GROUP_BYTES, File, Group, Share, deal, of_part
+from gpt2lab.data.prepare.readers import Document, read
 from gpt2lab.data.prepare.sources import Source
-from gpt2lab.data.prepare.write import ShardWriter, Unfinished
-from gpt2lab.data.shards import FORMAT, MANIFEST, read_manifest
-from gpt2lab.errors import DataError, SourceLostError
-from gpt2lab.tokenizers import gpt2
+from gpt2lab.data.prepare.split import SplitRule, rule_by_documents, rule_for
+from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
+from gpt2lab.data.shards import JOURNAL, MANIFEST, read_manifest
+from gpt2lab.errors import DataError
+from gpt2lab.files import replace_durably, sync_folder
 
 VAL_FRACTION = 0.05
 LARGEST_DEFAULT_VAL = 100_000_000
-_BYTES_PER_TOKEN = 4  # of English; only sizes the default validation split and the progress bar
+_BYTES_PER_TOKEN = 4  # of English text
 _WORTH_WORKERS = 4_000_000  # bytes of text; below, starting workers takes longer than the work
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens in a shard, in the validation split and in all; of the full data set, also where one part is prepared."""
+    """Tokens in a shard, in the validation split (about) and in all, and stored bytes of a group."""
 
     shard_tokens: int = 100_000_000
     val_tokens: int | None = None  # default 5 % of the expected size, at most 100M
     max_tokens: int | None = None
+    group_bytes: int = GROUP_BYTES
 
     def check(self) -> None:
         """Check that the sizes can work.
 
         Raises: DataError with all problems in one message.
         """
+        limits = (("shard_tokens", 2), ("val_tokens", 2), ("max_tokens", 4), ("group_bytes", 1))
         problems = [
             f"{name} {value} must be at least {least}"
-            for name, least in (("shard_tokens", 2), ("val_tokens", 2), ("max_tokens", 4))
+            for name, least in limits
             if (value := getattr(self, name)) is not None and value < least
         ]
         if problems:
             raise DataError("; ".join(problems))
-
-    def of_part(self, part: tuple[int, int]) -> Sizes:
-        """Return the share of part i of n; the shares sum to the full sizes."""
-
-        def share(tokens: int | None) -> int | None:
-            return None if tokens is None else tokens // part[1] + (part[0] <= tokens % part[1])
-
-        return dataclasses.replace(
-            self, val_tokens=share(self.val_tokens), max_tokens=share(self.max_tokens)
-        )
 
 
 @dataclass(frozen=True)
@@ -68,35 +68,121 @@ class Result:
     """What was written; `seconds` and `new_tokens` count this start alone."""
 
     folder: Path
-    files: tuple[dict[str, Any], ...]
-    bad: int
-    empty: int
+    manifest: dict[str, Any]
     new_tokens: int
     seconds: float
+    warnings: tuple[str, ...] = ()
 
     def total(self, fact: str, split: str | None = None) -> int:
         """Sum tokens, bytes, documents or text_bytes over the files, of all or of one split."""
-        return sum(file[fact] for file in self.files if split in (None, file["split"]))
+        files = self.manifest["files"]
+        return sum(file[fact] for file in files if split in (None, file["split"]))
 
 
 def describe(result: Result) -> str:
     """Write the result as a table."""
     tokens, documents = result.total("tokens"), result.total("documents")
     train, val = result.total("tokens", "train"), result.total("tokens", "val")
+    held = result.total("documents", "val")
     text, speed = result.total("text_bytes"), result.new_tokens / result.seconds
+    left_out, split = result.manifest["left_out"], result.manifest["split"]
+    back = split["held_back_tokens"]
     rows = [
-        ("documents", f"{documents:,}"),
+        ("documents", f"{documents:,} ({documents - held:,} train, {held:,} val)"),
         ("tokens", f"{tokens:,} ({train:,} train, {val:,} val)"),
         ("text", f"{fmt.num_bytes(text)} ({text / tokens:.2f} bytes a token)"),
         ("mean document", f"{tokens / documents:,.0f} tokens"),
-        ("shards", f"{len(result.files):,} files, {fmt.num_bytes(result.total('bytes'))}"),
+        (
+            "shards",
+            f"{len(result.manifest['files']):,} files, {fmt.num_bytes(result.total('bytes'))}",
+        ),
         ("time", f"{fmt.duration(result.seconds)} ({speed:,.0f} tokens/s)"),
         ("folder", paths.for_people(result.folder)),
     ]
-    if result.bad or result.empty:
-        left_out = f"{result.bad:,} bad records, {result.empty:,} empty documents"
-        rows.insert(1, ("left out", left_out))
+    if back:
+        rows.insert(2, ("held back", f"{back:,} tokens of long val documents, in neither split"))
+    if any(left_out.values()):
+        text_of = f"{left_out['bad']:,} bad records, {left_out['empty']:,} empty documents"
+        rows.insert(1, ("left out", text_of))
     return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a preparation does; the same on every machine that takes a part of it."""
+
+    tasks: tuple[Task, ...]  # of this part
+    num_groups: int  # of all parts
+    expected: int  # tokens of this part, roughly
+    val_tokens: int  # of all parts, roughly
+    note: str | None
+
+
+def plan_preparation(
+    source: Source, sizes: Sizes, *, part: tuple[int, int], skip_bad: bool, shuffle: bool
+) -> Plan:
+    """Deal the source into groups and decide which documents are held out.
+
+    Of `max_tokens` each of the first groups gives its share: as many groups as hold three times that by the sizes.
+
+    Raises: DataError if there are fewer groups than parts.
+    """
+    groups = deal(source.files, group_bytes=sizes.group_bytes, shuffle=shuffle)
+    size = sum(group.size for group in groups)
+    expected = max(1, source.text_bytes() // _BYTES_PER_TOKEN)
+    budgets: dict[int, int | None] = {group.number: None for group in groups}
+    if sizes.max_tokens is not None and 3 * sizes.max_tokens < expected:
+        groups = _leading(groups, 3 * sizes.max_tokens / expected * size)
+    if sizes.max_tokens is not None:
+        budgets = _share_out(sizes.max_tokens, groups)
+        expected = min(expected, sizes.max_tokens)
+    val_tokens, note = sizes.val_tokens, None
+    largest = max(2, int(VAL_FRACTION * expected))
+    if val_tokens is None:
+        val_tokens = min(LARGEST_DEFAULT_VAL, largest)
+    elif 2 * val_tokens > expected:
+        note = f"val_tokens {val_tokens:,} is over half of the text; about {largest:,} are held out"
+        val_tokens = largest
+    if part[1] > len(groups):
+        raise DataError(
+            f"part {part[0]}/{part[1]}: {source.origin} has {len(groups)} groups of files; at most as many parts, or "
+            f"smaller --group_bytes"
+        )
+    rule = rule_for(val_tokens, expected)
+    tasks = tuple(
+        Task(
+            group=group,
+            text_column=source.text_column,
+            shard_tokens=sizes.shard_tokens,
+            rule=rule,
+            budget=budgets[group.number],
+            skip_bad=skip_bad or source.skips_bad,
+            shuffle=shuffle,
+        )
+        for group in of_part(groups, part)
+    )
+    return Plan(tasks, len(groups), expected // part[1], val_tokens, note)
+
+
+def _leading(groups: Sequence[Group], wanted_bytes: float) -> tuple[Group, ...]:
+    taken, held = [], 0
+    for group in groups:
+        taken.append(group)
+        held += group.size
+        if held >= wanted_bytes:
+            break
+    return tuple(taken)
+
+
+def _share_out(tokens: int, groups: Sequence[Group]) -> dict[int, int | None]:
+    """Return each group's budget in proportion to its size; together they are `tokens`."""
+    total, held, given = max(1, sum(group.size for group in groups)), 0, 0
+    budgets: dict[int, int | None] = {}
+    for group in groups:
+        held += group.size
+        budgets[group.number] = tokens * held // total - given
+        given = tokens * held // total
+    return budgets
 
 
 def prepare(
@@ -107,158 +193,242 @@ def prepare(
     num_workers: int | None = None,
     part: tuple[int, int] = (1, 1),
     skip_bad: bool = False,
+    shuffle: bool = False,
+    ray_address: str | None = None,
 ) -> Result | None:
     """Tokenise a source into `folder`; return None if the same data is there already.
 
-    The first `val_tokens` tokens become the validation split; a corpus that ends before training data begins is
-    divided 5 : 95 instead, so both splits always exist. The shards depend neither on `num_workers` (default: one per
-    core) nor on interruptions.
+    The shards depend neither on `num_workers` (default: one per core), nor on parts or a Ray cluster, nor on
+    interruptions. With `shuffle` documents are mixed, over all files as far as these are large.
 
     Raises: DataError if the folder holds something else, a record cannot be read, or there is next to no text.
     """
     sizes.check()
     folder = folder.resolve()  # the shards belong on the disk that a link points to
-    request = {"content": source.identity(), "part": list(part), **dataclasses.asdict(sizes)}
-    if _is_done(folder, request):
+    request = {
+        "content": source.identity,
+        "part": list(part),
+        **dataclasses.asdict(sizes),
+        "shuffle": shuffle,
+    }
+    if _is_done(source, folder, request):
         return None
     began = time.monotonic()
-    work = Unfinished(folder, request)
+    plan = plan_preparation(source, sizes, part=part, skip_bad=skip_bad, shuffle=shuffle)
     try:
-        writer = ShardWriter(
-            work.folder, source.dataset, shard_tokens=sizes.shard_tokens, files=work.files
-        )
-        done = sum(file["tokens"] for file in work.files)
-        last = _write_splits(
-            source,
-            writer,
-            work,
-            sizes=sizes.of_part(part),
-            num_workers=num_workers or _default_workers(source),
-            skip_bad=skip_bad,
-        )
-        manifest: dict[str, Any] = {
-            "format": FORMAT,
-            "dataset": source.dataset,
-            "origin": source.origin,
-            "request": request,
-            "tokenizer": {"name": gpt2.NAME, "sha256": gpt2.VOCABULARY_HASH},
-            "documents": sum(file["documents"] for file in writer.files),
-            "left_out": {"bad": last.bad, "empty": last.empty},
-            "files": sorted(writer.files, key=lambda file: (file["split"], file["name"])),
-        }
-        work.complete(manifest)
+        with _Staging(folder, request, plan) as staging:
+            run = _Runner(plan, num_workers, ray_address)
+            finished, split, cut = _divide(plan, run, staging.folder, source)
+            manifest = assemble(
+                finished,
+                staging.new_whole(),
+                dataset=source.dataset,
+                origin=source.origin,
+                request=request,
+                split=split,
+                cut=cut,
+            )
+            staging.complete()
     except OSError as error:
-        raise DataError(
-            f"{folder}: cannot be written ({error.strerror}); {work.leave()}"
-        ) from error
-    except DataError as error:
-        if work.is_worth_keeping or isinstance(error, SourceLostError):
-            raise type(error)(f"{error}; {work.leave()}") from error
-        raise
-    finally:
-        work.leave()
-    tokens = sum(file["tokens"] for file in writer.files)
-    return Result(
-        folder=folder,
-        files=tuple(writer.files),
-        bad=last.bad,
-        empty=last.empty,
-        new_tokens=tokens - done,
-        seconds=time.monotonic() - began,
+        raise DataError(f"{folder}: cannot be written ({error.strerror})") from error
+    notes = (source.note, plan.note, _CUT_NOTE if cut else None)
+    warnings = tuple(note for note in notes if note)
+    return Result(folder, manifest, run.new_tokens, time.monotonic() - began, warnings)
+
+
+_CUT_NOTE = (
+    "so few documents that none can be held out: the end of the text is the validation split, and goes on where "
+    "training ends"
+)
+
+
+class _Runner:
+    """Runs tasks, here or on a Ray cluster, beside a progress bar."""
+
+    def __init__(self, plan: Plan, num_workers: int | None, ray_address: str | None) -> None:
+        self.new_tokens = 0
+        self._expected, self._ray_address = plan.expected, ray_address
+        # On a cluster groups run side by side, so that one process each is enough.
+        self._num_workers = num_workers or (_default_workers(plan) if ray_address is None else 1)
+
+    def __call__(self, tasks: Sequence[Task], folder: Path) -> list[Finished]:
+        """Run the tasks below `folder`; those that are finished are only read."""
+        drop_unfinished(folder)
+        with tqdm(total=self._expected, unit="tok", unit_scale=True) as bar:
+
+            def on_tokens(count: int) -> None:
+                self.new_tokens += count
+                bar.update(count)
+
+            if self._ray_address is not None:
+                from gpt2lab.data.prepare.cluster import run_on_ray
+
+                return run_on_ray(
+                    tasks, folder, on_tokens, address=self._ray_address, cores=self._num_workers
+                )
+            with contextlib.closing(Tokenisers(self._num_workers)) as tokenisers:
+                return [run_task(task, folder, tokenisers, on_tokens) for task in tasks]
+
+
+def _divide(
+    plan: Plan, run: _Runner, folder: Path, source: Source
+) -> tuple[list[Finished], dict[str, Any], int | None]:
+    """Return the groups, how documents were held out, and how many tokens to cut off instead.
+
+    Where the threshold leaves one split without text, whole documents are chosen by their keys, which takes a second
+    run: only a single group can know all keys.
+    """
+    finished = run(plan.tasks, folder)
+    train, val, back = (
+        sum(group.facts[name] for group in finished)
+        for name in ("train_tokens", "val_tokens", "held_back")
     )
+    total, rule, name = train + val + back, plan.tasks[0].rule, "documents below a threshold"
+    if total == 0:
+        raise DataError(f"{source.origin}: not a single document with text in it")
+    if train >= 2 and 4 * val >= plan.val_tokens:
+        return finished, _record(name, rule), None
+    if plan.num_groups > 1:
+        if len(finished) < plan.num_groups or (train >= 2 and val >= 2):  # of a part, merge judges
+            return finished, _record(name, rule), None
+        raise DataError(
+            f"{source.origin}: {train:,} tokens for training and {val:,} held out, because there are so few documents; "
+            f"cut long ones into several, or give another --val_tokens"
+        )
+    wanted = min(plan.val_tokens, max(2, total // 2))
+    chosen = rule_by_documents(wanted, finished[0].facts["smallest"], total)
+    if chosen is not None:
+        (group,) = again = _run_by(chosen, plan, run, folder / "documents")
+        if min(group.facts["train_tokens"], group.facts["val_tokens"]) >= 2:
+            return again, _record("whole documents", chosen), None
+    cut, none = max(2, int(VAL_FRACTION * total)), SplitRule(0, rule.cap)
+    if total < cut + 2:
+        raise DataError(f"{source.origin}: only {total} tokens; too little text for two splits")
+    return _run_by(none, plan, run, folder / "cut"), _record("cut", none), cut
 
 
-def _default_workers(source: Source) -> int:
-    if source.num_bytes is not None and source.num_bytes < _WORTH_WORKERS:
+def _run_by(rule: SplitRule, plan: Plan, run: _Runner, folder: Path) -> list[Finished]:
+    folder.mkdir(exist_ok=True)
+    return run([dataclasses.replace(task, rule=rule) for task in plan.tasks], folder)
+
+
+def _record(name: str, rule: SplitRule) -> dict[str, Any]:
+    return {"held_out": name, "threshold": rule.threshold, "tokens_of_a_document": rule.cap}
+
+
+def _default_workers(plan: Plan) -> int:
+    if plan.expected * _BYTES_PER_TOKEN < _WORTH_WORKERS:
         return 1
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _is_done(folder: Path, request: dict[str, Any]) -> bool:
+def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if (folder / MANIFEST).exists() and read_manifest(folder).get("request") == request:
-        return True
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        if manifest.get("request") == request and _is_unchanged(source, folder, manifest):
+            shutil.rmtree(_partial(folder), ignore_errors=True)  # of a start killed at its very end
+            return True
     raise DataError(
         f"{folder}: holds something else already; choose another --out, or move it away"
     )
 
 
-def _write_splits(
-    source: Source,
-    writer: ShardWriter,
-    work: Unfinished,
-    *,
-    sizes: Sizes,
-    num_workers: int,
-    skip_bad: bool,
-) -> Batch:
-    """Write both splits; return the last batch that was used."""
-    size = None if source.num_bytes is None else source.num_bytes // _BYTES_PER_TOKEN
-    expected = min((n for n in (size, sizes.max_tokens) if n is not None), default=None)
-    val_tokens = sizes.val_tokens
-    if val_tokens is None:
-        share = LARGEST_DEFAULT_VAL if expected is None else max(2, int(VAL_FRACTION * expected))
-        val_tokens = min(LARGEST_DEFAULT_VAL, share)
-    finished = sum(file["tokens"] for file in work.files)
-    position, drop = finished, work.drop  # of the next id that is not in a finished shard
-    noted = len(writer.files)
-    restarts: deque[tuple[int, Place]] = deque()  # begins of batches since the last finished shard
-    last = Batch(np.empty(0, np.uint16), work.place, work.place.bad, work.place.empty)
-    with (
-        contextlib.closing(writer),
-        tqdm(
-            total=expected, initial=finished, unit="tok", unit_scale=True, desc=source.name
-        ) as bar,
-        contextlib.closing(
-            encode(source, start=work.place, num_workers=num_workers, skip_bad=skip_bad)
-        ) as batches,
-    ):
-        for last in batches:
-            restarts.append((position - drop, last.place))
-            ids, drop = last.ids[drop:], max(0, drop - len(last.ids))
-            if sizes.max_tokens is not None:
-                ids = ids[: sizes.max_tokens - position]
-            bar.update(len(ids))
-            left = max(0, val_tokens - position)  # the stream begins with the validation split
-            for split, run in (("val", ids[:left]), ("train", ids[left:])):
-                if len(run):
-                    writer.add(split, run)
-                    position += len(run)
-                    if position == val_tokens:
-                        writer.finish("val")
-            if len(writer.files) > noted:
-                noted = len(writer.files)
-                finished = sum(file["tokens"] for file in writer.files)
-                while len(restarts) > 1 and restarts[1][0] <= finished:
-                    restarts.popleft()
-                work.note(restarts[0][1], finished - restarts[0][0])
-            if sizes.max_tokens is not None and position >= sizes.max_tokens:
-                break
-        if position == 0:
-            raise DataError(f"{source.origin}: not a single document with text in it")
+def _is_unchanged(source: Source, folder: Path, manifest: dict[str, Any]) -> bool:
+    """Tell whether files of the same names and sizes have the same text as when they were prepared.
+
+    Files that are older than the data set are; others are read and compared with the recorded hashes.
+    """
+    made = (folder / MANIFEST).stat().st_mtime
+    newer = {
+        file.name: file
+        for file in source.files
+        if "://" not in file.url and os.stat(file.url).st_mtime >= made
+    }
+    for group in manifest["groups"] if newer else []:
+        for name, number, count, digest in group["shares"]:
+            if name in newer and _digest(source, newer[name], number, count) != digest:
+                return False
+    return True
+
+
+def _digest(source: Source, file: File, number: int, count: int) -> str:
+    digest = hashlib.sha256()
+    for document in read(Share(file, number, count), text_column=source.text_column, digest=digest):
+        if isinstance(document, Document):
+            for _ in document.blocks:
+                pass
+    return digest.hexdigest()
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+class _Staging:
+    """The folder OUT.partial: finished groups, locked while a process works on it."""
+
+    def __init__(self, target: Path, request: dict[str, Any], plan: Plan) -> None:
+        self._target, self._partial, self._plan = target, _partial(target), plan
+        self._request = json.dumps(request, sort_keys=True) + "\n"
+        self.folder = self._partial / "groups"
+
+    def __enter__(self) -> _Staging:
+        """Open or create it.
+
+        Raises: DataError if it belongs to another request, is in use, or cannot be written.
+        """
         try:
-            if position < val_tokens:
-                writer.finish("val")
-            if position <= val_tokens:
-                _divide_again(writer, work)
-            writer.finish("train")
-        except DataError as error:
-            raise DataError(f"{source.origin}: {error}") from None
-    return last
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self._partial / "lock", "a")
+        except OSError as error:
+            raise DataError(
+                f"{self._partial}: cannot be written ({error.strerror}); choose another --out"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise DataError(f"{self._partial}: another process is preparing this folder") from error
+        journal = self._partial / JOURNAL
+        if journal.exists() and journal.read_text() != self._request:
+            self._lock.close()
+            raise DataError(
+                f"{self._partial}: holds the unfinished work of another command line, source or version; "
+                f"repeat that one, or delete the folder"
+            )
+        replace_durably(journal, self._request)
+        self.folder.mkdir(exist_ok=True)
+        return self
 
+    def new_whole(self) -> Path:
+        """Return the name of the folder to assemble in, which does not exist yet."""
+        whole = self._partial / "whole"
+        shutil.rmtree(whole, ignore_errors=True)
+        return whole
 
-def _divide_again(writer: ShardWriter, work: Unfinished) -> None:
-    """Divide a text 5 : 95 that ended within the validation split."""
-    held = sum(file["tokens"] for file in writer.files)
-    if held > LARGEST_DEFAULT_VAL:
-        raise DataError(f"{held:,} tokens in all, --val_tokens takes them; give a smaller number")
-    ids = np.concatenate([np.load(work.folder / file["name"]) for file in writer.files])
-    writer.files.clear()
-    work.note(Place(), 0)  # an interruption after this restarts from the beginning
-    cut = max(2, int(VAL_FRACTION * held))
-    writer.add("val", ids[:cut])
-    writer.finish("val")
-    writer.add("train", ids[cut:])
+    def complete(self) -> None:
+        """Give the assembled folder its final name."""
+        faultpoint("data.before_folder_is_named", 0)
+        if self._target.is_dir():
+            self._target.rmdir()  # an empty one
+        os.rename(self._partial / "whole", self._target)
+        sync_folder(self._target.parent)
+        faultpoint("data.after_folder_is_named", 0)
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave finished groups to the next start, or delete the folder if there are none."""
+        self._lock.close()
+        done = len(list(self.folder.glob("group_*"))) if self.folder.exists() else 0
+        count = len(self._plan.tasks)
+        if not done or (done == count and isinstance(error, DataError)):  # it would end so again
+            shutil.rmtree(self._partial, ignore_errors=True)
+        elif isinstance(error, DataError):
+            kept = f"{done} of {count} groups are kept in {paths.for_people(self._partial)}"
+            raise type(error)(
+                f"{error}; {kept}: the same command line goes on from there"
+            ) from error

@@ -1,0 +1,209 @@
+"""Finished groups, or the folders of parts -> one folder of shards with its manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.data.prepare.work import Finished
+from gpt2lab.data.prepare.write import ShardWriter
+from gpt2lab.data.shards import (
+    FORMAT,
+    MANIFEST,
+    SPLITS,
+    measure_shard,
+    open_shard,
+    read_manifest,
+    shard_name,
+    write_manifest,
+)
+from gpt2lab.errors import DataError
+from gpt2lab.files import sync_folder
+from gpt2lab.tokenizers import gpt2
+
+_BLOCK = 1 << 22  # tokens
+
+
+def assemble(
+    groups: Sequence[Finished],
+    folder: Path,
+    *,
+    dataset: str,
+    origin: str,
+    request: dict[str, Any],
+    split: dict[str, Any],
+    cut: int | None = None,
+) -> dict[str, Any]:
+    """Write the new `folder` from groups, in their order, and return its manifest.
+
+    Training shards stay as the groups wrote them; the validation tokens of all groups are joined. With `cut` the last
+    so many tokens of training become the validation split.
+    """
+    folder.mkdir()
+    shard_tokens = request["shard_tokens"]
+    listed = [(group.folder / file["name"], file) for group in groups for file in group.files]
+    val: Iterable[np.ndarray] = (group.val() for group in groups)
+    if cut is None:
+        files = _link(listed, folder, dataset)
+    else:
+        ids = _joined([path for path, _ in listed])
+        files = _write(_blocks(ids[:-cut]), folder, dataset, "train", shard_tokens)
+        val = _blocks(ids[-cut:])
+    files += _write(val, folder, dataset, "val", shard_tokens)
+    manifest = {
+        "format": FORMAT,
+        "dataset": dataset,
+        "origin": origin,
+        "request": request,
+        "tokenizer": {"name": gpt2.NAME, "sha256": gpt2.VOCABULARY_HASH},
+        "documents": sum(file["documents"] for file in files),
+        "left_out": {kind: sum(g.facts[kind] for g in groups) for kind in ("bad", "empty")},
+        "split": {**split, "held_back_tokens": sum(g.facts["held_back"] for g in groups)},
+        "groups": [
+            {name: group.facts[name] for name in ("number", "val_tokens", "shares")}
+            for group in groups
+        ],
+        "files": sorted(files, key=lambda file: (file["split"], file["name"])),
+    }
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
+    """Join the parts 1/n ... n/n of one source into the new folder `target`; return its manifest.
+
+    It is that of a preparation on one machine, byte for byte. Each shard is compared with its hash. On one disk
+    training shards are hard links: nothing is copied, and the parts can be deleted afterwards.
+
+    Raises: DataError if a part is missing, damaged, given twice, or of another source.
+    """
+    if os.path.lexists(target):
+        raise DataError(f"{target}: is there already; choose another folder")
+    by_number = _in_order(parts)
+    staging = target.with_name(f"{target.name}.partial")
+    if os.path.lexists(staging):
+        raise DataError(
+            f"{staging}: is there already; unfinished work of another command, or delete it"
+        )
+    try:
+        manifest = _merge_into(staging, by_number)
+        os.rename(staging, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise DataError(
+            f"{target}: cannot be written ({error.strerror}); nothing was kept"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return manifest
+
+
+def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    first = parts[0][1]
+    dataset = first["dataset"]
+    of_split: dict[str, list[tuple[Path, dict[str, Any]]]] = {"train": [], "val": []}
+    for part, manifest in parts:
+        for file in manifest["files"]:
+            of_split[file["split"]].append((part / file["name"], file))
+    for path, file in tqdm([*of_split["train"], *of_split["val"]], unit="file", leave=False):
+        shard = open_shard(path)
+        if measure_shard(path, offset=shard.offset)["sha256"] != file["sha256"]:
+            raise DataError(f"{path}: damaged (its sha256 is not the one in {MANIFEST})")
+    files = _link(of_split["train"], folder, dataset)
+    val = _blocks(_joined([path for path, _ in of_split["val"]]))
+    files += _write(val, folder, dataset, "val", first["request"]["shard_tokens"])
+    for split in SPLITS:
+        if sum(file["tokens"] for file in files if file["split"] == split) < 2:
+            raise DataError(f"no text for the {split} split; prepare with another --val_tokens")
+    manifests = [manifest for _, manifest in parts]
+    manifest = {
+        **first,
+        "request": {**first["request"], "part": [1, 1]},
+        "documents": sum(file["documents"] for file in files),
+        "left_out": {
+            kind: sum(m["left_out"][kind] for m in manifests) for kind in first["left_out"]
+        },
+        "split": {
+            **first["split"],
+            "held_back_tokens": sum(m["split"]["held_back_tokens"] for m in manifests),
+        },
+        "groups": [group for m in manifests for group in m["groups"]],
+        "files": sorted(files, key=lambda file: (file["split"], file["name"])),
+    }
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the parts with their manifests by number, after checking that together they are complete."""
+    found: dict[int, tuple[Path, dict[str, Any]]] = {}
+    common, count = None, 0
+    for folder in parts:
+        manifest = read_manifest(folder)
+        request = manifest.get("request", {})
+        number, count = request.get("part", [1, 1])
+        if count == 1 or count == "merged":
+            raise DataError(f"{folder}: a full data set, not a part; prepare parts with --part i/n")
+        if "groups" not in manifest:
+            raise DataError(
+                f"{folder}: a part of an earlier version, divided in another way; prepare it again"
+            )
+        same = (manifest["origin"], {**request, "part": [None, count]})
+        if common is not None and same != common:
+            raise DataError(f"{folder}: of another source or with other options than {parts[0]}")
+        if number in found:
+            raise DataError(f"{folder}: part {number}/{count} again, after {found[number][0]}")
+        common, found[number] = same, (folder, manifest)
+    missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in found]
+    if missing:
+        raise DataError(f"part {', '.join(missing)} is missing; give all {count}")
+    return [found[number] for number in sorted(found)]
+
+
+def _link(
+    listed: Sequence[tuple[Path, dict[str, Any]]], folder: Path, dataset: str
+) -> list[dict[str, Any]]:
+    """Give training shards their place in `folder` and their number; return their entries of the manifest."""
+    files = []
+    for number, (path, file) in enumerate(listed):
+        name = shard_name(dataset, "train", number)
+        try:
+            os.link(path, folder / name)
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(path, folder / name)
+        files.append({**file, "name": name})
+    return files
+
+
+def _write(
+    blocks: Iterable[np.ndarray], folder: Path, dataset: str, split: str, shard_tokens: int
+) -> list[dict[str, Any]]:
+    name_of = functools.partial(shard_name, dataset, split)
+    with contextlib.closing(
+        ShardWriter(folder, split, shard_tokens=shard_tokens, name_of=name_of)
+    ) as writer:
+        for ids in blocks:
+            writer.add(ids)
+        writer.finish()
+        faultpoint("data.before_manifest", 0)
+        return writer.files
+
+
+def _joined(paths: Sequence[Path]) -> np.ndarray:
+    return np.concatenate(
+        [np.empty(0, np.uint16), *(np.load(path, mmap_mode="r") for path in paths)]
+    )
+
+
+def _blocks(ids: np.ndarray) -> Iterable[np.ndarray]:
+    return (ids[begin : begin + _BLOCK] for begin in range(0, len(ids), _BLOCK))

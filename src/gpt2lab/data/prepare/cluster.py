@@ -1,0 +1,73 @@
+"""Groups as tasks of a Ray cluster whose machines share the folder that they write to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gpt2lab.data.prepare.encode import Tokenisers
+from gpt2lab.data.prepare.work import Finished, Task, read_finished, run_task
+from gpt2lab.errors import ConfigError, DataError
+
+_ATTEMPTS = 3  # of a task whose worker dies
+
+
+def run_on_ray(
+    tasks: Sequence[Task],
+    folder: Path,
+    on_tokens: Callable[[int], object],
+    *,
+    address: str,
+    cores: int,
+) -> list[Finished]:
+    """Run tasks on the cluster at `address`, each with `cores` processes; `on_tokens` hears when one is done.
+
+    Raises: ConfigError if Ray is not installed or the cluster is not there; DataError of a task.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--ray needs the ray package: pip install 'gpt2lab[ray]'") from error
+    try:
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"--ray {address}: no Ray cluster there ({reason}); ray start --head"
+        ) from error
+    remote = ray.remote(num_cpus=cores, max_retries=_ATTEMPTS - 1)(_run)
+    waiting = {remote.remote(task, folder, cores): task for task in tasks}
+    done: dict[int, Finished] = {}
+    try:
+        while waiting:
+            (ready,), _ = ray.wait(list(waiting), num_returns=1)
+            task = waiting.pop(ready)
+            try:
+                tokens = ray.get(ready)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, DataError) else error from None
+            except ray.exceptions.RayError as error:
+                reason = " ".join(str(error).split())[:300]
+                raise DataError(
+                    f"group {task.group.number} was lost {_ATTEMPTS} times ({reason})"
+                ) from error
+            on_tokens(tokens)
+            done[task.group.number] = read_finished(folder / task.folder)
+    finally:
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+    return [done[task.group.number] for task in tasks]
+
+
+def _run(task: Task, folder: Path, cores: int) -> int:
+    """Run one task on a worker of the cluster; return the tokens that it wrote now."""
+    counted = 0
+
+    def on_tokens(count: int) -> None:
+        nonlocal counted
+        counted += count
+
+    with contextlib.closing(Tokenisers(cores)) as tokenisers:
+        run_task(task, folder, tokenisers, on_tokens)
+    return counted

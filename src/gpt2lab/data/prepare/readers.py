@@ -1,0 +1,348 @@
+"""Files -> documents in a fixed order, in little memory; a record that cannot be used is an error in its place."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import hashlib
+import io
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from gpt2lab.data.prepare.groups import File, Share
+from gpt2lab.errors import DataError, SourceLostError
+
+_BLOCK = 1 << 20
+_PARQUET_BATCH_BYTES = 16_000_000  # of text that is decoded at once
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, read in blocks."""
+
+    blocks: Iterable[str]
+    where: str  # file and record, for people
+
+
+class BadRecordsError(DataError):
+    """Records of a source that cannot be used."""
+
+    def __init__(self, message: str, records: int = 1) -> None:
+        super().__init__(message)
+        self.records = records
+
+
+Stream = Generator["Document | BadRecordsError", None, None]
+
+
+def read(share: Share, *, text_column: str, digest: hashlib._Hash) -> Stream:
+    """Yield the documents of a share; `digest`, a sha256, is updated by the text that was read.
+
+    Raises: DataError if the file changed while it was read; SourceLostError if a hub cannot be read any more.
+    """
+    before = _state(share)
+    try:
+        yield from _READERS[share.file.kind](share, text_column, digest)
+    except DataError:
+        raise
+    except Exception as error:
+        if _is_remote(share):  # of many kinds, and never a record that may be left out
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise SourceLostError(
+                f"{share.file.url}: cannot be read any more ({reason})"
+            ) from error
+        if not isinstance(error, OSError):
+            raise
+        yield BadRecordsError(f"{share.file.url}: {error.strerror or error}")
+    if _state(share) != before:
+        raise DataError(f"{share.file.url}: changed while it was read; run the same line again")
+
+
+def _is_remote(share: Share) -> bool:
+    return "://" in share.file.url
+
+
+def _state(share: Share) -> tuple[int, int] | None:
+    """Return size and time of a file of this machine; a hub's are pinned by their address."""
+    if _is_remote(share):
+        return None
+    try:
+        facts = os.stat(share.file.url)
+    except OSError:
+        return None
+    return facts.st_size, facts.st_mtime_ns
+
+
+def _damage(share: Share) -> tuple[type[Exception], ...]:
+    """Return the errors that mean a damaged file; a hub's OSError means that the network is gone."""
+    import pyarrow as pa
+
+    return (pa.ArrowException,) if _is_remote(share) else (pa.ArrowException, OSError)
+
+
+@contextlib.contextmanager
+def _open_raw(share: Share) -> Iterator[IO[bytes]]:
+    if _is_remote(share):
+        import fsspec
+
+        with fsspec.open(share.file.url, "rb").open() as file:
+            yield file
+    else:
+        with open(share.file.url, "rb") as file:
+            yield file
+
+
+@contextlib.contextmanager
+def _decompress(raw: IO[bytes], share: Share) -> Iterator[IO[bytes]]:
+    if share.file.packing is None:
+        yield raw
+        return
+    import pyarrow as pa
+
+    with pa.CompressedInputStream(pa.PythonFile(raw, "r"), share.file.packing) as stream:
+        yield io.BufferedReader(stream, _BLOCK)
+
+
+@contextlib.contextmanager
+def _open(share: Share) -> Iterator[IO[bytes]]:
+    """Open a file for reading, decompressed as its name says."""
+    with _open_raw(share) as raw, _decompress(raw, share) as content:
+        yield content
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _read_text(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+    """Yield the whole file as one document, exactly as it stands but for a byte order mark."""
+    bad = _first_bad_byte(share)
+    if bad is not None:
+        yield BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {bad}")
+    else:
+        yield Document(_blocks_of(share, digest), share.file.url)
+
+
+def _blocks_of(share: Share, digest: hashlib._Hash) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    with _open(share) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            yield decoder.decode(block)
+        yield decoder.decode(b"", final=True)
+
+
+def _first_bad_byte(share: Share) -> int | None:
+    """Return the offset of the first byte that is not UTF-8, None if there is none.
+
+    A text is one document, of which nothing may be used if it is not text to its end.
+    """
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    with _open(share) as file:
+        while True:
+            block = file.read(_BLOCK)
+            held = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return position - held + error.start
+            if not block:
+                return None
+            position += len(block)
+
+
+# -- records ---------------------------------------------------------------------------------------------------------
+
+
+def _read_jsonl(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+    name, number = share.file.url, 0
+    try:
+        with _open(share) as file:
+            # A line belongs to the share in which it begins.
+            begin, end = (
+                share.file.size * n // share.count for n in (share.number, share.number + 1)
+            )
+            position = begin
+            if begin:
+                file.seek(begin - 1)
+                position = begin - 1 + len(file.readline())
+            if share.count == 1:
+                end = sys.maxsize
+            while position < end and (line := file.readline()):
+                number += 1
+                where = f"{name} line {number}" if begin == 0 else f"{name} byte {position}"
+                position += len(line)
+                digest.update(line)
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield BadRecordsError(f"{where}: not JSON ({error})")
+                    continue
+                yield document_of(row, text_column, where)
+    except _damage(share) as error:
+        reason = getattr(error, "strerror", None) or error
+        yield BadRecordsError(f"{name}: not readable after line {number} ({reason})")
+
+
+def _read_csv(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+    """Yield the rows of a file whose first row names the columns."""
+    name, number = share.file.url, 1
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with _open(share) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                digest.update(json.dumps(row).encode())
+                yield document_of(row, text_column, f"{name} row {number}")
+    except (UnicodeDecodeError, csv.Error, *_damage(share)) as error:  # type: ignore[misc]
+        yield BadRecordsError(f"{name}: not readable after row {number} ({error})")
+
+
+def _read_parquet(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
+    """Yield values one by one; what is damaged costs its own row, or at most the rest of its row group."""
+    import pyarrow.parquet as pq
+
+    name = share.file.url
+    try:
+        opened = contextlib.ExitStack()
+        file = opened.enter_context(pq.ParquetFile(opened.enter_context(_open_raw(share))))
+    except _damage(share) as error:
+        opened.close()
+        yield BadRecordsError(f"{name}: not readable as Parquet ({error})")
+        return
+    with opened:
+        if text_column not in file.schema_arrow.names:
+            names = ", ".join(file.schema_arrow.names)
+            yield BadRecordsError(f"{name}: no column {text_column!r}; it has {names}")
+            return
+        if not _is_text(file.schema_arrow.field(text_column).type):
+            kind = file.schema_arrow.field(text_column).type
+            yield BadRecordsError(f"{name}: column {text_column!r} holds {kind}, not text")
+            return
+        groups = range(
+            file.num_row_groups * share.number // share.count,
+            file.num_row_groups * (share.number + 1) // share.count,
+        )
+        first = sum(file.metadata.row_group(g).num_rows for g in range(groups.start))
+        for group in groups:
+            rows = file.metadata.row_group(group).num_rows
+            yield from _read_row_group(file, group, share, text_column, first, digest)
+            first += rows
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as kinds
+
+    if kinds.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind))
+
+
+def _read_row_group(
+    file: Any, group: int, share: Share, text_column: str, first: int, digest: hashlib._Hash
+) -> Stream:
+    import pyarrow as pa
+
+    name, facts = share.file.url, file.metadata.row_group(group)
+    rows, done = facts.num_rows, 0
+    each = max(1, facts.total_byte_size // max(1, rows))
+    size = max(1, min(1024, _PARQUET_BATCH_BYTES // each))
+    try:
+        for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=[text_column]):
+            # As bytes, because one value that is not UTF-8 would cost the others.
+            for value in batch.column(0).cast(pa.large_binary()):
+                done += 1
+                where = f"{name} row {first + done}"
+                content = value.as_py()
+                if content is None:
+                    yield BadRecordsError(
+                        f"{where}: column {text_column!r} holds NoneType, not text"
+                    )
+                    continue
+                digest.update(content)
+                try:
+                    text = content.decode()
+                except UnicodeDecodeError as error:
+                    yield BadRecordsError(f"{where}: not UTF-8 ({error.reason})")
+                    continue
+                yield Document((text,), where)
+    except _damage(share) as error:
+        lost = f"{rows - done:,} rows lost" if rows > done else "at its end"
+        yield BadRecordsError(
+            f"{name} row {first + done + 1}: row group {group} not readable, {lost} ({error})",
+            max(1, rows - done),
+        )
+
+
+def document_of(row: object, text_column: str, where: str) -> Document | BadRecordsError:
+    """Return the text of a record, or why it has none."""
+    if not isinstance(row, dict) or text_column not in row:
+        columns = (
+            ", ".join(map(str, itertools.islice(row, 20)))
+            if isinstance(row, dict)
+            else type(row).__name__
+        )
+        return BadRecordsError(
+            f"{where}: no column {text_column!r} (it has {columns}); give another --text_column"
+        )
+    text = row[text_column]
+    if not isinstance(text, str):
+        return BadRecordsError(
+            f"{where}: column {text_column!r} holds {type(text).__name__}, not text"
+        )
+    return Document((text,), where)
+
+
+_READERS: dict[str, Callable[[Share, str, Any], Stream]] = {
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+}
+
+
+def text_per_byte(file: File, text_column: str) -> float:
+    """Return how many bytes of text a stored byte of a file holds, judged by its beginning or its footer alone."""
+    share = Share(file)
+    if file.kind == "parquet":
+        return _text_per_byte_of_parquet(share, text_column)
+    try:
+        with _open_raw(share) as raw, _decompress(raw, share) as content:
+            sample, stored = content.read(_BLOCK), raw.tell()
+    except _damage(share):
+        return 1.0
+    text = len(sample)
+    if file.kind == "jsonl":
+        lines = sample.splitlines()
+        documents = (document_of(_parsed(line), text_column, "") for line in lines)
+        text = sum(len(b) for d in documents if isinstance(d, Document) for b in d.blocks)
+    return text / max(1, stored)
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text_per_byte_of_parquet(share: Share, text_column: str) -> float:
+    import pyarrow.parquet as pq
+
+    try:
+        with _open_raw(share) as raw, pq.ParquetFile(raw) as file:
+            columns = [
+                facts.column(number)
+                for facts in map(file.metadata.row_group, range(file.num_row_groups))
+                for number in range(facts.num_columns)
+            ]
+    except _damage(share):
+        return 1.0
+    held = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_column)
+    return held / max(1, share.file.size)
