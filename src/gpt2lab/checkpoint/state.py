@@ -26,6 +26,7 @@ class TrainState:
     # Updates skipped and samples jumped over: step, reason, samples.
     skipped: tuple[dict[str, Any], ...] = ()
     history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
+    unverified: tuple[str, ...] = ()  # shards read whose hashes were not compared before this save
 
     def advance(
         self,
@@ -70,7 +71,7 @@ class TrainState:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> TrainState:
         """Build the state from `to_dict`'s values."""
-        lists = ("history", "skipped", "recent_losses")
+        lists = ("history", "skipped", "recent_losses", "unverified")
         return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
 
 

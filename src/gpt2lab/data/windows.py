@@ -89,6 +89,20 @@ class WindowReader:
         if self._verifier is not None:
             self._verifier.wait()
 
+    def unverified(self) -> tuple[str, ...]:
+        """Return the names of the shards read so far that are not verified yet.
+
+        Raises: DataError naming a shard that turned out to be damaged.
+        """
+        return () if self._verifier is None else self._verifier.unverified()
+
+    def verify(self, names: tuple[str, ...]) -> None:
+        """Verify shards that a checkpoint of an earlier start rests on, in the background as all others."""
+        if self._verifier is not None:
+            for index, shard in enumerate(self._shards):
+                if shard.path.name in names:
+                    self._verifier.touch(index)
+
     def release(self) -> None:
         """Release the pages read so far: they stay in the system's cache, but not in this process."""
         for mapped in self._maps.values():
@@ -121,6 +135,7 @@ class Verifier:
     def __init__(self, shards: tuple[Shard, ...]) -> None:
         self._shards = shards
         self._touched: set[int] = set()
+        self._verified: set[Shard] = set()
         self._waiting: queue.Queue[Shard | None] = queue.Queue()
         self._damage: DataError | None = None
         self._is_closed = threading.Event()
@@ -133,6 +148,9 @@ class Verifier:
         """
         if self._damage is not None:
             raise self._damage
+        if self._thread is None:  # new, or closed: what was verified then may have changed
+            self._touched.clear()
+            self._verified.clear()
         if index in self._touched or self._shards[index].sha256 is None:
             return
         self._touched.add(index)
@@ -150,6 +168,16 @@ class Verifier:
         if self._damage is not None:
             raise self._damage
 
+    def unverified(self) -> tuple[str, ...]:
+        """Return the names of the shards touched so far that are not verified yet.
+
+        Raises: DataError naming a damaged one.
+        """
+        if self._damage is not None:
+            raise self._damage
+        touched = (self._shards[index] for index in sorted(self._touched))
+        return tuple(shard.path.name for shard in touched if shard not in self._verified)
+
     def close(self) -> None:
         """Stop verifying. A shard that a rewound run touches later is verified again."""
         self._is_closed.set()
@@ -159,7 +187,6 @@ class Verifier:
             self._thread = None
         self._is_closed.clear()
         self._waiting = queue.Queue()
-        self._touched.clear()
 
     def _work(self) -> None:
         while (shard := self._waiting.get()) is not None:
@@ -180,7 +207,9 @@ class Verifier:
                     digest.update(block)
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
-        if digest.hexdigest() != shard.sha256:
+        if digest.hexdigest() == shard.sha256:
+            self._verified.add(shard)
+        else:
             self._damage = _shard_error(shard, problem)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -14,7 +15,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import NOT_FINITE
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.errors import GPT2LabError, PeerError, TornUpdateError, is_lost_peer
+from gpt2lab.errors import DataError, GPT2LabError, PeerError, TornUpdateError, is_lost_peer
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components, Session
@@ -65,6 +66,7 @@ class Trainer:
         try:
             self.measure_before_first_step()
             while True:
+                self.loader.reader.verify(self.state.unverified)
                 with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
                     reason = self.train_on(batches)
                 if reason != "rewind":
@@ -72,7 +74,7 @@ class Trainer:
         except (GPT2LabError, TornUpdateError):
             raise
         except Exception as error:  # the weights are those of the last complete step
-            saved = self.saved_step == self.state.step or self.saver.rescue(self.state)
+            saved = self.saved_step == self.state.step or self.rescue()
             if not is_lost_peer(error):
                 raise
             raise PeerError(
@@ -247,8 +249,7 @@ class Trainer:
 
         Raises: SaveError if it failed and must not.
         """
-        # No checkpoint rests on data that turns out to be damaged; an error of one rank is an error of all.
-        self.runtime.on_all_ranks(self.loader.reader.wait_until_verified)
+        self.check_data(may_wait=kind != "emergency")
         self.heartbeat.enter("comparing weights", self.state.step)
         check_drift(self.components.model, self.runtime, self.state.step)  # rank 0 saves for all
         self.heartbeat.enter("saving", self.state.step)
@@ -258,6 +259,36 @@ class Trainer:
             self.saved_step = self.state.step
             self.progress.record_event("checkpoint", seconds)
             self.warn_of_grace()
+
+    def rescue(self) -> bool:
+        """Save the last complete step without communication; return whether that worked."""
+        try:
+            unverified = self.loader.reader.unverified()
+        except DataError:
+            return False
+        return self.saver.rescue(dataclasses.replace(self.state, unverified=unverified))
+
+    def check_data(self, *, may_wait: bool) -> None:
+        """Let no checkpoint rest on data that turns out to be damaged.
+
+        A save at the end of a start must not wait for the hashes of hundreds of GB: it names the shards that are left,
+        which the resume verifies before its first save.
+
+        Raises: DataError on all ranks, naming a damaged shard.
+        """
+        reader = self.loader.reader
+        names: tuple[str, ...] = ()
+        if may_wait:
+            self.runtime.on_all_ranks(reader.wait_until_verified)
+        else:
+            of_ranks = self.runtime.gather(self.runtime.on_all_ranks(reader.unverified))
+            names = tuple(sorted(set().union(*of_ranks)))
+        self.state = dataclasses.replace(self.state, unverified=names)
+        if names:
+            self.logger.warn(
+                f"{len(names)} shards read so far are not verified yet ({names[0]}, ...); the resume does that first",
+                self.state.step,
+            )
 
     def warn_of_grace(self) -> None:
         """Say once if a stop would take longer than the launcher waits before it kills."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import mmap
 import subprocess
 import sys
@@ -19,12 +21,14 @@ from numpy.lib import format as npy
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.config.command_line import parse
 from gpt2lab.data import windows as verifier_module
 from gpt2lab.data.order import Shuffle
 from gpt2lab.data.shards import Shard, open_data
-from gpt2lab.data.windows import Verifier
+from gpt2lab.data.windows import Verifier, WindowReader
 from gpt2lab.errors import DataError
+from gpt2lab.runs import history
 from gpt2lab.training.pretrain import pretrain
 from loading import T, loader_over
 from tiny import VOCAB, write_shards
@@ -79,6 +83,8 @@ def test_the_first_batch_needs_only_its_own_windows_of_ten_billion_tokens(
     """No hash is waited for, and no order of 9.7 million windows is written down, wherever the run begins."""
     go_on = threading.Event()
     monkeypatch.setattr(Verifier, "_verify", lambda self, shard: go_on.wait(100))
+    # What numpy and torch allocate at their first use is not the loader's.
+    loader_over(sparse_shards(tmp_path, count=1, tokens=T + 1), samples=16).fetch(0)
     shards = sparse_shards(tmp_path, count=100, tokens=100_000_000)
     windows = 100 * ((100_000_000 - 1) // T)
     for first in (0, windows // 2, windows - 30, 3 * windows + 12_345):
@@ -126,6 +132,61 @@ def test_no_checkpoint_rests_on_a_damaged_shard(tmp_path: Path, tiny_flags: list
     with pytest.raises(DataError, match=rf"{path.name}: damaged \(its sha256"):
         pretrain(parse(flags))
     assert not list((tmp_path / "runs" / "tiny").glob("step_*"))
+
+
+def test_a_stop_waits_for_no_hash_and_its_checkpoint_says_so(
+    tmp_path: Path, tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_prepare(write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20), tmp_path / "data")
+    [train] = (path.name for path in (tmp_path / "data").glob("*_train_*"))
+    run_dir = tmp_path / "runs" / "tiny"
+    flags = [f for f in tiny_flags if not f.startswith(("--data_dir", "--vocab_size"))]
+    flags += [f"--data_dir={tmp_path / 'data'}", "--eval_freq=0", "--warmup_steps=0"]
+
+    verify = Verifier._verify
+
+    def hash_without_end(verifier: Verifier, shard: Shard) -> None:
+        if shard.path.name != train:
+            return verify(verifier, shard)
+        while not any(event["event"] == "step" for event in history.read_events(run_dir)):
+            assert not verifier._is_closed.wait(0.01)
+        (run_dir / "STOP").touch()
+        verifier._is_closed.wait(launch.HANG_SECONDS)
+        return None
+
+    def unverified(step: int) -> list[str]:
+        content = json.loads((run_dir / folder_name(step) / "state.json").read_text())
+        return content["state"]["unverified"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Verifier, "_verify", hash_without_end)
+        pretrain(parse([*flags, "--max_steps=500"]))
+    [stop] = (e for e in history.read_events(run_dir) if e["event"] == "stop")
+    assert stop["step"] < 500
+    assert unverified(stop["step"]) == [train]
+    last = stop["step"] + 3
+    pretrain(parse([*flags, f"--max_steps={last}", "--resume=latest", "--allow_change=max_steps"]))
+    assert unverified(last) == []
+
+
+def test_what_an_earlier_start_left_unverified_is_verified_without_being_read(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / name for name in ("a.npy", "b.npy")]
+    for path in paths:
+        path.write_bytes(b"tokens")
+    right = hashlib.sha256(b"tokens").hexdigest()
+    shards = tuple(Shard(path, 3, 0, sha256=right) for path in paths)
+    reader = WindowReader(shards, context_length=1, id_limit=VOCAB, verify=True)
+    reader.verify(("b.npy",))
+    reader.wait_until_verified()
+    assert reader.unverified() == ()
+    reader.close()
+    paths[1].write_bytes(b"others")
+    reader.verify(("b.npy",))
+    with pytest.raises(DataError, match=r"b\.npy: damaged"):
+        reader.wait_until_verified()
+    reader.close()
 
 
 def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path: Path) -> None:
