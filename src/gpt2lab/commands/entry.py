@@ -34,8 +34,9 @@ def run(main: Callable[[list[str]], int]) -> int:
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing half-written was kept", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        kept = str(interrupt) or "nothing half-written was kept"
+        print(f"error: interrupted; {kept}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
         if not missing.name or missing.name.partition(".")[0] == "gpt2lab":

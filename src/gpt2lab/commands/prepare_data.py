@@ -6,6 +6,7 @@ python scripts/prepare_data.py my_texts/ --out data/my_texts
 """
 
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,15 @@ class PrepareData:
 
 
 def main(argv: list[str]) -> int:
-    """Prepare one source and print what was written."""
-    flags = run_tyro(PrepareData, argv)
+    """Prepare one source and print what was written; SIGTERM, of a job's end, is taken as Ctrl+C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _prepare(run_tyro(PrepareData, argv))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _prepare(flags: PrepareData) -> int:
     if flags.num_workers is not None and flags.num_workers < 1:
         raise ConfigError(f"num_workers {flags.num_workers} must be at least 1")
     from gpt2lab import paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from gpt2lab.data.shards import (
     MANIFEST,
     SPLITS,
     Shard,
+    TokenData,
     find_strays,
     measure_shard,
     open_data,
@@ -24,6 +26,8 @@ from gpt2lab.data.shards import (
 )
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
+
+_BLOCK = 1 << 22  # tokens
 
 
 def verify(folder: Path) -> list[str]:
@@ -61,6 +65,64 @@ def _find_damage(folder: Path, listed: dict[str, Any]) -> str | None:
     return None
 
 
+NGRAM = 16  # tokens
+_GRAMS = 1_000_000  # of the validation split that are looked for
+_FILTER_BITS = 26
+
+
+def measure_overlap(data: TokenData) -> float:
+    """Return the share of the validation split's 16-grams that occur in training, by a million of them at most.
+
+    Texts share licences and idioms, so it is not zero for a clean split; far above that of other training documents, it
+    means that validation has been seen. Reads the training split once, in 64 MB of memory.
+
+    Raises: DataError if a shard cannot be read.
+    """
+    wanted = np.concatenate([_hash_ngrams(ids) for ids in _blocks(data.splits["val"])])
+    wanted = wanted[:: -(-len(wanted) // _GRAMS)] if len(wanted) else wanted
+    distinct, counts = np.unique(wanted, return_counts=True)
+    found = np.zeros(len(distinct), dtype=bool)
+    may_occur = np.zeros(1 << _FILTER_BITS, dtype=bool)
+    shift = np.uint64(64 - _FILTER_BITS)
+    may_occur[distinct >> shift] = True
+    for ids in tqdm(_blocks(data.splits["train"]), unit="block", leave=False):
+        grams = _hash_ngrams(ids)
+        grams = grams[may_occur[grams >> shift]]
+        if len(grams) and len(distinct):
+            places = np.minimum(np.searchsorted(distinct, grams), len(distinct) - 1)
+            found[places[distinct[places] == grams]] = True
+    return float(counts[found].sum() / max(1, len(wanted)))
+
+
+def _blocks(shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:
+    """Yield the ids of shards in blocks that overlap, so that no n-gram within a shard is missed."""
+    for shard in shards:
+        for begin in range(0, shard.tokens, _BLOCK):
+            end = min(shard.tokens, begin + _BLOCK + NGRAM - 1)
+            yield _open(shard)[begin:end]
+
+
+def _open(shard: Shard) -> np.ndarray:
+    try:
+        return np.memmap(shard.path, "<u2", mode="r", offset=shard.offset, shape=(shard.tokens,))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{shard.path}: cannot be read ({error})") from error
+
+
+def _hash_ngrams(ids: np.ndarray) -> np.ndarray:
+    """Return a 64-bit hash of the n-gram that begins at each id, (max(0, n - 15),) uint64.
+
+    A polynomial over scrambled ids: as many places as fit are doubled four times.
+    """
+    grams = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    grams ^= grams >> np.uint64(29)
+    factor, width = 0xBF58476D1CE4E5B9, 1
+    while width < NGRAM:
+        grams = grams[:-width] * np.uint64(factor) + grams[width:]
+        factor, width = factor * factor % 2**64, 2 * width
+    return grams * np.uint64(0x94D049BB133111EB)
+
+
 @dataclass(frozen=True)
 class SplitStats:
     """Statistics of one split.
@@ -90,7 +152,7 @@ def _measure_split(shards: tuple[Shard, ...]) -> SplitStats:
     facts: list[dict[str, Any]] = []
     begins: list[np.ndarray] = []
     for shard in tqdm(shards, unit="shard", leave=False):
-        ids = np.memmap(shard.path, "<u2", mode="r", offset=shard.offset, shape=(shard.tokens,))
+        ids = _open(shard)
         begins.append(np.flatnonzero(ids == END_OF_TEXT) + tokens)
         facts.append(measure_shard(shard.path, offset=shard.offset))
         tokens += shard.tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ import launch
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, write_jsonl
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.command_line import parse
+from gpt2lab.data import verify as verify_module
 from gpt2lab.data.prepare.existing import adopt
 from gpt2lab.data.shards import open_data
-from gpt2lab.data.verify import measure, verify
+from gpt2lab.data.verify import measure, measure_overlap, verify
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
@@ -39,7 +41,29 @@ def many(tmp_path: Path) -> Path:
 
 
 def test_verify_finds_nothing_wrong_with_what_was_prepared(many: Path) -> None:
-    assert data("verify", many)[:2] == (0, "every file is what shards.json says\n")
+    code, said, _ = data("verify", many)
+    assert code == 0
+    assert said.startswith("every file is what shards.json says\n")
+    assert re.search(r"^\d+\.\d% of the 16-grams of validation occur in training$", said, re.M)
+
+
+@pytest.mark.parametrize("block", [97, 1 << 22])
+def test_the_overlap_counts_ngrams_of_validation_that_are_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(verify_module, "_BLOCK", block)
+    generator = np.random.default_rng(1)
+    train = [generator.integers(0, 50257, 2000).astype(np.uint16) for _ in range(2)]
+    val = generator.integers(0, 50257, 1000).astype(np.uint16)
+    val[500:800] = train[1][90:390]
+    for index, ids in enumerate(train):
+        np.save(tmp_path / f"some_train_{index:06d}.npy", ids)
+    np.save(tmp_path / "some_val_000000.npy", val)
+    grams = {tuple(ids[i : i + 16]) for ids in train for i in range(len(ids) - 15)}
+    of_val = [tuple(val[i : i + 16]) for i in range(len(val) - 15)]
+    expected = sum(gram in grams for gram in of_val) / len(of_val)
+    assert expected > 0.28
+    assert measure_overlap(open_data(tmp_path, vocab_size=2**16)) == pytest.approx(expected)
 
 
 def test_verify_names_each_damaged_file(many: Path) -> None:

@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
@@ -145,6 +146,27 @@ def test_killed_anywhere_and_repeated_gives_the_same_bytes(tmp_path: Path, fault
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_one_line_and_the_same_line_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", MANY * 60)
+    flags = ("--shard_tokens=100k", "--val_tokens=30k", "--num_workers=2", "--group_bytes=700k")
+    process = start(source, tmp_path / "out", *flags, fault="data.after_group:sleep600@1")
+    done = tmp_path / "out.partial" / "groups" / "group_00001"
+    while not done.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    _, error = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 1
+    (line,) = (line for line in error.splitlines() if "error" in line)
+    assert re.search(r"error: interrupted; 2 of \d+ groups are kept in .*out.partial", line)
+    assert "Traceback" not in error
+    assert exit_code(start(source, tmp_path / "out", *flags)) == 0
+    assert_divided(tmp_path / "out", MANY * 60)
+
+
 def test_a_start_after_the_last_rename_finds_the_work_done(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
     fault = "data.after_folder_is_named:kill9@0"
@@ -227,7 +249,9 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
     for limit in (5000, 6000, 5500, 10**9):
         tokens.clear()
         if limit < 10**9:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(
+                KeyboardInterrupt, match=r"\d of \d+ groups are kept in .*out.partial"
+            ):
                 run_prepare(corpus, tmp_path / "out", **sizes)
             assert not (tmp_path / "out").exists()
             with pytest.raises(DataError, match="preparation is not finished; repeat its command"):

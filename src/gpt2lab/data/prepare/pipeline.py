@@ -427,8 +427,9 @@ class _Staging:
         count = len(self._plan.tasks)
         if not done or (done == count and isinstance(error, DataError)):  # it would end so again
             shutil.rmtree(self._partial, ignore_errors=True)
-        elif isinstance(error, DataError):
-            kept = f"{done} of {count} groups are kept in {paths.for_people(self._partial)}"
-            raise type(error)(
-                f"{error}; {kept}: the same command line goes on from there"
-            ) from error
+        elif isinstance(error, (DataError, KeyboardInterrupt)):
+            kept = (
+                f"{done} of {count} groups are kept in {paths.for_people(self._partial)}: "
+                f"the same command line goes on from there"
+            )
+            raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
