@@ -19,6 +19,7 @@ from gpt2lab.data.prepare.groups import File, Share
 from gpt2lab.errors import DataError, SourceLostError
 
 _BLOCK = 1 << 20
+_WHOLE_TEXT = 1 << 24  # bytes of a text that is held in memory
 _PARQUET_BATCH_BYTES = 16_000_000  # of text that is decoded at once
 
 
@@ -120,9 +121,21 @@ def _open(share: Share) -> Iterator[IO[bytes]]:
 
 
 def _read_text(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
-    """Yield the whole file as one document, exactly as it stands but for a byte order mark."""
-    bad = _first_bad_byte(share)
-    if bad is not None:
+    """Yield the whole file as one document, exactly as it stands but for a byte order mark.
+
+    A long one is read twice: of a text that is not text to its end nothing may be used.
+    """
+    with _open(share) as file:
+        content = file.read(_WHOLE_TEXT)
+    if len(content) < _WHOLE_TEXT:
+        try:
+            text = content.decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            yield BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {error.start}")
+            return
+        digest.update(content)
+        yield Document((text,), share.file.url)
+    elif (bad := _first_bad_byte(share)) is not None:
         yield BadRecordsError(f"{share.file.url}: not UTF-8 text at byte {bad}")
     else:
         yield Document(_blocks_of(share, digest), share.file.url)
@@ -138,10 +151,7 @@ def _blocks_of(share: Share, digest: hashlib._Hash) -> Iterator[str]:
 
 
 def _first_bad_byte(share: Share) -> int | None:
-    """Return the offset of the first byte that is not UTF-8, None if there is none.
-
-    A text is one document, of which nothing may be used if it is not text to its end.
-    """
+    """Return the offset of the first byte that is not UTF-8, None if there is none."""
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     with _open(share) as file:
         while True:
@@ -205,13 +215,22 @@ def _read_csv(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
 
 
 def _read_parquet(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
-    """Yield values one by one; what is damaged costs its own row, or at most the rest of its row group."""
+    """Yield values one by one; what is damaged costs its own row, or at most the rest of its row group.
+
+    Memory is about twice the largest page: the page, and as much for what is decoded. A page has up to 1,024 values.
+    """
     import pyarrow.parquet as pq
 
     name = share.file.url
     try:
         opened = contextlib.ExitStack()
-        file = opened.enter_context(pq.ParquetFile(opened.enter_context(_open_raw(share))))
+        file = opened.enter_context(
+            pq.ParquetFile(
+                opened.enter_context(_open_raw(share)),
+                pre_buffer=False,
+                buffer_size=_PARQUET_BATCH_BYTES,
+            )
+        )
     except _damage(share) as error:
         opened.close()
         yield BadRecordsError(f"{name}: not readable as Parquet ({error})")
