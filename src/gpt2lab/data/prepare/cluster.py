@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import gpt2lab
 from gpt2lab.data.prepare.encode import Tokenisers
 from gpt2lab.data.prepare.work import Finished, Task, read_finished, run_task
 from gpt2lab.errors import ConfigError, DataError
 
 _ATTEMPTS = 3  # of a task whose worker dies
+_PACKAGES = Path(gpt2lab.__file__).parents[1]  # where the workers, too, find this program
 
 
 def run_on_ray(
@@ -28,13 +31,18 @@ def run_on_ray(
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--ray needs the ray package: pip install 'gpt2lab[ray]'") from error
+        raise ConfigError("--ray needs the ray package: pip install 'ray>=2.40'") from error
     try:
-        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        _reach(address)
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": str(_PACKAGES)}},
+        )
+    except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"--ray {address}: no Ray cluster there ({reason}); ray start --head"
+            f"--ray {address}: no Ray cluster there ({reason}); start one with: ray start --head"
         ) from error
     remote = ray.remote(num_cpus=cores, max_retries=_ATTEMPTS - 1)(_run)
     waiting = {remote.remote(task, folder, cores): task for task in tasks}
@@ -57,7 +65,18 @@ def run_on_ray(
     finally:
         for reference in waiting:
             ray.cancel(reference, force=True)
+        ray.shutdown()  # leaves the cluster
     return [done[task.group.number] for task in tasks]
+
+
+def _reach(address: str) -> None:
+    """Connect once to HOST:PORT: Ray itself would try for minutes.
+
+    Raises: OSError, ValueError.
+    """
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _run(task: Task, folder: Path, cores: int) -> int:

@@ -1,0 +1,80 @@
+"""Preparation on a Ray cluster: two nodes on this machine, one of whose workers is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import launch
+from corpora import TEXTS, snapshot, write_jsonl
+
+MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(3000)]
+FLAGS = ("--shard_tokens=4k", "--val_tokens=3k", "--group_bytes=40k")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Return the address of a cluster on which group 1 waits before it is finished."""
+    command = [sys.executable, str(launch.WORKERS / "ray_cluster.py")]
+    environment = {**os.environ, "FAULT": "data.before_group:sleep3@1"}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.communicate("", timeout=launch.HANG_SECONDS)
+
+
+def _kill_worker_of(staging: Path, killed: list[int]) -> None:
+    """Kill the processes that are working on groups while group 1 is one of them, once."""
+    while not list(staging.glob("groups/.group_00001.*")):
+        time.sleep(0.01)
+    for process in psutil.process_iter(["cmdline"]):
+        if " ".join(process.info["cmdline"] or []).startswith("ray::_run"):
+            killed.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_cluster_whose_workers_die_writes_the_bytes_of_one_machine(
+    address: str, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
+    one = launch.call("prepare_data.py", source, f"--out={tmp_path / 'one'}", *FLAGS)
+    assert one.returncode == 0
+    assert len(snapshot(tmp_path / "one")) > 8
+    killed: list[int] = []
+    staging = tmp_path / "out.partial"
+    threading.Thread(target=_kill_worker_of, args=(staging, killed), daemon=True).start()
+    code, said, error = launch.script(
+        "prepare_data.py", source, f"--out={tmp_path / 'out'}", f"--ray={address}", *FLAGS
+    )
+    assert code == 0, error
+    assert "3,000 (" in said
+    assert killed
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "one")
+
+
+def test_an_address_without_a_cluster_is_one_line(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
+    code, _, error = launch.call(
+        "prepare_data.py", source, f"--out={tmp_path / 'out'}", "--ray=127.0.0.1:1"
+    )
+    assert code == 2
+    assert "error: --ray 127.0.0.1:1: no Ray cluster there (" in error
+    assert not (tmp_path / "out").exists()
