@@ -47,6 +47,7 @@ WITHOUT_TORCH = [
     "checkpoint.catalog",
     "checkpoint.listing",
     "data.shards",
+    "data.formats",
     "data.order",
     "training.resolve",
     "training.recipe",

@@ -9,7 +9,7 @@ python scripts/data.py merge data/full data/part1 data/part2
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -81,17 +81,53 @@ class Show:
 
 @dataclass(frozen=True)
 class Import:
-    """Write shards.json for shards of another program: edufineweb_*.npy, or nanoGPT's train.bin and val.bin."""
+    """Write shards.json for token files of another program, read in place.
 
-    folder: Positional[Path] = argument("folder of shards")
+    Read are .npy, .bin of llm.c and modded-nanogpt, datatrove's .ds, Megatron's .bin and .idx, and nanoGPT's .bin.
+    """
+
+    folder: Positional[Path] = argument("folder of token files")
+    out: Path | None = option(None, "new folder for shards.json, if FOLDER is not to be written to")
+    tokenizer: str | None = option(
+        None, "gpt2 | unknown; default what the files say, gpt2 for .npy and nanoGPT's"
+    )
+    val_files: tuple[str, ...] = option(
+        (),
+        "names of the validation files, such as '*_00000.ds'; default those with val in the name",
+    )
+    train_files: tuple[str, ...] = option((), "names of the training files; default all others")
+    end_of_text: Literal["before", "after", "none"] | None = option(
+        None, "where the end-of-text id stands, seen from a document; default as the format has it"
+    )
+    end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer")
+    format: Literal["npy", "llm.c", "datatrove", "megatron", "raw"] | None = option(
+        None, "default by the name and the first bytes; raw: ids without a header"
+    )
+    dtype: Literal["uint16", "uint32", "int16", "int32"] | None = option(
+        None, "type of the ids where the files do not say it; default uint16"
+    )
+    offset: int = option(0, "bytes before the first id of raw files")
 
     def execute(self) -> int:
         """Write the manifest and print what it holds."""
-        from gpt2lab.data.prepare.existing import adopt
+        from gpt2lab.data.prepare.existing import Wanted, adopt
 
+        if self.offset < 0:
+            raise ConfigError(f"offset {self.offset} must be at least 0")
         folder = paths.from_working_directory(self.folder)
-        manifest = adopt(folder)
-        print(f"{_size(folder, manifest)}, tokenizer {manifest['tokenizer']['name']}")
+        out = paths.from_working_directory(self.out) if self.out else None
+        wanted = Wanted(
+            layout=self.format,
+            dtype=self.dtype,
+            offset=self.offset,
+            tokenizer=self.tokenizer,
+            end_of_text=self.end_of_text,
+            end_of_text_id=self.end_of_text_id,
+            train_files=self.train_files,
+            val_files=self.val_files,
+        )
+        manifest = adopt(folder, wanted, out)
+        print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
         return 0
 
 
@@ -128,3 +164,19 @@ def _size(folder: Path, manifest: dict[str, Any]) -> str:
     files = manifest["files"]
     total = sum(file["tokens"] for file in files)
     return f"{paths.for_people(folder)}: {len(files)} files, {total:,} tokens"
+
+
+def _described(manifest: dict[str, Any]) -> str:
+    """Say how the files of another program were taken: what was not typed can be checked here."""
+    from gpt2lab.data.shards import end_of_text_of
+
+    files = manifest["files"]
+    count = {split: sum(file["split"] == split for file in files) for split in ("train", "val")}
+    end = end_of_text_of(manifest)
+    documents = "documents of the index" if "index" in files[0] else "no end of text known"
+    if end.id is not None:
+        documents = f"{end.id} {end.place} each document"
+    return (
+        f"{count['train']} train, {count['val']} val, format {manifest.get('layout', 'npy')}, "
+        f"tokenizer {manifest['tokenizer']['name']}, {documents}, {manifest['documents']:,} documents"
+    )

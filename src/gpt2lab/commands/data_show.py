@@ -24,7 +24,7 @@ class StepTokens:
     step: int
     epoch: int
     first_sample: int
-    windows: np.ndarray  # (S, T + 1) uint16, in sample order; targets are windows[:, 1:]
+    windows: np.ndarray  # (S, T + 1) uint16 or uint32, in sample order; targets are windows[:, 1:]
     places: tuple[str, ...]  # of each window: shard and token offset, or row
     hash: str
 

@@ -243,6 +243,7 @@ def _validation(
         val_tokens=wanted.val_tokens or settings.eval.val_tokens,
         batch_size=wanted.batch_size,
         is_gpt2=data.is_gpt2 and model.vocab_size >= NUM_TOKENS,
+        end_of_text=data.end_of_text.id,
         strategy=strategy,
         runtime=runtime,
     )

@@ -1,6 +1,6 @@
-"""Token shards on disk: uint16 files beside shards.json, whose own hash is the data's fingerprint.
+"""Token shards on disk: files of ids beside shards.json, whose own hash is the data's fingerprint.
 
-Ours are .npy; where shards.json names one, a raw .bin file as nanoGPT writes it is read as well.
+Ours are .npy; shards.json may name files of other programs too, with the type and the place of their ids.
 """
 
 from __future__ import annotations
@@ -8,16 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import paths
 from gpt2lab.errors import DataError
-from gpt2lab.files import sync_folder, write_durably
+from gpt2lab.files import sha256_of, sync_folder, write_durably
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, token_bytes
 from gpt2lab.tokenizers.gpt2 import NAME as TOKENIZER
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"
@@ -25,19 +29,44 @@ JOURNAL = "progress.json"  # of a preparation that has not ended
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 SPLITS = ("train", "val")
 RAW_SUFFIX = ".bin"
+ID_BYTES = {"<u2": 2, "<u4": 4}
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
 SCAN_LIMIT_BYTES = 2 * 1024**3  # a set without manifest up to this size is read in full first
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
+class DocumentIndex:
+    """The file of another program that says where the documents of a shard end."""
+
+    path: Path
+    layout: Literal["datatrove", "megatron"]
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Shard:
-    """One file of tokens: where its array starts and how long it is."""
+    """One file of tokens: where its array starts, how long it is, and how wide its ids are."""
 
     path: Path
     tokens: int
     offset: int  # bytes before the first token
     sha256: str | None = None  # of the file, where shards.json records it
+    dtype: str = "<u2"  # or <u4
+    index: DocumentIndex | None = None  # where no id marks the documents
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of one id."""
+        return ID_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class EndOfText:
+    """The id that separates documents, and where it stands, seen from the document."""
+
+    id: int | None = END_OF_TEXT  # None: no id separates them, or it is not known
+    place: Literal["before", "after", "none"] = "before"
 
 
 @dataclass(frozen=True)
@@ -49,6 +78,7 @@ class TokenData:
     splits: dict[str, tuple[Shard, ...]]
     warnings: tuple[str, ...]
     is_gpt2: bool = True  # whether the ids are GPT-2's, as far as is known
+    end_of_text: EndOfText = EndOfText()
 
     def tokens(self, split: str) -> int:
         """Count the tokens of a split."""
@@ -68,8 +98,11 @@ def shard_name(dataset: str, split: str, index: int) -> str:
 
 
 def fingerprint_of(manifest: dict[str, Any]) -> str:
-    """Hash a manifest's content (without the fingerprint field itself) to 64 hex digits."""
-    body = {key: value for key, value in manifest.items() if key != "fingerprint"}
+    """Hash a manifest's content to 64 hex digits.
+
+    Not the fingerprint itself, nor the folder of the files: where they lie is no property of the data.
+    """
+    body = {key: value for key, value in manifest.items() if key not in ("fingerprint", "folder")}
     return hashlib.sha256(
         json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -85,10 +118,11 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     sync_folder(folder)
 
 
-def open_data(folder: Path, *, vocab_size: int) -> TokenData:
+def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     """Check a folder of shards in milliseconds: manifest, names, sizes, dtype, largest id.
 
     A folder without shards.json is accepted with a warning; its fingerprint covers names, sizes and dtype only.
+    `vocab_size`: of the model that reads it; None: of any.
 
     Raises: DataError naming the file, what is wrong and the fix.
     """
@@ -108,29 +142,36 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
     for split in SPLITS:
         if not names[split]:
             raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
-    splits = {split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS}
-    limit = min(vocab_size, NUM_TOKENS)
     if manifest is None:
-        facts = {s: [(shard.path.name, shard.tokens, "<u2") for shard in splits[s]] for s in SPLITS}
+        splits = {
+            split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS
+        }
+        facts = {s: [(d.path.name, d.tokens, d.dtype) for d in splits[s]] for s in SPLITS}
         unknown = f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes"
+        limit = _id_limit(vocab_size, is_gpt2=True)
         return TokenData(folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, limit)))
-    listed = {file["name"]: file for file in manifest["files"]}
+    is_gpt2 = manifest["tokenizer"]["name"] == TOKENIZER
+    limit, listed = _id_limit(vocab_size, is_gpt2), {file["name"]: file for file in files}
+    place = shards_folder(folder, manifest)
     splits = {
-        split: tuple(_compare(shard, listed[shard.path.name], limit) for shard in shards)
-        for split, shards in splits.items()
+        split: tuple(
+            _compare(open_listed(place, listed[n]), listed[n], limit) for n in names[split]
+        )
+        for split in SPLITS
     }
     if strays := find_strays(folder, manifest):
         raise DataError(
-            f"{folder / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
+            f"{place / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
         )
     warnings: tuple[str, ...] = ()
-    if not (is_gpt2 := manifest["tokenizer"]["name"] == TOKENIZER):
+    if not is_gpt2:
         warnings = (f"{folder}: the ids are not GPT-2's; text samples would be meaningless",)
-    return TokenData(folder, manifest["fingerprint"], splits, warnings, is_gpt2)
+    end_of_text = end_of_text_of(manifest)
+    return TokenData(folder, manifest["fingerprint"], splits, warnings, is_gpt2, end_of_text)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return shards.json after checking its own hash.
+    """Return shards.json after checking its own hash and what this module reads of it.
 
     Raises: DataError.
     """
@@ -139,36 +180,185 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise DataError(f"{path}: over {MAX_MANIFEST_BYTES} bytes; not a shard manifest")
         manifest = json.loads(path.read_bytes())
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise DataError(
+                f"{path}: not a shard manifest of format {FORMAT!r}; prepare the data again"
+            )
+        fingerprint = fingerprint_of(manifest)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: not readable as JSON ({error}); prepare the data again"
         ) from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(
-            f"{path}: not a shard manifest of format {FORMAT!r}; prepare the data again"
-        )
-    if manifest.get("fingerprint") != fingerprint_of(manifest):
+    if manifest.get("fingerprint") != fingerprint:
         raise DataError(
             f"{path}: damaged or edited (its own hash does not match); prepare the data again"
         )
+    _check_manifest(path, manifest)
     return manifest
 
 
-def open_shard(path: Path) -> Shard:
-    """Read a shard's header and check it against the file's size.
+def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Reject a manifest without a key, or with a value of another kind: its hash may have been made anew by hand."""
+    _check_fields(path, "", manifest, {"tokenizer": _DICT, "files": _LIST})
+    _check_fields(path, "tokenizer: ", manifest["tokenizer"], {"name": _TEXT})
+    for key, rule in {"end_of_text": _DICT, "folder": _TEXT, "not_taken": _NAMES}.items():
+        if key in manifest:
+            _check_fields(path, "", manifest, {key: rule})
+    if "end_of_text" in manifest:
+        _check_fields(path, "end_of_text: ", manifest["end_of_text"], _END_OF_TEXT_FIELDS)
+    for number, file in enumerate(manifest["files"]):
+        _check_fields(path, f"file {number}: ", file, _FILE_FIELDS)
+        if "dtype" in file or "offset" in file:
+            _check_fields(path, f"file {number}: ", file, _PLACE_FIELDS)
+        if "index" in file:
+            _check_fields(path, f"file {number}: ", file, {"index": _DICT})
+            _check_fields(path, f"file {number}, index: ", file["index"], _INDEX_FIELDS)
+    names = [file["name"] for file in manifest["files"]]
+    if len(names) != len(set(names)):
+        raise DataError(f"{path}: a file is listed twice; prepare the data again")
 
-    Raises: DataError if it is missing, truncated, not one-dimensional or not uint16.
+
+def _check_fields(path: Path, where: str, found: dict[str, Any], rules: dict[str, _Rule]) -> None:
+    for key, (is_fine, wanted) in rules.items():
+        if key not in found:
+            raise DataError(f"{path}: {where}no {key!r}; prepare the data again")
+        if not is_fine(found[key]):
+            shown = f"{found[key]!r:.60}"
+            raise DataError(
+                f"{path}: {where}{key!r} is {shown}, not {wanted}; prepare the data again"
+            )
+
+
+_Rule = tuple[Callable[[Any], bool], str]  # of a value in shards.json, and in words
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+def _is_name(value: Any) -> bool:
+    return _is_text(value) and "/" not in value and value not in (".", "..")
+
+
+_TEXT: _Rule = (_is_text, "text")
+_COUNT: _Rule = (_is_count, "a whole number")
+_HASH: _Rule = (
+    lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)),
+    "64 hex digits",
+)
+_NAME: _Rule = (_is_name, "the name of a file, without a folder")
+_NAMES: _Rule = (lambda value: isinstance(value, list) and all(map(_is_name, value)), "names")
+_DICT: _Rule = (lambda value: isinstance(value, dict), "an object")
+_LIST: _Rule = (
+    lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
+    "a list of objects",
+)
+
+
+def _one_of(*values: str) -> _Rule:
+    return lambda value: isinstance(value, str) and value in values, " or ".join(values)
+
+
+_FILE_FIELDS = {
+    "name": _NAME,
+    "split": _one_of(*SPLITS),
+    "tokens": _COUNT,
+    "bytes": _COUNT,
+    "sha256": _HASH,
+    "max_id": _COUNT,
+}
+_PLACE_FIELDS = {"dtype": _one_of(*ID_BYTES), "offset": _COUNT}  # of files that do not say it
+_INDEX_FIELDS = {"name": _NAME, "layout": _one_of("datatrove", "megatron"), "sha256": _HASH}
+_END_OF_TEXT_FIELDS: dict[str, _Rule] = {
+    "id": (lambda value: value is None or _is_count(value), "a whole number or null"),
+    "place": _one_of("before", "after", "none"),
+}
+
+
+def end_of_text_of(manifest: dict[str, Any]) -> EndOfText:
+    """Return what separates the documents of a data set: <|endoftext|> before each, unless it says otherwise."""
+    if recorded := manifest.get("end_of_text"):
+        return EndOfText(recorded["id"], recorded["place"])
+    is_gpt2 = manifest["tokenizer"]["name"] == TOKENIZER
+    return EndOfText() if is_gpt2 else EndOfText(None, "none")
+
+
+def shards_folder(folder: Path, manifest: dict[str, Any]) -> Path:
+    """Return where the files of a manifest lie: beside it, unless it names another folder.
+
+    Raises: DataError if that is not there.
+    """
+    place = folder / manifest.get("folder", "")
+    if not place.is_dir():
+        raise DataError(
+            f"{folder / MANIFEST}: its files are in {place}, which is not there; "
+            f'if it has moved, correct "folder"'
+        )
+    return place
+
+
+def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:
+    """Open a file as its entry in the manifest says, after checking its size.
+
+    Raises: DataError.
+    """
+    path = folder / listed["name"]
+    if "dtype" not in listed:  # .npy, or nanoGPT's .bin in a manifest of an earlier version
+        return open_shard(path)
+    dtype, offset, tokens = listed["dtype"], listed["offset"], listed["tokens"]
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; restore the file") from error
+    if size != listed["bytes"] or size != offset + ID_BYTES[dtype] * tokens:
+        raise DataError(
+            f"{path}: {size} bytes, {MANIFEST} says {listed['bytes']} with {tokens} tokens; truncated copy?"
+        )
+    index = None
+    if where := listed.get("index"):
+        index = DocumentIndex(folder / where["name"], where["layout"], where["sha256"])
+    return Shard(path, tokens, offset, dtype=dtype, index=index)
+
+
+def document_ends(shard: Shard) -> np.ndarray:
+    """Return where a shard's documents end by its index, (documents,) int64, in tokens from its beginning.
+
+    Raises: DataError if the index is gone or no longer what it was.
+    """
+    from gpt2lab.data import formats
+
+    assert shard.index is not None
+    path = shard.index.path
+    try:
+        if sha256_of(path) != shard.index.sha256:
+            raise DataError(
+                f"{path}: damaged (its sha256 is not the one in {MANIFEST}); restore the file"
+            )
+        return formats.document_ends(shard.index.layout, path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; restore the file") from error
+
+
+def open_shard(path: Path) -> Shard:
+    """Read a shard's header and check it against the file's size; a .bin is nanoGPT's, uint16 without header.
+
+    Raises: DataError if it is missing, truncated, not one-dimensional or not uint16 or uint32.
     """
     from numpy.lib import format as npy  # numpy only where shards are really opened
+
+    from gpt2lab.data import formats
 
     try:
         size = path.stat().st_size
         if path.suffix == RAW_SUFFIX:
-            if size % 2:
-                raise DataError(f"{path}: {size} bytes; raw uint16 tokens are an even number")
-            return Shard(path, size // 2, 0)
+            raw = formats.read_raw(path, None, 0)
+            return Shard(path, raw.tokens, raw.offset)
         with open(path, "rb") as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -180,35 +370,46 @@ def open_shard(path: Path) -> Shard:
         ) from error
     except (ValueError, TypeError, SyntaxError, EOFError, TokenError) as error:  # numpy's parsing
         raise DataError(f"{path}: not a .npy file ({error})") from error
-    if dtype.str != "<u2" or len(shape) != 1:
+    if dtype.str not in ID_BYTES or len(shape) != 1:
         raise DataError(
-            f"{path}: {len(shape)}-dimensional {dtype} array; a shard is one-dimensional uint16"
+            f"{path}: {len(shape)}-dimensional {dtype} array; a shard is one-dimensional uint16 or uint32"
         )
-    if size != offset + 2 * shape[0]:
+    promised = offset + ID_BYTES[dtype.str] * shape[0]
+    if size != promised:
         raise DataError(
-            f"{path}: {size} bytes, but its header promises {offset + 2 * shape[0]}; truncated copy?"
+            f"{path}: {size} bytes, but its header promises {promised}; truncated copy?"
         )
-    return Shard(path, shape[0], offset)
+    return Shard(path, shape[0], offset, dtype=dtype.str)
 
 
-def measure_shard(path: Path, *, offset: int) -> dict[str, Any]:
+def measure_shard(
+    path: Path,
+    *,
+    offset: int,
+    dtype: str = "<u2",
+    end_of_text: int | None = END_OF_TEXT,
+    is_gpt2: bool = True,
+    watch: Callable[[np.ndarray], None] = lambda ids: None,
+) -> dict[str, Any]:
     """Read every byte of a shard: bytes, sha256, max_id, documents, and text_bytes (None if an id is not GPT-2's).
 
-    `offset`: bytes before the first token.
+    `offset`: bytes before the first token. `documents` counts the id `end_of_text`. `watch` is given all ids in order.
     """
     import numpy as np
 
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
-    lengths = token_bytes()
+    lengths = token_bytes() if is_gpt2 else np.empty(0, np.int64)
     with open(path, "rb") as file:
         digest.update(file.read(offset))
         while block := file.read(_BLOCK):
             digest.update(block)
-            ids = np.frombuffer(block, "<u2")
+            ids = np.frombuffer(block, dtype)
             largest = max(largest, int(ids.max()))
-            documents += int(np.count_nonzero(ids == END_OF_TEXT))
+            if end_of_text is not None:
+                documents += int(np.count_nonzero(ids == end_of_text))
             if largest < len(lengths):
                 text_bytes += int(lengths[ids].sum())
+            watch(ids)
         size = file.tell()
     return {
         "bytes": size,
@@ -220,9 +421,14 @@ def measure_shard(path: Path, *, offset: int) -> dict[str, Any]:
 
 
 def find_strays(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of shards that are in a folder but not in its manifest."""
-    present = {name for split in SPLITS for name in names_on_disk(folder, split)}
-    return sorted(present - {file["name"] for file in manifest["files"]})
+    """Return the names of shards that are beside those of a manifest, but not in it."""
+    place = shards_folder(folder, manifest)
+    present = {name for split in SPLITS for name in names_on_disk(place, split)}
+    listed = {file["name"] for file in manifest["files"]}
+    if "not_taken" in manifest:  # of another program, whose files have other names
+        suffixes = {Path(name).suffix for name in listed}
+        present |= {path.name for path in place.iterdir() if path.suffix in suffixes}
+    return sorted(present - listed - set(manifest.get("not_taken", ())))
 
 
 def names_on_disk(folder: Path, split: str) -> list[str]:
@@ -246,16 +452,25 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
     import numpy as np
 
     shards = [shard for split in SPLITS for shard in splits[split]]
-    total = sum(2 * shard.tokens for shard in shards)
+    total = sum(shard.id_bytes * shard.tokens for shard in shards)
     if total > SCAN_LIMIT_BYTES:
         return (
             f"ids of {total / 1e9:.1f} GB without {MANIFEST} are checked batch by batch while training",
         )
     for shard in shards:
-        tokens = np.memmap(shard.path, "<u2", mode="r", offset=shard.offset, shape=shard.tokens)
+        tokens = np.memmap(
+            shard.path, shard.dtype, mode="r", offset=shard.offset, shape=shard.tokens
+        )
         if shard.tokens and (largest := int(tokens.max())) >= limit:
             raise DataError(f"{shard.path}: {_id_problem(largest, limit)}")
     return ()
+
+
+def _id_limit(vocab_size: int | None, is_gpt2: bool) -> int:
+    """Return the number that ids must be below."""
+    if vocab_size is None:
+        return NUM_TOKENS if is_gpt2 else 2**32
+    return min(vocab_size, NUM_TOKENS)
 
 
 def _id_problem(largest: int, limit: int) -> str:

@@ -16,16 +16,19 @@ from gpt2lab import fmt, paths
 from gpt2lab.data.shards import (
     MANIFEST,
     SPLITS,
+    EndOfText,
     Shard,
     TokenData,
+    document_ends,
     find_strays,
     measure_shard,
     open_data,
-    open_shard,
+    open_listed,
     read_manifest,
+    shards_folder,
 )
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 _BLOCK = 1 << 22  # tokens
 
@@ -40,21 +43,24 @@ def verify(folder: Path) -> list[str]:
             f"{folder}: no {MANIFEST} to compare with; python scripts/data.py import writes one"
         )
     manifest = read_manifest(folder)
-    files = manifest["files"]
+    files, place = manifest["files"], shards_folder(folder, manifest)
     # Hashing releases Python's lock, so threads use all cores.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = zip(files, pool.map(lambda f: _find_damage(folder, f), files), strict=True)
+        results = zip(files, pool.map(lambda f: _find_damage(place, f), files), strict=True)
         bar = tqdm(results, total=len(files), unit="file", leave=False)
-        problems = [f"{folder / file['name']}: {damage}" for file, damage in bar if damage]
+        problems = [f"{place / file['name']}: {damage}" for file, damage in bar if damage]
     strays = find_strays(folder, manifest)
-    return problems + [f"{folder / name}: not listed in {MANIFEST}" for name in strays]
+    return problems + [f"{place / name}: not listed in {MANIFEST}" for name in strays]
 
 
 def _find_damage(folder: Path, listed: dict[str, Any]) -> str | None:
     path = folder / listed["name"]
     try:
-        shard = open_shard(path)
-        found = {"tokens": shard.tokens, **measure_shard(path, offset=shard.offset)}
+        shard = open_listed(folder, listed)
+        facts = measure_shard(path, offset=shard.offset, dtype=shard.dtype, is_gpt2=False)
+        found = {"tokens": shard.tokens, **facts}
+        if shard.index is not None:
+            document_ends(shard)
     except DataError as error:
         return str(error).removeprefix(f"{path}: ")
     except OSError as error:
@@ -104,7 +110,7 @@ def _blocks(shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:
 
 def _open(shard: Shard) -> np.ndarray:
     try:
-        return np.memmap(shard.path, "<u2", mode="r", offset=shard.offset, shape=(shard.tokens,))
+        return np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.tokens,))
     except (OSError, ValueError) as error:
         raise DataError(f"{shard.path}: cannot be read ({error})") from error
 
@@ -143,26 +149,39 @@ def measure(folder: Path) -> dict[str, SplitStats]:
 
     Raises: DataError.
     """
-    data = open_data(folder, vocab_size=2**16)
-    return {split: _measure_split(data.splits[split]) for split in SPLITS}
+    data = open_data(folder, vocab_size=None)
+    return {
+        split: _measure_split(data.splits[split], data.end_of_text, is_gpt2=data.is_gpt2)
+        for split in SPLITS
+    }
 
 
-def _measure_split(shards: tuple[Shard, ...]) -> SplitStats:
+def _measure_split(
+    shards: tuple[Shard, ...], end_of_text: EndOfText, *, is_gpt2: bool
+) -> SplitStats:
     tokens = 0
     facts: list[dict[str, Any]] = []
-    begins: list[np.ndarray] = []
+    bounds: list[np.ndarray] = []  # between documents
     for shard in tqdm(shards, unit="shard", leave=False):
-        ids = _open(shard)
-        begins.append(np.flatnonzero(ids == END_OF_TEXT) + tokens)
-        facts.append(measure_shard(shard.path, offset=shard.offset))
+        if shard.index is not None:
+            bounds.append(document_ends(shard) + tokens)
+        elif end_of_text.id is not None:
+            places = np.flatnonzero(_open(shard) == end_of_text.id) + tokens
+            bounds.append(places + 1 if end_of_text.place == "after" else places)
+        facts.append(
+            measure_shard(shard.path, offset=shard.offset, dtype=shard.dtype, is_gpt2=is_gpt2)
+        )
         tokens += shard.tokens
+    # What precedes the first id before a document is none of them; nor what follows the last id after one.
+    ends = np.array([tokens] if end_of_text.place == "before" else [], np.int64)
+    starts = np.array([] if end_of_text.place == "before" else [0], np.int64)
     text_bytes = [fact["text_bytes"] for fact in facts]
     return SplitStats(
         shards=len(shards),
         tokens=tokens,
         largest_id=max(fact["max_id"] for fact in facts),
         text_bytes=None if None in text_bytes else sum(text_bytes),
-        lengths=np.diff(np.concatenate([*begins, [tokens]])),
+        lengths=np.diff(np.concatenate([starts, *bounds, ends])),
     )
 
 

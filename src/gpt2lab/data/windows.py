@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from gpt2lab.data.shards import Shard
+from gpt2lab.data.shards import Shard, document_ends
 from gpt2lab.errors import DataError
 
 _OPEN_MAPS = 64  # a 100B-token set has a thousand shards; a process may open about as many files
@@ -18,8 +18,12 @@ _BLOCK = 1 << 22
 
 
 def hash_windows(windows: np.ndarray) -> str:
-    """Hash a global batch, (S, T + 1) uint16 in sample order, to 64 hex digits: the `batch_hash` of a step."""
-    return hashlib.sha256(windows.astype("<u2", copy=False).tobytes()).hexdigest()
+    """Hash a global batch, (S, T + 1) in sample order, to 64 hex digits: the `batch_hash` of a step.
+
+    Ids are hashed as little-endian uint32 where the data has such shards, else as uint16.
+    """
+    dtype = "<u4" if windows.dtype == np.uint32 else "<u2"
+    return hashlib.sha256(windows.astype(dtype, copy=False).tobytes()).hexdigest()
 
 
 class WindowReader:
@@ -38,10 +42,14 @@ class WindowReader:
         self._shards = shards
         self._width = context_length + 1
         self._id_limit = id_limit
+        is_wide = any(shard.dtype == "<u4" for shard in shards)
+        self._dtype = np.dtype(np.uint32 if is_wide else np.uint16)
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
 
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) uint16 array.
+        """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) array.
+
+        It is of uint32 if any of the reader's shards is, else of uint16.
 
         Raises: DataError naming the shard if it is gone, changed, damaged, or an id is out of range (on a GPU that
         would end in an assertion that names nothing).
@@ -49,12 +57,13 @@ class WindowReader:
         if self._verifier is not None:
             for shard in np.unique(shards).tolist():
                 self._verifier.touch(shard)
-        windows = np.empty((len(shards), self._width), dtype=np.uint16)
+        windows = np.empty((len(shards), self._width), dtype=self._dtype)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
-            start = self._shards[shard].offset + 2 * offset
+            dtype, start = self._shards[shard].dtype, self._shards[shard].offset
+            start += self._shards[shard].id_bytes * offset
             try:
                 source = self._map(shard)
-                windows[row] = np.frombuffer(source, "<u2", count=self._width, offset=start)
+                windows[row] = np.frombuffer(source, dtype, count=self._width, offset=start)
             except (OSError, ValueError) as error:
                 raise _shard_error(
                     self._shards[shard], f"changed while training ({error})"
@@ -67,18 +76,28 @@ class WindowReader:
             )
         return windows
 
-    def find(self, token: int) -> list[np.ndarray]:
+    def find_document_ends(self, end_of_text: int | None) -> list[np.ndarray]:
         """Return the places of an id in each shard, in tokens from its beginning; reads every token once.
+
+        Where a shard has an index of its documents, the places of their last tokens; without either, none.
 
         Raises: DataError if a shard is gone or shorter than it was.
         """
         places = []
         for shard in self._shards:
+            if shard.index is not None:
+                places.append(document_ends(shard) - 1)
+                continue
+            if end_of_text is None:
+                places.append(np.empty(0, np.int64))
+                continue
             try:
-                ids = np.memmap(shard.path, "<u2", "r", offset=shard.offset, shape=(shard.tokens,))
+                ids = np.memmap(
+                    shard.path, shard.dtype, "r", offset=shard.offset, shape=(shard.tokens,)
+                )
             except (OSError, ValueError) as error:
                 raise _shard_error(shard, f"changed while training ({error})") from error
-            places.append(np.flatnonzero(ids == token))
+            places.append(np.flatnonzero(ids == end_of_text))
         return places
 
     def wait_until_verified(self) -> None:

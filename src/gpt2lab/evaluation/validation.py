@@ -26,7 +26,7 @@ from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import token_losses
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
+from gpt2lab.tokenizers.gpt2 import token_bytes
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Parts:
 
 
 def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) -> Parts:
-    """Return the parts of some windows, given the places of <|endoftext|> in each shard.
+    """Return the parts of some windows, given the places of <|endoftext|>, or of documents' last tokens, in each shard.
 
-    <|endoftext|> stands before a document; as a target it belongs to the document that it ends.
+    Before or after a document, <|endoftext|> as a target belongs to the document that it ends.
     """
     shards, offsets = order.locate(samples)
     T, count = order.context_length, len(samples)
@@ -115,10 +115,11 @@ class Validation:
         val_tokens: int,
         batch_size: int,
         is_gpt2: bool,
+        end_of_text: int | None,
         strategy: Strategy,
         runtime: Runtime,
     ) -> None:
-        """`is_gpt2`: the ids are GPT-2's, so that their text is known."""
+        """`is_gpt2`: the ids are GPT-2's, so that their text is known. `end_of_text`: the id between documents."""
         self._order, self._reader, self._batch_size = order, reader, batch_size
         self._strategy, self._runtime = strategy, runtime
         self._bytes_per_token: np.ndarray | None = None  # of each id's text
@@ -128,7 +129,7 @@ class Validation:
         total = order.windows_per_epoch
         chosen = min(total, max(1, val_tokens // order.context_length))
         self.samples = np.arange(chosen, dtype=np.int64) * total // chosen  # (N,) window numbers
-        ends = reader.find(END_OF_TEXT) if is_gpt2 else []
+        ends = reader.find_document_ends(end_of_text)
         self._parts = divide_windows(order, self.samples, ends)
 
     def measure(

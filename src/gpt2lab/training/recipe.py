@@ -112,6 +112,7 @@ class Pretraining:
                 val_tokens=config.eval.val_tokens,
                 batch_size=config.batch.mini_batch_size,
                 is_gpt2=start.data.is_gpt2 and vocab_size >= NUM_TOKENS,
+                end_of_text=start.data.end_of_text.id,
                 strategy=strategy,
                 runtime=runtime,
             ),
