@@ -5,6 +5,7 @@ Ours are .npy; shards.json may name files of other programs too, with the type a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -295,12 +296,13 @@ def shards_folder(folder: Path, manifest: dict[str, Any]) -> Path:
     Raises: DataError if that is not there.
     """
     place = folder / manifest.get("folder", "")
-    if not place.is_dir():
-        raise DataError(
-            f"{folder / MANIFEST}: its files are in {place}, which is not there; "
-            f'if it has moved, correct "folder"'
-        )
-    return place
+    with contextlib.suppress(OSError):  # of a name too long, for example
+        if place.is_dir():
+            return place
+    raise DataError(
+        f"{folder / MANIFEST}: its files are in {place}, which is not there; "
+        f'if it has moved, correct "folder"'
+    )
 
 
 def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:

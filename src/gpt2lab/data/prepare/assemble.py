@@ -151,13 +151,17 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
     for folder in parts:
         manifest = read_manifest(folder)
         request = manifest.get("request", {})
-        number, count = request.get("part", [1, 1])
+        part = request.get("part", [1, 1]) if isinstance(request, dict) else None
+        if not isinstance(part, list) or len(part) != 2:
+            raise DataError(f"{folder / MANIFEST}: 'part' is not [i, n]; prepare it again")
+        number, count = part
         if count == 1 or count == "merged":
             raise DataError(f"{folder}: a full data set, not a part; prepare parts with --part i/n")
         if "groups" not in manifest:
             raise DataError(
                 f"{folder}: a part of an earlier version, divided in another way; prepare it again"
             )
+        check_prepared(folder, manifest)
         same = (manifest["origin"], {**request, "part": [None, count]})
         if common is not None and same != common:
             raise DataError(f"{folder}: of another source or with other options than {parts[0]}")
@@ -168,6 +172,51 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
     if missing:
         raise DataError(f"part {', '.join(missing)} is missing; give all {count}")
     return [found[number] for number in sorted(found)]
+
+
+def check_prepared(folder: Path, manifest: dict[str, Any]) -> None:
+    """Check what preparation alone reads of a manifest that it wrote; its hash may have been made anew by hand.
+
+    Raises: DataError.
+    """
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    def counts(value: Any, *keys: str) -> bool:
+        return isinstance(value, dict) and all(is_count(value.get(key)) for key in keys)
+
+    def is_share(value: Any) -> bool:
+        if not isinstance(value, list) or len(value) != 4:
+            return False
+        name, number, count, digest = value
+        return (
+            isinstance(name, str)
+            and is_count(number)
+            and is_count(count)
+            and (digest is None or isinstance(digest, str))
+        )
+
+    groups, request = manifest.get("groups"), manifest.get("request")
+    checks = {
+        "dataset": isinstance(manifest.get("dataset"), str),
+        "origin": isinstance(manifest.get("origin"), str),
+        "request": isinstance(request, dict)
+        and counts(request, "shard_tokens")
+        and all(map(is_count, request.get("part", [1, 1]))),
+        "left_out": counts(manifest.get("left_out"), "bad", "empty"),
+        "split": counts(manifest.get("split"), "held_back_tokens"),
+        "groups": isinstance(groups, list)
+        and all(counts(group, "number", "val_tokens") for group in groups)
+        and all(isinstance(group.get("shares"), list) for group in groups)
+        and all(is_share(share) for group in groups for share in group["shares"]),
+        "files": all(is_count(file.get("documents")) for file in manifest["files"]),
+    }
+    for key, is_fine in checks.items():
+        if not is_fine:
+            raise DataError(
+                f"{folder / MANIFEST}: {key!r} is missing or not as prepare_data.py writes it; prepare it again"
+            )
 
 
 def _link(

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.data.prepare.assemble import assemble
+from gpt2lab.data.prepare.assemble import assemble, check_prepared
 from gpt2lab.data.prepare.encode import Tokenisers
 from gpt2lab.data.prepare.groups import GROUP_BYTES, File, Group, Share, deal, of_part
 from gpt2lab.data.prepare.readers import Document, read
@@ -329,6 +329,8 @@ def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
         return False
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
+        if manifest.get("request") == request:
+            check_prepared(folder, manifest)
         if manifest.get("request") == request and _is_unchanged(source, folder, manifest):
             shutil.rmtree(_partial(folder), ignore_errors=True)  # of a start killed at its very end
             return True
