@@ -142,6 +142,8 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
         names = {split: [f["name"] for f in files if f["split"] == split] for split in SPLITS}
     for split in SPLITS:
         if not names[split]:
+            if any(path.suffix in (".bin", ".ds") for path in folder.iterdir()):
+                prepare = "token files of another program? python scripts/data.py import reads them in place"
             raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
     if manifest is None:
         splits = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 import launch
 from corpora import snapshot
+from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.data.formats import Layout, Place
 from gpt2lab.data.order import Order
 from gpt2lab.data.prepare.existing import Wanted, adopt
@@ -483,6 +486,33 @@ def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path: Path, cas
     assert snapshot(folder) == before
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_damage_to_headers_raises_anything_but_one_line(tmp_path: Path, name: str) -> None:
+    place: Place = "after" if name == "datatrove ids alone" else "before"
+    made = {"train": [documents(8, 1, place=place)], "val": [documents(6, 2, place=place)]}
+    wanted = FORMATS[name][0](tmp_path, made)
+    whole = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    rejected = 0
+    for number in range(40):
+        draw = random.Random(number)
+        path = draw.choice(list(whole))
+        raw = bytearray(whole[path])
+        at = draw.randrange(min(len(raw), 100))
+        damage = draw.choice([b"\xff" * 8, b"\0" * 8, draw.randbytes(1), draw.randbytes(4)])
+        raw[at : at + len(damage)] = damage
+        path.write_bytes(raw[: draw.choice([len(raw), len(raw), at])])
+        try:
+            adopt(tmp_path, wanted)
+            open_data(tmp_path, vocab_size=None)
+            measure(tmp_path)
+        except GPT2LabError as error:
+            assert "\n" not in str(error)
+            rejected += 1
+        (tmp_path / "shards.json").unlink(missing_ok=True)
+        path.write_bytes(whole[path])
+    assert rejected > 5
+
+
 WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Megatron says no tokenizer": (
         "Megatron",
@@ -573,6 +603,40 @@ def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path: Path) -> No
     with pytest.raises(DataError, match="32-bit ids"):  # of a manifest that does not say it
         rehash(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
         rehash(tmp_path, lambda manifest: [f.pop("offset") for f in manifest["files"]])
+        open_data(tmp_path, vocab_size=50304)
+
+
+def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Path) -> None:
+    """Runs over such folders find their data again by the fingerprint."""
+    folder = tmp_path / "edu"
+    folder.mkdir()
+    splits = made_splits()
+    _npy(folder, splits)
+    manifest = adopt(folder)
+    assert manifest.keys() == {
+        *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
+    }
+    for file in manifest["files"]:
+        content = (folder / file["name"]).read_bytes()
+        ids = flat(splits[file["split"]][int(file["name"][-10:-4])])
+        assert {key: file[key] for key in file if key != "text_bytes"} == {
+            "name": file["name"],
+            "split": file["split"],
+            "tokens": len(ids),
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "max_id": max(ids),
+            "documents": ids.count(END_OF_TEXT),
+        }
+    del manifest["fingerprint"]
+    body = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    recorded = json.loads((folder / "shards.json").read_text())["fingerprint"]
+    assert recorded == hashlib.sha256(body.encode()).hexdigest()
+
+
+def test_a_folder_that_was_not_imported_says_how(tmp_path: Path) -> None:
+    _llmc(tmp_path, made_splits())
+    with pytest.raises(DataError, match=r"no train shards .*data\.py import"):
         open_data(tmp_path, vocab_size=50304)
 
 
@@ -682,6 +746,8 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: st
         )
         assert len(npy) == 20
         assert npy == foreign
+    shown = tokens_of_step(runs["foreign"].path, 3)
+    assert shown.hash == runs["npy"].events("step")[2]["batch_hash"]
     # A resume needs the same files, byte for byte.
     path = folders["foreign"] / "x_train_000001.bin"
     flipped = bytearray(path.read_bytes())
