@@ -42,6 +42,7 @@ class WindowReader:
         self._shards = shards
         self._width = context_length + 1
         self._id_limit = id_limit
+        self._layout = [(shard.offset, shard.id_bytes, shard.dtype) for shard in shards]
         is_wide = any(shard.dtype == "<u4" for shard in shards)
         self._dtype = np.dtype(np.uint32 if is_wide else np.uint16)
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
@@ -59,8 +60,8 @@ class WindowReader:
                 self._verifier.touch(shard)
         windows = np.empty((len(shards), self._width), dtype=self._dtype)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
-            dtype, start = self._shards[shard].dtype, self._shards[shard].offset
-            start += self._shards[shard].id_bytes * offset
+            begin, id_bytes, dtype = self._layout[shard]
+            start = begin + id_bytes * offset
             try:
                 source = self._map(shard)
                 windows[row] = np.frombuffer(source, dtype, count=self._width, offset=start)

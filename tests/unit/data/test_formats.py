@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import launch
@@ -25,7 +26,7 @@ from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.validation import divide_windows
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 from tiny import CONTEXT, make_tokens
 from whole_run import Run
 
@@ -716,6 +717,18 @@ def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -
     reader = WindowReader(data.splits["val"], context_length=CONTEXT, id_limit=50257)
     with pytest.raises(DataError, match=r"0_shuffled\.ds\.index: damaged"):
         reader.find_document_ends(None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io")
+@pytest.mark.parametrize("name", ["llm.c", "datatrove", "nanoGPT"])
+def test_every_byte_is_read_once(tmp_path: Path, name: str) -> None:
+    FORMATS[name][0](tmp_path, {"train": [documents(9_000, 1)] * 2, "val": [documents(4_000, 2)]})
+    wanted = Wanted(val_files=("0_*.ds",)) if name == "datatrove" else Wanted()
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    token_bytes()  # not part of it
+    before = psutil.Process().io_counters().read_chars
+    adopt(tmp_path, wanted)
+    assert size <= psutil.Process().io_counters().read_chars - before < 1.15 * size + 500_000
 
 
 # -- training --------------------------------------------------------------------------------------------------------
