@@ -431,7 +431,8 @@ def find_strays(folder: Path, manifest: dict[str, Any]) -> list[str]:
     listed = {file["name"] for file in manifest["files"]}
     if "not_taken" in manifest:  # of another program, whose files have other names
         suffixes = {Path(name).suffix for name in listed}
-        present |= {path.name for path in place.iterdir() if path.suffix in suffixes}
+        found = {path.name for path in place.iterdir() if path.suffix in suffixes}
+        present |= {name for name in found if not name.startswith(".")}
     return sorted(present - listed - set(manifest.get("not_taken", ())))
 
 

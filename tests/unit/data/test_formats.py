@@ -700,6 +700,12 @@ def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
     flipped[-30] ^= 1
     path.write_bytes(flipped)
     assert [line.split(": ")[0] for line in verify(tmp_path)] == [str(path)]
+    shards = open_data(tmp_path, vocab_size=50304).splits["val"]
+    reader = WindowReader(shards, context_length=CONTEXT, id_limit=50257, verify=True)
+    reader.read(np.array([0]), np.array([0]))
+    with pytest.raises(DataError, match=f"{path.name}: damaged"):
+        reader.wait_until_verified()
+    reader.close()
     path.write_bytes(whole[:-2])
     with pytest.raises(DataError, match=f"{path.name}: .*truncated"):
         open_data(tmp_path, vocab_size=50304)
