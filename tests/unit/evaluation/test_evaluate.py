@@ -171,8 +171,9 @@ def test_another_tokenizer_is_rejected(folder: Path) -> None:
             "name": path.name,
             "split": path.name.split("_")[1],
             "tokens": 500,
+            "bytes": path.stat().st_size,
             "max_id": 255,
-            "sha256": "0",
+            "sha256": "0" * 64,
         }
         for path in sorted(other.glob("*.npy"))
     ]
