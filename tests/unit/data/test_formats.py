@@ -1,4 +1,4 @@
-"""Token files of other programs, written here from their specifications: read in place, or rejected by name."""
+"""Token files of other programs, written from their specifications: read in place, or rejected by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import launch
 from corpora import snapshot
 from gpt2lab.commands.data_show import tokens_of_step
-from gpt2lab.data.formats import Layout, Place
+from gpt2lab.data.formats import Place
 from gpt2lab.data.order import Order
 from gpt2lab.data.prepare.existing import Wanted, adopt
 from gpt2lab.data.shards import open_data
@@ -28,204 +28,23 @@ from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.validation import divide_windows
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 from tiny import CONTEXT, make_tokens
+from token_files import (
+    FORMATS,
+    GPT2,
+    UNKNOWN,
+    datatrove_files,
+    documents,
+    flat,
+    joined,
+    llmc_shards,
+    made_splits,
+    npy_shards,
+    write_datatrove,
+    write_llmc,
+    write_megatron,
+    write_raw,
+)
 from whole_run import Run
-
-Documents = list[list[int]]
-
-
-def documents(count: int, seed: int, *, largest: int = 5_000, place: Place = "before") -> Documents:
-    """Return documents of awkward lengths, with the end-of-text id where `place` says."""
-    draw = np.random.RandomState(seed)
-    made = [draw.randint(0, largest, 5 + 7 * i % 40).tolist() for i in range(count)]
-    before, after = [END_OF_TEXT] * (place == "before"), [END_OF_TEXT] * (place == "after")
-    return [[*before, *document, *after] for document in made]
-
-
-def joined(parts: list[Documents]) -> Documents:
-    return [document for part in parts for document in part]
-
-
-def flat(made: Documents) -> list[int]:
-    return [id for document in made for id in document]
-
-
-# -- the formats, from their specifications --------------------------------------------------------------------------
-
-
-def write_llmc(path: Path, made: Documents, *, magic: int = 20240520, version: int = 1) -> None:
-    """Write as llm.c's dev/data/data_common.py: 256 int32 of header, then the ids."""
-    ids = flat(made)
-    header = [magic, version, len(ids)] + [0] * 253
-    kind = "I" if magic == 20240801 else "H"
-    path.write_bytes(struct.pack("<256i", *header) + struct.pack(f"<{len(ids)}{kind}", *ids))
-
-
-def write_datatrove(
-    path: Path, made: Documents, *, width: int = 2, name: str | None = "gpt2", index: bool = True
-) -> None:
-    """Write as datatrove's TokenizedFile: ids alone; ends as uint64 in .index; three lines in .metadata."""
-    ids = flat(made)
-    path.write_bytes(struct.pack(f"<{len(ids)}{'H' if width == 2 else 'I'}", *ids))
-    ends = np.cumsum([len(document) for document in made]).tolist()
-    if index:
-        Path(f"{path}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-    if name is not None:
-        Path(f"{path}.metadata").write_text(f"{name}|{width}\n{len(ids)}\n{len(ids) / 1000:.1f} kT")
-
-
-def write_megatron(
-    path: Path, made: Documents, *, code: int = 8, per_sequence: int = 1, modes: bool = False
-) -> None:
-    """Write as Megatron's IndexedDatasetBuilder: .bin of ids, .idx of sequences and of documents' bounds."""
-    kind, width = {3: ("h", 2), 4: ("i", 4), 5: ("q", 8), 8: ("H", 2)}[code]
-    ids = flat(made)
-    path.write_bytes(struct.pack(f"<{len(ids)}{kind}", *ids))
-    lengths, bounds = [], [0]
-    for document in made:
-        cut = [len(part) for part in np.array_split(document, per_sequence)]
-        lengths += cut
-        bounds.append(len(lengths))
-    pointers = (np.cumsum([0, *lengths[:-1]]) * width).tolist()
-    path.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QBQQ", 1, code, len(lengths), len(bounds))
-        + struct.pack(f"<{len(lengths)}i", *lengths)
-        + struct.pack(f"<{len(pointers)}q", *pointers)
-        + struct.pack(f"<{len(bounds)}q", *bounds)
-        + (struct.pack(f"<{len(lengths)}b", *[0] * len(lengths)) if modes else b"")
-    )
-
-
-def write_raw(path: Path, made: Documents, *, kind: str = "H", head: bytes = b"") -> None:
-    """Write as nanoGPT's prepare.py: ids, and nothing else."""
-    ids = flat(made)
-    path.write_bytes(head + struct.pack(f"<{len(ids)}{kind}", *ids))
-
-
-GPT2 = Wanted(tokenizer="gpt2")
-UNKNOWN = Wanted(tokenizer="unknown")
-
-
-def _llmc(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        for number, made in enumerate(parts, 1):
-            write_llmc(folder / f"fineweb_{split}_{number:06d}.bin", made)
-    return Wanted()
-
-
-def _llmc_two_files(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        write_llmc(folder / f"TinyStories_{split}.bin", joined(parts))
-    return Wanted()
-
-
-def _llmc_wide(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        for number, made in enumerate(parts):
-            path = folder / f"edu_fineweb_{split}_{number:06d}.bin"
-            write_llmc(path, made, magic=20240801, version=7)
-    return UNKNOWN
-
-
-def _in_numbered_files(
-    folder: Path,
-    splits: dict[str, list[Documents]],
-    suffix: str,
-    write: Callable[[Path, Documents], None],
-) -> None:
-    """Write the validation files first, then more than nine for training: 2 goes before 10."""
-    for number, made in enumerate([*splits["val"], *splits["train"]]):
-        write(folder / f"{number}_shuffled{suffix}", made)
-
-
-def _datatrove(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    _in_numbered_files(folder, splits, ".ds", write_datatrove)
-    return Wanted(val_files=("0_*.ds",))
-
-
-def _datatrove_index_only(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    _in_numbered_files(folder, splits, ".ds", lambda p, m: write_datatrove(p, m, name=None))
-    return Wanted(tokenizer="gpt2", val_files=("0_*.ds",))
-
-
-def _datatrove_wide(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    _in_numbered_files(
-        folder, splits, ".ds", lambda p, m: write_datatrove(p, m, width=4, name="meta/Llama-3")
-    )
-    return Wanted(tokenizer="unknown", val_files=("0_*.ds",))
-
-
-def _datatrove_bare(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    _in_numbered_files(
-        folder, splits, ".ds", lambda p, m: write_datatrove(p, m, name=None, index=False)
-    )
-    return Wanted(tokenizer="gpt2", dtype="uint16", end_of_text="after", val_files=("0_*.ds",))
-
-
-def _megatron(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        write_megatron(folder / f"{split}_text_document.bin", joined(parts))
-    return GPT2
-
-
-def _megatron_int32(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        write_megatron(folder / f"{split}_text.bin", joined(parts), code=4, per_sequence=3)
-    return GPT2
-
-
-def _raw(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        write_raw(folder / f"{split}.bin", joined(parts))
-    return Wanted()
-
-
-def _raw_wide_behind_a_header(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        write_raw(folder / f"{split}.tokens", joined(parts), kind="I", head=b"made up header 6")
-    return Wanted(
-        layout="raw",
-        offset=16,
-        dtype="uint32",
-        train_files=("train.tokens",),
-        val_files=("val.*",),
-    )
-
-
-def _npy(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        for number, made in enumerate(parts):
-            np.save(folder / f"edufineweb_{split}_{number:06d}.npy", np.array(flat(made), "<u2"))
-    return Wanted()
-
-
-def _npy_wide(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
-    for split, parts in splits.items():
-        np.save(folder / f"{split}.npy", np.array(flat(joined(parts)), "<u4"))
-    return Wanted()
-
-
-Writer = Callable[[Path, dict[str, list[Documents]]], Wanted]
-FORMATS: dict[str, tuple[Writer, Layout, str]] = {
-    "llm.c": (_llmc, "llm.c", "<u2"),
-    "llm.c in two files": (_llmc_two_files, "llm.c", "<u2"),
-    "llm.c of Llama 3": (_llmc_wide, "llm.c", "<u4"),
-    "datatrove": (_datatrove, "datatrove", "<u2"),
-    "datatrove without metadata": (_datatrove_index_only, "datatrove", "<u2"),
-    "datatrove uint32": (_datatrove_wide, "datatrove", "<u4"),
-    "datatrove ids alone": (_datatrove_bare, "datatrove", "<u2"),
-    "Megatron": (_megatron, "megatron", "<u2"),
-    "Megatron int32, sequences within documents": (_megatron_int32, "megatron", "<u4"),
-    "nanoGPT": (_raw, "raw", "<u2"),
-    "raw uint32": (_raw_wide_behind_a_header, "raw", "<u4"),
-    "edufineweb npy": (_npy, "npy", "<u2"),
-    "npy uint32": (_npy_wide, "npy", "<u4"),
-}
-
-
-def made_splits(place: Place = "before") -> dict[str, list[Documents]]:
-    train = [documents(30, seed, place=place) for seed in range(11)]
-    return {"train": train, "val": [documents(25, 99, place=place)]}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -612,7 +431,7 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Pat
     folder = tmp_path / "edu"
     folder.mkdir()
     splits = made_splits()
-    _npy(folder, splits)
+    npy_shards(folder, splits)
     manifest = adopt(folder)
     assert manifest.keys() == {
         *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
@@ -636,7 +455,7 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Pat
 
 
 def test_a_folder_that_was_not_imported_says_how(tmp_path: Path) -> None:
-    _llmc(tmp_path, made_splits())
+    llmc_shards(tmp_path, made_splits())
     with pytest.raises(DataError, match=r"no train shards .*data\.py import"):
         open_data(tmp_path, vocab_size=50304)
 
@@ -657,7 +476,7 @@ def rehash(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Path) -> None:
     source, out = tmp_path / "mounted", tmp_path / "deep" / "mine"
     source.mkdir()
-    _llmc(source, made_splits())
+    llmc_shards(source, made_splits())
     before = snapshot(source)
     manifest = adopt(source, out=out)
     assert snapshot(source) == before
@@ -680,7 +499,7 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Pat
 
 
 def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -> None:
-    _llmc(tmp_path, made_splits())
+    llmc_shards(tmp_path, made_splits())
     adopt(tmp_path, Wanted(train_files=("*_train_00000?.bin",)))
     open_data(tmp_path, vocab_size=50304)  # what was left out on purpose does not matter
     write_llmc(tmp_path / "fineweb_train_000099.bin", documents(9, 1))
@@ -712,7 +531,7 @@ def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -> None:
-    adopt(tmp_path, _datatrove(tmp_path, made_splits("none")))
+    adopt(tmp_path, datatrove_files(tmp_path, made_splits("none")))
     index = tmp_path / "0_shuffled.ds.index"
     patch(index.name, 0, b"\1")(tmp_path)
     assert verify(tmp_path) == [
@@ -795,7 +614,7 @@ def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path: Path) -> None:
 def test_the_command_says_how_it_took_the_files(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     folder.mkdir()
-    _datatrove(folder, made_splits("after"))
+    datatrove_files(folder, made_splits("after"))
     code, said, error = launch.call("data.py", "import", folder, "--val_files", "0_*.ds")
     assert (code, error.count("error")) == (0, 0)
     for words in ("12 files", "11 train, 1 val", "datatrove", "gpt2", "50256 after each document"):
