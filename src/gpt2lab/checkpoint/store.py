@@ -90,6 +90,7 @@ def save(
                 "step": state.step,
                 "kind": kind,
                 "tokens": state.tokens,
+                "samples": state.samples,
                 "val_loss": state.val_loss,
                 "best_val_loss": state.best_val_loss,
                 "created": time.time(),

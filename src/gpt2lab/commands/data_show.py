@@ -9,7 +9,7 @@ import numpy as np
 
 from gpt2lab import paths
 from gpt2lab.commands.train import recipe_named
-from gpt2lab.data.order import Order
+from gpt2lab.data.mixture import Mixture, training_order
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.finetuning.rows import InstructionData
@@ -51,20 +51,24 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
     recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
     data = recipe.open_data(config)
     shards = data.splits["train"]
-    order = Order(
-        [shard.tokens for shard in shards],
+    order = training_order(
+        data,
         context_length=context_length,
         shuffle=config.data.shuffle,
         seed=config.data.seed,
         version=begun[-1].get("order_version", 1),
     )
     first = event["first_sample"]
-    chosen, offsets = order.locate(np.arange(first, first + samples))
+    numbers = np.arange(first, first + samples)
+    chosen, offsets = order.locate(numbers)
     names = [shards[shard].path.name for shard in chosen.tolist()]
+    if isinstance(order, Mixture):
+        sources = order.divide(numbers)[0].tolist()
+        names = [f"{order.names[s]}, {name}" for s, name in zip(sources, names, strict=True)]
     if isinstance(data, InstructionData):
-        numbers = offsets // context_length
-        windows = data.rows["train"].ids[numbers]
-        places = [f"row {number}" for number in numbers.tolist()]
+        rows = offsets // context_length
+        windows = data.rows["train"].ids[rows]
+        places = [f"row {number}" for number in rows.tolist()]
     else:
         reader = WindowReader(
             shards, context_length=context_length, id_limit=min(config.model.vocab_size, NUM_TOKENS)

@@ -32,9 +32,10 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
             "max_steps": plan.max_steps,
             "tokens": plan.tokens,
             "epochs": plan.epochs,
+            "epochs_by_source": start.epochs_by_source(),
             "checkpoint_bytes": plan.checkpoint_bytes,
             "disk_bytes": plan.disk_bytes,
-            "unused_targets": start.orders["train"].unused_targets,
+            "unused_targets": start.order.unused_targets,
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
             "changes": start.changes,
@@ -45,6 +46,8 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         return 0
     print(f"{'run':<14} {paths.for_people(start.run_dir)}")
     print(f"{'data':<14} {start.describe_data()}")
+    for line in start.describe_sources():
+        print(f"{'source':<14} {line}")
     print(describe(plan, start.config))
     if start.initial:
         print(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")

@@ -125,10 +125,12 @@ def _warnings(found: Estimate) -> list[str]:
             warnings.append(
                 f"{name} {freq:,} is longer than the run of {steps:,} steps: it happens only at the end"
             )
-    if job.epochs is not None and job.epochs > 4:
-        warnings.append(
-            f"{job.epochs:.1f} passes over the data: beyond about 4, repeated tokens teach little (arXiv:2305.16264)"
-        )
+    passes = job.epochs_by_source or {"the data": job.epochs or 0.0}
+    warnings += [
+        f"{epochs:.1f} passes over {name}: beyond about 4, repeated tokens teach little (arXiv:2305.16264)"
+        for name, epochs in passes.items()
+        if epochs > 4
+    ]
     evals, total = found.breakdown["eval"].value, found.seconds.value
     if found.event_share > _EVENT_SHARE and evals > _WANTED_SHARE * total:
         wanted = (eval_freq or steps) * evals / (_WANTED_SHARE * (total - evals))

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.hellaswag import HellaSwag
     from gpt2lab.evaluation.results import Results
-    from gpt2lab.evaluation.validation import MeasuresLoss, Validation
+    from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
 
 _LOSS = (
     *("val_loss", "val_loss_se", "val_tokens", "val_se_unit", "val_effective_n"),
     "bits_per_byte",
 )
+_BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.config.settings import override
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.evaluation.by_source import loss_by_source
     from gpt2lab.evaluation.hellaswag import summarize
     from gpt2lab.evaluation.results import write_results
     from gpt2lab.finetuning.evaluation import AnswerLoss, require_rouge, rouge_l
@@ -105,7 +107,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     target = runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
     saved = target.checkpoint.manifest["config"] if target.checkpoint else {}
     settings = override(Config(), saved)  # the run's own, or the defaults
-    val = wanted.val
+    val, uses_own = wanted.val, False
     conversations = None
     is_tuned = settings.tuning.instructions is not None
     if is_tuned and val is None and (wanted.eval_generate or not wanted.hellaswag):
@@ -119,7 +121,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     if val is None and conversations is None and not wanted.hellaswag:
         if target.checkpoint is None:
             raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag, or both")
-        val = settings.data.data_dir
+        uses_own = True
     system = _system(wanted, settings, runtime)
     model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
     strategy = Strategy(runtime, system)
@@ -127,7 +129,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     numbers: dict[str, Any] = {
         "target": str(target.folder),
         "step": step,
-        **dict.fromkeys((*_LOSS, "hellaswag", "generate")),
+        **dict.fromkeys((*_LOSS, *_BY_SOURCE, "hellaswag", "generate")),
         "dtype": system.dtype,
         "device": runtime.device.type,
     }
@@ -141,7 +143,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
             strategy=strategy,
             runtime=runtime,
         )
-    elif val is not None:
+    elif val is not None or uses_own:
         validation = runtime.on_all_ranks(
             lambda: _validation(val, wanted, target, settings, model.config, strategy, runtime)
         )
@@ -152,7 +154,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
             raise NonFiniteError(
                 f"{target.folder}: validation loss {loss.val_loss}: broken weights"
             )
-        numbers |= {name: getattr(loss, name) for name in _LOSS}
+        numbers |= {name: getattr(loss, name) for name in _LOSS} | loss_by_source(loss)
         found.append(loss.results)
     if wanted.eval_generate and conversations is not None:
         numbers["generate"] = rouge_l(model, conversations, strategy=strategy, runtime=runtime)
@@ -206,44 +208,35 @@ def _system(wanted: Evaluate, settings: Config, runtime: Runtime) -> SystemConfi
 
 
 def _validation(
-    folder: Path,
+    folder: Path | None,
     wanted: Evaluate,
     target: Target,
     settings: Config,
     model: ModelConfig,
     strategy: Strategy,
     runtime: Runtime,
-) -> Validation:
-    from gpt2lab.data.order import Order
+) -> MeasuresLoss:
+    """Return the loss on a folder, or on the run's own data where none is given."""
+    from gpt2lab.config.mixture import read_sources
+    from gpt2lab.data.mixture import open_sources, validation_orders
     from gpt2lab.data.shards import open_data
-    from gpt2lab.data.windows import WindowReader
-    from gpt2lab.evaluation.validation import Validation
-    from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+    from gpt2lab.evaluation.by_source import open_validation
 
-    data = open_data(folder, vocab_size=model.vocab_size)
+    if folder is None:
+        data = open_sources(read_sources(settings.data), vocab_size=model.vocab_size)
+    else:
+        data = open_data(folder, vocab_size=model.vocab_size)
     trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
     if not data.is_gpt2 and data.fingerprint != trained_on:
         raise DataError(
-            f"{folder}: not known to be tokenised with GPT-2's vocabulary, so its ids would mean other text"
+            f"{data.folder}: not known to be tokenised with GPT-2's vocabulary, so its ids would mean other text"
         )
-    order = Order(
-        [shard.tokens for shard in data.splits["val"]],
-        context_length=model.context_length,
-        shuffle="none",
-        seed=0,
-    )
-    return Validation(
-        order,
-        WindowReader(
-            data.splits["val"],
-            context_length=model.context_length,
-            id_limit=min(model.vocab_size, NUM_TOKENS),
-            verify=runtime.local_rank == 0,
-        ),
+    return open_validation(
+        data,
+        validation_orders(data, context_length=model.context_length),
+        model,
         val_tokens=wanted.val_tokens or settings.eval.val_tokens,
         batch_size=wanted.batch_size,
-        is_gpt2=data.is_gpt2 and model.vocab_size >= NUM_TOKENS,
-        end_of_text=data.end_of_text.id,
         strategy=strategy,
         runtime=runtime,
     )
@@ -286,6 +279,9 @@ def describe(numbers: dict[str, Any]) -> str:
             f"{'' if bits is None else f', {bits:.4f} bits/byte'} on {numbers['val_tokens']:,} tokens "
             f"({numbers['val_effective_n']:,.0f} effective {numbers['val_se_unit']}s)"
         )
+    for name, loss in (numbers["val_loss_by_source"] or {}).items():
+        error = fmt.number(numbers["val_loss_se_by_source"][name])
+        lines.append(f"    {name:<15}{loss:.4f} +- {error}")
     if numbers["generate"] is not None:
         answers = numbers["generate"]
         lines.append(

@@ -18,7 +18,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from gpt2lab import fmt, paths
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
-from gpt2lab.config.settings import LEAVES, is_path, override, to_flat
+from gpt2lab.config.settings import LEAVES, is_list, is_path, override, resolved, to_flat
 from gpt2lab.errors import ConfigError
 
 # Flags of the predecessor: people and scripts will type them for years.
@@ -152,6 +152,7 @@ a tenth of max_lr (half of it with adapters), weight_decay 0, shuffle windows, e
 checkpoint_freq 50, keep_checkpoints 3, epoch_checkpoints off.""",
 }
 _TUNING = frozenset(TuningConfig.__dataclass_fields__)
+_OF_SHARDS = ("data_dir", "data_weights_at", "max_source_epochs")
 _PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
 
 
@@ -182,7 +183,9 @@ class Command:
             typed |= {name: None for name in LENGTHS if name not in typed}
         config = override(base, typed)
         files = {name: value for name, value in to_flat(config).items() if value and is_path(name)}
-        return override(config, {name: paths.from_repository(Path(p)) for name, p in files.items()})
+        return override(
+            config, {n: resolved(n, value, paths.from_repository) for n, value in files.items()}
+        )
 
     def fresh(self) -> Config:
         """Return the settings of a fresh start: defaults, preset, flags."""
@@ -207,8 +210,9 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> Command:
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
     _reject_idle_verbs(flags.verbs)
-    if recipe == "finetune" and (finds_mini_batch or "data_dir" in values):
-        name = "--mini_batch_size auto" if finds_mini_batch else "--data_dir"
+    shards = [name for name in _OF_SHARDS if name in values]
+    if recipe == "finetune" and (finds_mini_batch or shards):
+        name = "--mini_batch_size auto" if finds_mini_batch else f"--{shards[0]}"
         raise ConfigError(f"{name} is for pretraining, {PROGRAMS['pretrain']}; leave it out here")
     if flags.verbs.preflight and (finds_mini_batch or flags.verbs.fit_schedule):
         raise ConfigError(
@@ -223,8 +227,8 @@ def _typed_values(words: list[str], config: Config) -> dict[str, Any]:
     names = {name if name in LEAVES else name.removeprefix("no_") for name in names} & set(LEAVES)
     values = {name: value for name, value in to_flat(config).items() if name in names}
     for name in names:
-        if is_path(name) and values[name] is not None:
-            values[name] = paths.from_working_directory(Path(values[name]))
+        if is_path(name) or is_list(name):
+            values[name] = resolved(name, values[name], paths.from_working_directory)
     source = values.get("instructions")
     if source and source != "demo" and not source.startswith("hf:"):
         values["instructions"] = str(paths.from_working_directory(Path(source)))

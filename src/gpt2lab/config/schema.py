@@ -108,9 +108,19 @@ class InitConfig:
 class DataConfig:
     """Which tokens, in which order."""
 
-    data_dir: Path = free(
-        Path("data/fineweb_edu"),
-        "folder of token shards made by scripts/prepare_data.py (pretraining only)",
+    data_dir: tuple[str, ...] = free(
+        ("data/fineweb_edu",),
+        "folder of token shards made by scripts/prepare_data.py, or a mixture of several, each as PATH:WEIGHT "
+        "(pretraining only)",
+    )
+    data_weights_at: tuple[str, ...] = guarded(
+        (),
+        "mixture only: other weights from a number of tokens on, as TOKENS:WEIGHT,WEIGHT,... in the order of "
+        "--data_dir, e.g. 900M:0.2,0.8",
+    )
+    max_source_epochs: tuple[str, ...] = free(
+        (),
+        "reject a run that would pass over a source of its data more often: N for every source, NAME:N for one",
     )
     shuffle: Literal["shards", "windows", "none"] = guarded(
         "shards",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import LENGTHS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
 
@@ -42,15 +44,43 @@ def policy_of(name: str, config: Config) -> Policy:
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a flag names a file or folder."""
-    return "Path" in str(LEAVES[name][1].type)
+    """Tell whether a flag names files or folders."""
+    return name == "data_dir" or "Path" in str(LEAVES[name][1].type)
+
+
+def is_list(name: str) -> bool:
+    """Tell whether a flag takes several words."""
+    return "tuple" in str(LEAVES[name][1].type)
+
+
+def resolved(name: str, value: Any, resolve: Callable[[Path], Path]) -> Any:
+    """Return the flat value of a path or of several words as a run records it, its paths through `resolve`.
+
+    Raises: ConfigError if the words cannot be read.
+    """
+    if value is None:
+        return None
+    if is_list(name):
+        return _to_word(normal_words(name, _to_words(value), resolve))
+    return str(resolve(Path(value)))
+
+
+def _to_words(value: Any) -> tuple[str, ...]:
+    """Return what a JSON value of a setting of several words means: null, the one word, or a list."""
+    if value is None:
+        return ()
+    return (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))
+
+
+def _to_word(words: tuple[str, ...]) -> str | list[str] | None:
+    return None if not words else words[0] if len(words) == 1 else list(words)
 
 
 def data_name(config: Config) -> str:
     """Name the shards or conversations of a run, without the folder that they lie in."""
     source = config.tuning.instructions
     if source is None:
-        return config.data.data_dir.name
+        return "+".join(read_sources(config.data).names)
     return source if source.startswith("hf:") else Path(source).name
 
 
@@ -59,6 +89,8 @@ def to_flat(config: Config) -> dict[str, Any]:
     flat = {}
     for name, (section, _) in LEAVES.items():
         value = getattr(getattr(config, section), name)
+        if is_list(name):
+            value = _to_word(value)
         flat[name] = str(value) if isinstance(value, Path) else value
     return flat
 
@@ -75,7 +107,9 @@ def override(config: Config, values: dict[str, Any]) -> Config:
         )
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        if is_path(name) and value is not None:
+        if is_list(name):
+            value = _to_words(value)
+        elif is_path(name) and value is not None:
             value = Path(value)
         by_section.setdefault(LEAVES[name][0], {})[name] = value
     sections = {n: dataclasses.replace(getattr(config, n), **v) for n, v in by_section.items()}
@@ -85,6 +119,10 @@ def override(config: Config, values: dict[str, Any]) -> Config:
 def find_problems(config: Config) -> list[str]:
     """List every setting that cannot work, each with its value and the fix."""
     flat, problems = to_flat(config), []
+    try:
+        read_sources(config.data)
+    except ConfigError as error:
+        problems.append(str(error))
     for name, (_, leaf) in LEAVES.items():
         value, least, above = flat[name], leaf.metadata.get("least"), leaf.metadata.get("above")
         if isinstance(value, float) and not math.isfinite(value):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from gpt2lab.config.derived import BatchPlan
+from gpt2lab.data.mixture import Mixture
 from gpt2lab.data.order import Order
 from gpt2lab.data.windows import WindowReader, hash_windows
 
@@ -49,7 +50,7 @@ class Loader:
 
     def __init__(
         self,
-        order: Order,
+        order: Order | Mixture,
         reader: WindowReader,
         plan: BatchPlan,
         *,

@@ -85,6 +85,10 @@ class TokenData:
         """Count the tokens of a split."""
         return sum(shard.tokens for shard in self.splits[split])
 
+    def by_source(self) -> tuple[TokenData, ...]:
+        """Return the folders of a mixture; of a single folder, itself."""
+        return (self,)
+
     def describe(self, unused_targets: int) -> str:
         """Describe the data for people; `unused_targets` at the shards' ends belong to no window."""
         return (

@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -40,6 +40,7 @@ class ValidationLoss:
     val_effective_n: float  # of equally large units that would weigh as much
     bits_per_byte: float | None  # None where the ids are not known to be GPT-2's
     results: Results  # unit by unit
+    by_source: dict[str, ValidationLoss] = field(default_factory=dict)  # of a mixture
 
 
 class MeasuresLoss(Protocol):

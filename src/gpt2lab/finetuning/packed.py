@@ -8,6 +8,7 @@ from torch import nn
 
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import GlobalBatch, Loader
+from gpt2lab.data.mixture import Mixture
 from gpt2lab.data.order import Order
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows
@@ -60,7 +61,13 @@ class RowLoader(Loader):
     """An endless stream of global batches of rows. Every rank holds all rows, so that it can count all targets."""
 
     def __init__(
-        self, order: Order, rows: Rows, plan: BatchPlan, *, rank: int, device: torch.device
+        self,
+        order: Order | Mixture,
+        rows: Rows,
+        plan: BatchPlan,
+        *,
+        rank: int,
+        device: torch.device,
     ) -> None:
         no_shards = WindowReader((), context_length=plan.context_length, id_limit=NUM_TOKENS)
         super().__init__(order, no_shards, plan, rank=rank, device=device)

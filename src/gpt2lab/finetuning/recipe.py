@@ -100,7 +100,7 @@ class FineTuning:
         assert isinstance(data, InstructionData)
         return Batches(
             loader=RowLoader(
-                start.orders["train"],
+                start.order,
                 data.rows["train"],
                 start.plan.batch,
                 rank=runtime.rank,

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import option
 from gpt2lab.config.derived import compiles
+from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, Optimizer, Parallel
-from gpt2lab.config.settings import find_problems, override
-from gpt2lab.data.shards import open_data
+from gpt2lab.config.settings import find_problems, override, resolved
+from gpt2lab.data.mixture import open_sources, training_order
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
@@ -36,6 +37,7 @@ SETTINGS = (
 # Flags that describe a run to come, rather than one that exists.
 _OF_A_JOB = (
     *(*SETTINGS, *LENGTHS, "gpu", "gpus", "model", "data_dir", "deadline", "compare"),
+    "data_weights_at",
     *("measure", "find_batch_size", "profile", "nodes"),
 )
 Comparison = Literal["gpus", "models", "profiles"]
@@ -68,7 +70,12 @@ class Ask:
         None, "length of the run in samples of --avg_tokens_per_sample tokens"
     )
     avg_tokens_per_sample: float | None = option(None, "mean tokens per sample of --num_samples")
-    data_dir: Path | None = option(None, "folder of token shards; counts epochs")
+    data_dir: tuple[str, ...] = option(
+        (), "folder of token shards, or a mixture of several, each as PATH:WEIGHT; counts epochs"
+    )
+    data_weights_at: tuple[str, ...] = option(
+        (), "mixture only: other weights from a number of tokens on, as TOKENS:WEIGHT,WEIGHT,..."
+    )
 
     total_batch_size: int | None = option(None, "tokens per optimizer step")
     mini_batch_size: int | None = option(None, "sequences per forward pass of one rank")
@@ -137,7 +144,7 @@ def check(ask: Ask) -> None:
         raise ConfigError(f"{' and '.join(given)} both set the length of the run; give one of them")
     if (ask.num_samples is None) != (ask.avg_tokens_per_sample is None):
         raise ConfigError("--num_samples and --avg_tokens_per_sample go together")
-    if ask.epochs is not None and ask.data_dir is None:
+    if ask.epochs is not None and not ask.data_dir:
         raise ConfigError("--epochs needs --data_dir: it says how long an epoch is")
     if ask.measure and ask.gpu is not None:
         raise ConfigError("--measure times this machine; leave out --gpu, or leave out --measure")
@@ -217,8 +224,10 @@ def settings_of(ask: Ask, typed: dict[str, Any]) -> Config:
     Raises: ConfigError with every problem of them.
     """
     config = override(preset(ask.model or "gpt2"), typed | {"compile": ask.compile})
-    if ask.data_dir is not None:
-        config = override(config, {"data_dir": paths.from_working_directory(ask.data_dir)})
+    for name in ("data_dir", "data_weights_at"):
+        if words := getattr(ask, name):
+            value = resolved(name, list(words), paths.from_working_directory)
+            config = override(config, {name: value})
     sizes = ("n_layer", "n_embd", "context_length", "vocab_size", "total_batch_size")
     absurd = [name for name in sizes if typed.get(name, 0) > 10**9]
     problems = [f"{name} {typed[name]} is absurd" for name in absurd] + find_problems(config)
@@ -241,11 +250,12 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
     if ask.profile is not None:
         config = profile.applied(config, typed=typed)
     config = fit_mini_batch(config, world_size, typed=ask.mini_batch_size is not None)
-    batch, unique, dataset = config.batch.total_batch_size, None, {}
-    if ask.data_dir is not None:
-        data = open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
-        T = config.model.context_length
-        unique = sum((shard.tokens - 1) // T for shard in data.splits["train"]) * T
+    batch, unique, dataset, order = config.batch.total_batch_size, None, {}, None
+    if ask.data_dir:
+        data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
+        T, of_data = config.model.context_length, config.data
+        order = training_order(data, context_length=T, shuffle=of_data.shuffle, seed=of_data.seed)
+        unique = order.windows_per_epoch * T
         dataset = {"tokens": float(unique)}
     tokens, steps, samples = (count_of(ask, name) for name in ("tokens", "steps", "num_samples"))
     if samples is not None and ask.avg_tokens_per_sample is not None:
@@ -273,7 +283,7 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
     compiled = compiles(config.system, on_gpu=not is_cpu, max_steps=steps)
     bf16 = ask.dtype == "bf16" or (ask.dtype == "auto" and native_bf16)
     dtype: Dtype = "bf16" if bf16 else "fp32"
-    return Job(config, steps, world_size, dtype, compiled, unique, tuple(dataset.items()))
+    return Job(config, steps, world_size, dtype, compiled, unique, tuple(dataset.items()), order)
 
 
 class Predictor:

@@ -22,6 +22,8 @@ from gpt2lab.config.derived import (
 )
 from gpt2lab.config.schema import ActivationCheckpointing, Config, OptimConfig, Parallel
 from gpt2lab.config.settings import options_of, override
+from gpt2lab.data.mixture import Mixture
+from gpt2lab.data.order import Order
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import (
     checkpoint_bytes,
@@ -133,6 +135,7 @@ class Job:
     compiled: bool
     unique_tokens: int | None = None  # of the training split, None if the data is not known
     dataset: tuple[tuple[str, float], ...] = ()  # how its size was given, for the report
+    order: Order | Mixture | None = None  # of the data, where it is known
 
     @staticmethod
     def of_run(
@@ -202,6 +205,12 @@ class Job:
     def epochs(self) -> float | None:
         """Passes over the data, None if its size is not known."""
         return self.tokens / self.unique_tokens if self.unique_tokens else None
+
+    @property
+    def epochs_by_source(self) -> dict[str, float]:
+        """Passes over each source of a mixture; {} of a single folder."""
+        samples = self.tokens // self.config.model.context_length
+        return self.order.epochs_before(samples) if isinstance(self.order, Mixture) else {}
 
     @property
     def parameters(self) -> int:

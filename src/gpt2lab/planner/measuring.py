@@ -25,6 +25,7 @@ import numpy as np
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.derived import mini_batch_sizes
+from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, NoSourceError
@@ -294,11 +295,13 @@ def _without_process_group() -> dict[str, str]:
     return {name: value for name, value in others.items() if not name.startswith("TORCHELASTIC")}
 
 
-def data_for(config: Config, place: Path) -> Path:
-    """Return the job's data where it is, else shards of random ids: the content does not change the time."""
-    folder = paths.from_repository(config.data.data_dir)
-    if folder.is_dir() and any(folder.glob("*_train_*.npy")) and any(folder.glob("*_val_*.npy")):
-        return folder
+def data_for(config: Config, place: Path) -> list[str]:
+    """Return the flags of the job's data where they are, else of shards of random ids: content does not change time."""
+    folders = [paths.from_repository(folder) for folder in read_sources(config.data).folders]
+    if all(any(f.glob("*_train_*.npy")) and any(f.glob("*_val_*.npy")) for f in folders):
+        words = normal_words("data_dir", config.data.data_dir, paths.from_repository)
+        later = config.data.data_weights_at
+        return ["--data_dir", *words, *(["--data_weights_at", *later] if later else [])]
     made = place / "data"
     made.mkdir()
     limit = min(config.model.vocab_size, NUM_TOKENS)
@@ -308,7 +311,7 @@ def data_for(config: Config, place: Path) -> Path:
     for split, count in (("train", train), ("val", val)):
         ids = draw.randint(0, limit, count).astype(np.uint16)
         np.save(made / f"random_{split}_000000.npy", ids)
-    return made
+    return ["--data_dir", str(made)]
 
 
 _SHAPE = (
@@ -317,16 +320,18 @@ _SHAPE = (
 )
 
 
-def _flags_of(job: Job, place: Path, data: Path, run_name: str, *names: str) -> list[str]:
+def _flags_of(job: Job, place: Path, data: list[str], run_name: str, *names: str) -> list[str]:
     """Return the trainer's flags for the job's shape, and for the settings in `names`."""
     settings = to_flat(job.config)
     flags = [f"--{name}={settings[name]}" for name in (*_SHAPE, *names)]
-    flags += [f"--data_dir={data}", f"--checkpoint_dir={place}", f"--run_name={run_name}"]
+    flags += [*data, f"--checkpoint_dir={place}", f"--run_name={run_name}"]
     flags += ["--model=gpt2", f"--dtype={job.dtype}"]
     return [*flags, f"--compile={'on' if job.compiled else 'off'}"]
 
 
-def _trial_flags(job: Job, place: Path, data: Path, *, seconds: float, steps: int) -> list[str]:
+def _trial_flags(
+    job: Job, place: Path, data: list[str], *, seconds: float, steps: int
+) -> list[str]:
     """Return the flags of a short run: few tokens to evaluate, and a few checkpoints to time the disk."""
     tokens = job.micro_batch * job.config.model.context_length * job.world_size
     flags = _flags_of(job, place, data, "probe")

@@ -76,6 +76,9 @@ def describe(
     """Write the full estimate; `now` is when the run starts, Unix seconds."""
     lines = [_title(estimate), _source(estimate), *_speed(estimate), *_memory(estimate)]
     lines += [*_time(estimate, now), *_money(estimate), *_loss(estimate)]
+    if passes := estimate.job.epochs_by_source:
+        text = ", ".join(f"{name} {epochs:.2f}" for name, epochs in passes.items())
+        lines.append(f"{'epochs':<12} {text}")
     if window is not None:
         lines.append(_verdict(estimate, window))
     lines += [f"{'warning':<12} {warning}" for warning in warnings]
@@ -244,7 +247,9 @@ def as_json(
             "step_seconds": asdict(estimate.step),
             "safety_margin_hours": window.margin / 3600 if window else None,
         },
-        "dataset_info": dict(job.dataset) | {"epochs": job.epochs, "training_tokens": job.tokens},
+        "dataset_info": dict(job.dataset)
+        | {"epochs": job.epochs, "training_tokens": job.tokens}
+        | ({"epochs_by_source": job.epochs_by_source} if job.epochs_by_source else {}),
         "throughput": asdict(estimate.throughput)
         | {"source": estimate.machine.rates.source, "quality": "ok", "mfu": estimate.mfu},
         "breakdown": {f"{name}_s": part.value for name, part in estimate.breakdown.items()},

@@ -18,7 +18,7 @@ from gpt2lab import __version__, fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import LEAVES, data_name, is_path, to_flat
+from gpt2lab.config.settings import LEAVES, data_name, is_path, resolved, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
@@ -74,6 +74,7 @@ def render(run_dir: Path) -> str:
         written=_clock(time.time()),
         tiles=_tiles(events),
         curves=_curves(run_dir, events),
+        sources=_sources(events),
         forecast=_forecast(run_dir, events),
         samples=[(step, samples[step]["text"]) for step in _spread(sorted(samples), _SAMPLES)],
         all_samples=len(samples),
@@ -130,6 +131,28 @@ def _tiles(events: Events) -> list[tuple[str, str, str]]:
         note = f"{fmt.duration(trained)} in steps; {starts} start{'s' if starts > 1 else ''}"
         tiles.append(("time", fmt.duration(spent_seconds(events)), note))
     return tiles
+
+
+def _sources(events: Events) -> list[tuple[str, ...]]:
+    """Return (name, share of the samples, passes, validation loss, its standard error) of a mixture's sources."""
+    steps, evals = history.current(events, "step"), history.current(events, "eval")
+    mixtures = history.current(events, "mixture")
+    if not mixtures:
+        return []
+    shares = mixtures[max(mixtures)]["weights"]
+    epochs = steps[max(steps)]["epochs_by_source"] if steps else {}
+    last = evals[max(evals)] if evals else {}
+    losses, errors = last.get("val_loss_by_source", {}), last.get("val_loss_se_by_source", {})
+    return [
+        (
+            name,
+            f"{share:.2%}",
+            fmt.number(epochs.get(name), ".3f"),
+            fmt.number(losses.get(name)),
+            fmt.number(errors.get(name)),
+        )
+        for name, share in shares.items()
+    ]
 
 
 def _curves(run_dir: Path, events: Events) -> str | None:
@@ -218,14 +241,14 @@ def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
     for name, value in to_flat(config).items():
         usual = plain[name]
         if usual is not None and is_path(name):  # a run keeps the absolute path
-            usual = str(paths.from_repository(Path(usual)))
+            usual = resolved(name, usual, paths.from_repository)
         differs = value != usual and LEAVES[name][0] != "checkpoint"
         rows.append((name, _setting(value), _setting(plain[name]), differs))
     return rows
 
 
 def _setting(value: Any) -> str:
-    return "-" if value is None else str(value)
+    return "-" if value is None else " ".join(value) if isinstance(value, list) else str(value)
 
 
 def _checkpoint(info: catalog.CheckpointInfo) -> tuple[str, ...]:

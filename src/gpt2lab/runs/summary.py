@@ -35,6 +35,12 @@ def describe_run(run_dir: Path) -> str:
             f"{fmt.number(final['val_loss'])}{error} at step {final['step']:,}; best {fmt.number(best['val_loss'])} "
             f"at step {best['step']:,}"
         )
+        sources = final.get("val_loss_by_source") or {}
+        passes = steps[max(steps)].get("epochs_by_source", {}) if steps else {}
+        lines += [
+            f"    {name:<15} {fmt.number(loss)} after {passes.get(name, 0.0):.2f} epochs"
+            for name, loss in sources.items()
+        ]
     if steps:
         seconds = sum(event["step_seconds"] for event in steps.values())
         rate = statistics.median(event["tokens_per_second"] for event in steps.values())

@@ -40,6 +40,11 @@ _SCALARS: dict[str, dict[str, tuple[str, float]]] = {
         "acc_token_norm": ("Evaluation/hellaswag_token_accuracy", 1.0),
     },
 }
+# event -> {field that maps each source of a mixture to a number: TensorBoard tag above its name}
+_BY_SOURCE: dict[str, dict[str, str]] = {
+    "step": {"epochs_by_source": "Training/epoch"},
+    "eval": {"val_loss_by_source": "Loss/validation"},
+}
 
 
 def tags_of(event: str, values: dict[str, Any]) -> dict[str, float | str]:
@@ -49,6 +54,9 @@ def tags_of(event: str, values: dict[str, Any]) -> dict[str, float | str]:
         for name, (tag, factor) in _SCALARS.get(event, {}).items()
         if values.get(name) is not None
     }
+    for name, tag in _BY_SOURCE.get(event, {}).items():
+        found = (values.get(name) or {}).items()
+        tags |= {f"{tag}/{source}": value for source, value in found if value is not None}
     if event == "sample" and values.get("text") is not None:
         tags["Generated_Samples/text"] = values["text"]
     return tags
@@ -85,13 +93,18 @@ def _mirror_settings(writer: SummaryWriter, hparams: dict[str, Any]) -> None:
     """Write the settings of a run as a table of text, and for the HPARAMS tab, which compares runs."""
     from torch.utils.tensorboard.summary import hparams as summaries
 
-    plain = {name: "-" if value is None else value for name, value in hparams.items()}
+    plain = {name: _as_cell(value) for name, value in hparams.items()}
     # add_hparams would make a run of its own beside this one.
     into: Any = writer._get_file_writer()  # type: ignore[no-untyped-call]
     for summary in summaries(plain, dict.fromkeys(_RESULTS, 0.0)):  # type: ignore[no-untyped-call]
         into.add_summary(summary)
     rows = "\n".join(f"| {name} | {value} |" for name, value in hparams.items())
     writer.add_text("hparams", f"| setting | value |\n|---|---|\n{rows}", 0)
+
+
+def _as_cell(value: Any) -> Any:
+    """Return a setting as the HPARAMS tab takes it: a number, a truth value or text."""
+    return "-" if value is None else " ".join(value) if isinstance(value, list) else value
 
 
 def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:

@@ -8,6 +8,7 @@ import time
 from gpt2lab import fmt
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.errors import DataError, NonFiniteError
+from gpt2lab.evaluation.by_source import loss_by_source
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
@@ -62,16 +63,18 @@ class Evaluator:
             val_se_unit=result.val_se_unit,
             val_effective_n=result.val_effective_n,
             bits_per_byte=result.bits_per_byte,
+            **loss_by_source(result),
             seconds=seconds,
         )
         self.keep(result.results, state.step)
         error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
         bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
+        sources = "".join(f"{name} {of.val_loss:.4f} | " for name, of in result.by_source.items())
         best = " | best so far" if state.best_step == state.step else ""
         self.logger.say(
             f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error}{bits} "
             f"on {result.val_tokens:,} tokens ({result.val_effective_n:,.0f} effective {result.val_se_unit}s) | "
-            f"{fmt.duration(seconds)}{best}"
+            f"{sources}{fmt.duration(seconds)}{best}"
         )
         if self.is_over(state):
             self.control.has_ended = "early stopping"

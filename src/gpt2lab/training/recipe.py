@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from gpt2lab.config.command_line import Command
+from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import Config
-from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.data.mixture import open_sources
+from gpt2lab.data.shards import TokenData
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
 if TYPE_CHECKING:
@@ -73,8 +75,8 @@ class Pretraining:
         return config
 
     def open_data(self, config: Config) -> TokenData:
-        """Open the folder of token shards."""
-        return open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
+        """Open the folders of token shards."""
+        return open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
 
     def build_model(self, start: Start, runtime: Runtime) -> GPT:
         """Build the model with random weights, or with those of --init_from."""
@@ -91,28 +93,23 @@ class Pretraining:
         """Return the windows of the run's shards."""
         from gpt2lab.data.loader import Loader
         from gpt2lab.data.windows import WindowReader
-        from gpt2lab.evaluation.validation import Validation
+        from gpt2lab.evaluation.by_source import open_validation
 
         config, rank, device = start.config, runtime.rank, runtime.device
-        context_length, vocab_size = config.model.context_length, config.model.vocab_size
-        train, val = (
-            WindowReader(
-                start.data.splits[split],
-                context_length=context_length,
-                id_limit=min(vocab_size, NUM_TOKENS),
-                verify=runtime.local_rank == 0,  # once on each machine, which may have own files
-            )
-            for split in ("train", "val")
+        train = WindowReader(
+            start.data.splits["train"],
+            context_length=config.model.context_length,
+            id_limit=min(config.model.vocab_size, NUM_TOKENS),
+            verify=runtime.local_rank == 0,  # once on each machine, which may have own files
         )
         return Batches(
-            Loader(start.orders["train"], train, start.plan.batch, rank=rank, device=device),
-            validation=lambda strategy: Validation(
-                start.orders["val"],
-                val,
+            Loader(start.order, train, start.plan.batch, rank=rank, device=device),
+            validation=lambda strategy: open_validation(
+                start.data,
+                start.val_orders,
+                config.model,
                 val_tokens=config.eval.val_tokens,
                 batch_size=config.batch.mini_batch_size,
-                is_gpt2=start.data.is_gpt2 and vocab_size >= NUM_TOKENS,
-                end_of_text=start.data.end_of_text.id,
                 strategy=strategy,
                 runtime=runtime,
             ),

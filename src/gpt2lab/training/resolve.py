@@ -20,12 +20,14 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.config.command_line import PROGRAMS, Command
 from gpt2lab.config.derived import mini_batch_sizes
+from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.resume_policy import find_changes, reject_changes
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
-from gpt2lab.data.order import VERSION, Order
+from gpt2lab.data.mixture import MixedData, check_epochs, training_order, validation_orders
+from gpt2lab.data.order import VERSION
 from gpt2lab.data.shards import TokenData
-from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
 from gpt2lab.optim.schedule import default_min_lr, default_warmup
 from gpt2lab.planner.auto import OpenSettings, choose_settings
@@ -81,11 +83,18 @@ def resolve(
     config, notes = _fit_parallel(command, config, world_size)
     data = recipe.open_data(config)
     version = checkpoint.manifest.get("order_version", 1) if checkpoint else VERSION
-    orders = {split: _order(config, data, split, version) for split in data.splits}
+    T = config.model.context_length
+    order = training_order(
+        data,
+        context_length=T,
+        shuffle=config.data.shuffle,
+        seed=config.data.seed,
+        version=version,
+    )
     config, plan, cut = _divide(
         command,
         config,
-        orders["train"].windows_per_epoch,
+        order.windows_per_epoch,
         world_size=world_size,
         done=checkpoint.step if checkpoint else None,
         run_dir=run_dir,
@@ -96,8 +105,9 @@ def resolve(
     changes: dict[str, list[Any]] = {}
     if saved is not None and checkpoint is not None:
         changes = find_changes(saved, config)
-        if checkpoint.manifest["data_fingerprint"] != data.fingerprint:
-            changes["data"] = [checkpoint.manifest["data_fingerprint"], data.fingerprint]
+        trained_on = checkpoint.manifest["data_fingerprint"]
+        if trained_on != data.fingerprint and not _differs_only_later(data, saved, checkpoint):
+            changes["data"] = [trained_on, data.fingerprint]
         reject_changes(command, config, changes, run=run_dir.name)
     hellaswag, no_hellaswag = _choose_hellaswag(command, config)
     events = history.read_events(run_dir)
@@ -110,7 +120,8 @@ def resolve(
         changes=changes,
         attempt=history.last_attempt(events) + 1,
         data=data,
-        orders=orders,
+        order=order,
+        val_orders=validation_orders(data, context_length=T),
         plan=plan,
         room=room,
         hellaswag=hellaswag,
@@ -124,6 +135,7 @@ def resolve(
     )
     if not start.is_complete:
         _check_length(start)
+        _check_source_epochs(start)
     return start
 
 
@@ -292,19 +304,19 @@ def _fit_mini_batch(
     return override(config, {"mini_batch_size": fitting}), (note,)
 
 
-def _order(config: Config, data: TokenData, split: str, version: int) -> Order:
-    try:
-        return Order(
-            [shard.tokens for shard in data.splits[split]],
-            context_length=config.model.context_length,
-            shuffle=config.data.shuffle if split == "train" else "none",
-            seed=config.data.seed,
-            version=version,
-        )
-    except GPT2LabError as error:
-        raise type(error)(
-            f"{data.folder}, {split} {error}; use longer shards or a smaller --context_length"
-        ) from None
+def _differs_only_later(data: TokenData, saved: Config, checkpoint: CheckpointInfo) -> bool:
+    """Tell whether a mixture differs from the saved one only in weights that begin after what was trained on.
+
+    Such a run goes on where it stood: each sample so far is the same one in both.
+    """
+    before, manifest = read_sources(saved.data).phases, checkpoint.manifest
+    if not isinstance(data, MixedData) or len(before[0].weights) != len(data.sources):
+        return False
+    done = manifest.get("samples", 0) * saved.model.context_length
+    past = [[p for p in phases if p.from_tokens < done] for phases in (before, data.phases)]
+    return past[0] == past[1] and (
+        data.with_phases(before).fingerprint == manifest["data_fingerprint"]
+    )
 
 
 def _choose(
@@ -393,6 +405,13 @@ def _check_length(start: Start) -> None:
             f"stop_after_steps {stop}: it counts from the run's beginning, and {done} steps are done; "
             f"give {done + max(1, stop)} to take {max(1, stop)} more"
         )
+
+
+def _check_source_epochs(start: Start) -> None:
+    """Compare the whole run with --max_source_epochs; other data begin at their first sample."""
+    skipped = start.checkpoint.step if start.checkpoint and "data" in start.changes else 0
+    samples = (start.plan.max_steps - skipped) * start.plan.batch.samples
+    check_epochs(read_sources(start.config.data), start.order, samples=samples)
 
 
 def _raise_problems(problems: list[str]) -> None:

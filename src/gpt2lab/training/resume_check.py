@@ -29,7 +29,9 @@ from gpt2lab.runs.folder import provenance
 from gpt2lab.training.start import Start
 
 # A change of one of these means other batches on purpose.
-_DECIDES_BATCHES = {"data", "total_batch_size", "context_length", "shuffle", "seed"}
+_DECIDES_BATCHES = {
+    *("data", "data_weights_at", "total_batch_size", "context_length", "shuffle", "seed"),
+}
 _ROUNDING = 1e-13  # of a rate: another system's cosine may end in another bit
 
 
@@ -217,7 +219,7 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "attempt": start.attempt,
         "config": to_flat(start.config),
         "data_fingerprint": start.data.fingerprint,
-        "order_version": start.orders["train"].version,
+        "order_version": start.order.version,
         "environment": environment,
         "on_gpu": on_gpu,
         "initial_weights": initial,

@@ -12,6 +12,7 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.data.mixture import Mixture
 from gpt2lab.distributed.compile_cache import compiled_so_far
 from gpt2lab.optim.schedule import muon_scale
 from gpt2lab.planner import forecast
@@ -30,9 +31,10 @@ class StepLog:
 
     def __init__(self, components: Components, session: Session) -> None:
         self._start, self._runtime = components.start, components.runtime
-        self._order = components.start.orders["train"]
+        self._order = components.start.order
         self._clock, self._logger = session.clock, session.logger
         self._announced_epoch: int | None = None
+        self._announced_phase: int | None = None
         self._tells_compiling = self._start.config.system.compile == "on"
         device = self._runtime.device
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -74,6 +76,7 @@ class StepLog:
             updated=stats.updated,
             cpu_seconds=cpu_seconds,
             **({} if self._muon_scale is None else {"muon_lr": lr * self._muon_scale}),
+            **self._epochs_by_source(batch),
             **self._clock.fields(left),
         )
         if self._tells_compiling:  # the first step of this start has
@@ -98,6 +101,26 @@ class StepLog:
             if line := self._clock.line(step, left):
                 self._logger.say(line)
 
+    def _epochs_by_source(self, batch: GlobalBatch) -> dict[str, dict[str, float]]:
+        """Return the passes over each source of a mixture up to the end of a batch, as an event records them."""
+        if not isinstance(self._order, Mixture):
+            return {}
+        passes = self._order.epochs_before(batch.first_sample + batch.samples)
+        return {"epochs_by_source": passes}
+
+    def announce_phase(self, batch: GlobalBatch, step: int) -> None:
+        """Record and say the weights of a mixture after `step`: where a start goes on, and where they change."""
+        if not isinstance(self._order, Mixture):
+            return
+        phase = self._order.phase_of(batch.first_sample + batch.samples - 1)
+        if phase == self._announced_phase:
+            return
+        self._announced_phase = phase
+        shares = self._order.shares(phase)
+        self._logger.event("mixture", step, phase=phase, weights=shares)
+        text = ", ".join(f"{share:.2%} {name}" for name, share in shares.items())
+        self._logger.say(f"mixture from step {step + 1}: {text}")
+
     def announce_epoch(self, batch: GlobalBatch) -> None:
         """Say which epoch begins, or is entered by a resume, and the order of its shards.
 
@@ -107,12 +130,17 @@ class StepLog:
         between = self._start.config.log.log_freq * batch.samples
         if before == batch.epoch or (before is not None and order.windows_per_epoch < between):
             return
-        files = self._start.data.splits["train"]
-        shards = [files[i].path.stem for i in order.shard_order(batch.epoch)]
-        more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
+        if isinstance(order, Mixture):
+            passes = order.epochs_before(batch.first_sample).items()
+            layout = "epochs: " + ", ".join(f"{name} {count:.2f}" for name, count in passes)
+        else:
+            files = self._start.data.splits["train"]
+            shards = [files[i].path.stem for i in order.shard_order(batch.epoch)]
+            more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
+            layout = f"shards: {', '.join(shards[:6])}{more}"
         self._logger.say(
             f"epoch {batch.epoch} of {self._start.plan.epochs:.2f} | {order.windows_per_epoch:,} windows | "
-            f"shuffle {self._start.config.data.shuffle} | shards: {', '.join(shards[:6])}{more}"
+            f"shuffle {self._start.config.data.shuffle} | {layout}"
         )
 
 
@@ -160,10 +188,12 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         max_steps=plan.max_steps,
         tokens_per_step=plan.batch.tokens,
         world_size=plan.batch.world_size,
-        order_version=start.orders["train"].version,
+        order_version=start.order.version,
     )
     logger.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
     logger.say(f"data           {start.describe_data()}")
+    for line in start.describe_sources():
+        logger.say(f"source         {line}")
     if start.initial is not None:
         source = paths.for_people(start.initial.target.folder)
         logger.say(f"begins with    {source}, sha256 {start.initial.sha256[:12]}")

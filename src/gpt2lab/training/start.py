@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from gpt2lab.checkpoint.catalog import CheckpointInfo, Room
 from gpt2lab.config.schema import Config
+from gpt2lab.data.mixture import Mixture, describe_sources
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.planner.job import Plan
@@ -24,7 +25,8 @@ class Start:
     changes: dict[str, list[Any]]  # setting -> [saved, now], on a resume
     attempt: int
     data: TokenData
-    orders: dict[str, Order]  # split -> the order of its samples
+    order: Order | Mixture  # of the training samples
+    val_orders: tuple[Order, ...]  # of each source's validation windows
     plan: Plan
     room: Room
     hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, but nobody gave a file
@@ -37,7 +39,17 @@ class Start:
 
     def describe_data(self) -> str:
         """Write the data for people."""
-        return self.data.describe(self.orders["train"].unused_targets)
+        return self.data.describe(self.order.unused_targets)
+
+    def epochs_by_source(self) -> dict[str, float]:
+        """Return the passes over each source of a mixture in the full run; {} of a single folder."""
+        samples = self.plan.max_steps * self.plan.batch.samples
+        return self.order.epochs_before(samples) if isinstance(self.order, Mixture) else {}
+
+    def describe_sources(self) -> list[str]:
+        """Write a line for each source of a mixture, with its passes in this run."""
+        samples = self.plan.max_steps * self.plan.batch.samples
+        return describe_sources(self.data, self.order, samples=samples)
 
     @property
     def is_complete(self) -> bool:

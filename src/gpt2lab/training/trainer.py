@@ -99,6 +99,7 @@ class Trainer:
                 self.save_step("rolling")
             assert batch is not None
             self.log.announce_epoch(batch)
+            self.log.announce_phase(batch, self.state.step)
             self.heartbeat.enter("training", self.state.step + 1)
             if not self.step(batch):
                 return "rewind"
