@@ -205,7 +205,8 @@ def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:
     """
     if len(sources.folders) == 1:
         (folder,) = sources.folders
-        if not folder.exists() and Path(str(folder).rpartition(":")[0]).is_dir():
+        before_colon = str(folder).rpartition(":")[0]
+        if before_colon and not folder.exists() and Path(before_colon).is_dir():
             raise DataError(
                 f"{folder}: no such data folder; a weight needs several folders, each as PATH:WEIGHT"
             )

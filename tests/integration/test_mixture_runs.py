@@ -1,0 +1,263 @@
+"""Runs on a mixture: the same samples at any world size and after any stop, and losses that tell the sources apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import launch
+from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.config.command_line import parse
+from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.evaluation.compare import compare
+from gpt2lab.runs.report import render
+from gpt2lab.runs.tensorboard import rebuild_tensorboard
+from gpt2lab.training.pretrain import pretrain
+from tiny import VOCAB, write_shards
+
+T, S, LAST = 16, 8, 24
+CHANGE = "1700:0,0.2,0.8"  # tokens: in the middle of step 14
+WEIGHTS = {"easy": 0.5, "hard": 0.5, "late": 0.0}
+NAMES = list(WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of three sources: one that can be learned, one that cannot, one for the end."""
+    folder = tmp_path_factory.mktemp("sources")
+    for number, name in enumerate(NAMES):
+        place = write_shards(folder / name, train=(1003, 777), val=(650,))
+        for path in sorted(place.iterdir()):
+            size = len(np.load(path))
+            noise = np.random.RandomState(size).randint(0, VOCAB, size)
+            jumps = noise if name == "hard" else np.full(size, 3 + number)
+            np.save(path, (np.cumsum(jumps) % VOCAB).astype(np.uint16))
+    return folder
+
+
+def words(data: Path, **weights: float) -> list[str]:
+    return ["--data_dir", *(f"{data / name}:{weight}" for name, weight in weights.items())]
+
+
+def flags_of(data: Path, runs: Path, name: str, *more: str) -> list[str]:
+    return [
+        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={T}", "--max_lr=0.01"),
+        *(f"--vocab_size={VOCAB}", f"--total_batch_size={T * S}", "--mini_batch_size=2"),
+        *("--val_tokens=960", "--eval_freq=12", "--checkpoint_freq=6", f"--max_steps={LAST}"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", f"--checkpoint_dir={runs}"),
+        *(f"--run_name={name}", *words(data, **WEIGHTS), "--data_weights_at", CHANGE, *more),
+    ]
+
+
+def train(data: Path, runs: Path, name: str, *more: str, world: int = 1) -> Path:
+    flags = flags_of(data, runs, name, *more)
+    if world == 1:
+        pretrain(parse(flags))
+    else:
+        done = launch.train_in_forks(flags, world=world)
+        assert done.returncode == 0, done.stderr
+    return runs / name
+
+
+@pytest.fixture(scope="module")
+def straight(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of one process that was never stopped."""
+    return train(data, tmp_path_factory.mktemp("runs"), "straight", "--use_tensorboard")
+
+
+def hashes(run_dir: Path) -> dict[int, str]:
+    return {step: event["batch_hash"] for step, event in launch.steps(run_dir).items()}
+
+
+def last(run_dir: Path, kind: str) -> dict[str, Any]:
+    return launch.events(run_dir, kind)[-1]
+
+
+# -- the same samples ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worlds", [(1, 2, 4), (4, 1, 2)])
+def test_one_two_and_four_ranks_continue_each_other(
+    worlds: tuple[int, ...], data: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Stopped before, and resumed in the step after, the change of the weights."""
+    for world, stop in zip(worlds, (13, 14, LAST), strict=True):
+        ends = [] if stop == LAST else [f"--stop_after_steps={stop}"]
+        run = train(data, tmp_path, "run", "--resume=auto", *ends, world=world)
+    assert hashes(run) == hashes(straight)
+    assert [event["changes"].get("data") for event in launch.events(run, "resume")] == [None] * 2
+    for name in NAMES:
+        found = [last(folder, "eval")["val_loss_by_source"][name] for folder in (run, straight)]
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_every_step_can_be_shown_with_its_sources(straight: Path, data: Path) -> None:
+    """The batch is computed again from the run's records and compared with the logged hash."""
+    early, late = tokens_of_step(straight, 1), tokens_of_step(straight, LAST)
+    assert sorted({place.split(",")[0] for place in early.places}) == ["easy", "hard"]
+    assert [place.split(",")[0] for place in late.places].count("late") in (6, 7)
+    for step in (early, late):
+        for window, place in zip(step.windows, step.places, strict=True):
+            name, file, _, _, offset = place.replace(",", "").split()
+            expected = np.load(data / name / file)[int(offset) : int(offset) + T + 1]
+            assert np.array_equal(window, expected)
+    said = launch.call("data.py", "show", "--run", straight, "--step", 1).stdout
+    assert "--- sample 0: easy, tiny_train_000000.npy from token 0" in said
+
+
+def test_other_weights_are_other_data(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path, "run", "--stop_after_steps=6")
+    others = words(data, easy=0.5, hard=0.4, late=0.1)
+    with pytest.raises(ConfigError, match=r"data [0-9a-f]+ -> [0-9a-f]+; .*--allow_change data"):
+        train(data, tmp_path, "run", "--resume=latest", *others)
+    train(data, tmp_path, "run", "--resume=latest", *others, "--allow_change=data")
+    resumed = launch.steps(tmp_path / "run")[7]
+    assert resumed["first_sample"] == 0  # as with any other data
+
+
+def test_weights_that_lie_ahead_can_be_changed_and_nothing_is_read_again(
+    data: Path, tmp_path: Path, straight: Path
+) -> None:
+    """Decided in the middle of a run, an annealing is the one that was planned from the start."""
+    run = train(data, tmp_path, "run", "--data_weights_at", "2816:0,0,1", "--stop_after_steps=6")
+    with pytest.raises(ConfigError, match=r"data_weights_at 2816:0,0,1 -> 1700.*--allow_change"):
+        train(data, tmp_path, "run", "--resume=latest")
+    train(data, tmp_path, "run", "--resume=latest", "--allow_change=data_weights_at")
+    assert last(run, "resume")["level"] == "changed"
+    assert hashes(run) == hashes(straight)
+    with pytest.raises(ConfigError, match="--allow_change data "):  # 600 tokens are long past
+        train(
+            *(data, tmp_path, "run", "--resume=12", "--data_weights_at", "600:0,0,1"),
+            "--allow_change=data_weights_at",
+        )
+
+
+# -- what is recorded ------------------------------------------------------------------------------------------------
+
+
+def test_events_tell_the_sources_apart(straight: Path) -> None:
+    begun, changed = launch.events(straight, "mixture")
+    assert (begun["step"], begun["phase"], begun["weights"]) == (0, 0, WEIGHTS)
+    assert (changed["step"], changed["phase"]) == (13, 1)  # the batch of step 14 has windows of it
+    assert changed["weights"] == pytest.approx({"easy": 0, "hard": 0.2, "late": 0.8}, abs=1 / 4096)
+    passes = last(straight, "step")["epochs_by_source"]
+    windows = 1002 // T + 776 // T
+    taken = {name: round(passes[name] * windows) for name in NAMES}
+    assert sum(taken.values()) == LAST * S
+    first = math.ceil(1700 / T)  # sample of the change
+    assert taken["easy"] in (first // 2, first // 2 + 1)
+    assert taken["late"] == pytest.approx(0.8 * (LAST * S - first), abs=1)
+
+
+def test_the_headline_is_the_mean_by_the_first_weights(straight: Path, data: Path) -> None:
+    """Each source's loss is what evaluate.py finds on its folder alone."""
+    event = last(straight, "eval")
+    losses, errors = event["val_loss_by_source"], event["val_loss_se_by_source"]
+    assert event["val_loss"] == pytest.approx(sum(WEIGHTS[n] * losses[n] for n in NAMES), rel=1e-12)
+    assert event["val_loss_se"] == pytest.approx(
+        math.hypot(*(WEIGHTS[n] * errors[n] for n in NAMES)), rel=1e-12
+    )
+    assert event["val_tokens"] == 3 * 320
+    found = launch.ask("evaluate.py", straight, "--json", folder=straight.parent)
+    for name in ("val_loss", "val_loss_se", "val_loss_by_source", "val_loss_se_by_source"):
+        assert found[name] == event[name]
+    for name in NAMES:
+        alone = ("--val", data / name, "--val_tokens=320")
+        found = launch.ask("evaluate.py", straight, *alone, "--json", folder=straight.parent)
+        assert (found["val_loss"], found["val_loss_se"]) == (losses[name], errors[name])
+        assert found["val_loss_by_source"] is None
+    text = launch.ask("evaluate.py", straight, folder=straight.parent)
+    assert f"easy           {losses['easy']:.4f} +- {errors['easy']:.4f}" in text
+
+
+def test_the_best_checkpoint_is_that_of_the_headline(straight: Path) -> None:
+    losses = {e["step"]: e["val_loss"] for e in launch.events(straight, "eval") if e["step"]}
+    best = (straight / "labels" / "best").read_text().strip()
+    assert best == f"step_{min(losses, key=losses.__getitem__):08d}"
+
+
+def test_curves_and_report_have_a_line_for_each_source(straight: Path) -> None:
+    rebuild_tensorboard(straight)  # its settings hold lists
+    curves = EventAccumulator(str(straight / "tensorboard")).Reload()
+    for name in NAMES:
+        value = last(straight, "eval")["val_loss_by_source"][name]
+        assert curves.Scalars(f"Loss/validation/{name}")[-1].value == pytest.approx(value, rel=1e-6)
+        assert len(curves.Scalars(f"Training/epoch/{name}")) == LAST
+    page = render(straight)
+    table = page[page.index("Sources of the mixture") : page.index("Forecast and actual")]
+    for name in NAMES:
+        assert f">{name}<" in table
+        assert f"{last(straight, 'eval')['val_loss_by_source'][name]:.4f}" in table
+    assert ">80.00%<" in table
+    assert "on easy+hard+late" in page
+    log = (straight / "log.txt").read_text()
+    assert "mixture from step 14: 0.00% easy, 20.00% hard, 80.00% late" in log
+
+
+def test_a_single_folder_records_nothing_of_a_mixture(data: Path, tmp_path: Path) -> None:
+    flags = flags_of(data, tmp_path, "run", "--max_steps=2", f"--data_dir={data / 'easy'}")
+    pretrain(parse([*flags, "--data_weights_at"]))
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert settings["data_dir"] == str(data / "easy")
+    assert not launch.events(tmp_path / "run", "mixture")
+    keys = set(last(tmp_path / "run", "step")) | set(last(tmp_path / "run", "eval"))
+    assert not [key for key in keys if "by_source" in key]
+
+
+# -- what it is for --------------------------------------------------------------------------------------------------
+
+
+def test_more_of_a_source_makes_a_model_better_there(data: Path, tmp_path: Path) -> None:
+    """At equal tokens: `easy` can be predicted, `hard` is noise."""
+    at = ("--max_steps=40", "--eval_freq=0", "--data_weights_at")
+    runs = {
+        name: train(data, tmp_path, name, *words(data, easy=weight, hard=1 - weight), *at)
+        for name, weight in (("much", 0.9), ("little", 0.1))
+    }
+    losses = {name: last(run, "eval")["val_loss_by_source"] for name, run in runs.items()}
+    errors = last(runs["little"], "eval")["val_loss_se_by_source"]
+    assert losses["much"]["easy"] < losses["little"]["easy"] - 4 * errors["easy"]
+    for loss in losses.values():
+        assert loss["easy"] < loss["hard"] - 4 * errors["hard"]
+    noise = math.log(VOCAB)  # nobody learns it
+    assert all(loss["hard"] > noise - 0.05 for loss in losses.values())
+    with pytest.raises(DataError, match="not measured on the same"):  # other weights, another mean
+        compare("much", "little", checkpoint_dir=tmp_path)
+
+
+# -- what is rejected ------------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(
+    data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        train(data, tmp_path, "run", "--max_source_epochs", "4", "late:0.5")
+    assert str(error.value).startswith("late: this run takes 68 of its 110 windows, 0.62 passes, ")
+    assert "--max_source_epochs allows 0.5; lower its weight" in str(error.value)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(
+        ConfigError, match=r"easy: .* 3.49 passes, and --max_source_epochs allows 3"
+    ):
+        one = (f"--data_dir={data / 'easy'}", "--data_weights_at", "--max_steps=48")
+        train(data, tmp_path, "run", *one, "--max_source_epochs=3")
+    train(data, tmp_path, "run", "--max_source_epochs", "4", "late:0.7", "--stop_after_steps=1")
+
+
+def test_the_plan_says_how_often_each_source_is_read(data: Path, tmp_path: Path) -> None:
+    done = launch.call(launch.TRAIN, *flags_of(data, tmp_path, "run"), "--dry_run", "--json")
+    plan = json.loads(done.stdout)
+    assert plan["epochs_by_source"]["late"] == pytest.approx(68 / 110)
+    argv = ["--gpu=H100", "--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={T}"]
+    argv += [f"--vocab_size={VOCAB}", f"--total_batch_size={T * S}", "--mini_batch_size=2"]
+    argv += [*words(data, **WEIGHTS), "--data_weights_at", CHANGE]
+    found = launch.ask("estimate_time.py", *argv, f"--steps={LAST}", "--json", folder=tmp_path)
+    assert found["dataset_info"]["epochs_by_source"] == plan["epochs_by_source"]
+    text = launch.ask("estimate_time.py", *argv, "--steps=200", folder=tmp_path)
+    assert "passes over late: beyond about 4, repeated tokens teach little" in text

@@ -1,0 +1,156 @@
+"""What people type for a mixture: which words are folders and weights, how a run records them, what is rejected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.mixture import Phase, read_sources
+from gpt2lab.config.schema import Config, DataConfig
+from gpt2lab.config.settings import data_name, find_problems, override, to_flat
+from gpt2lab.errors import ConfigError
+
+SHARED = ("data_dir", "data_weights_at", "max_source_epochs")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def recorded(*argv: str) -> dict[str, Any]:
+    """Return the three settings as config.json holds them, through JSON."""
+    config = parse(list(argv)).fresh()
+    flat = json.loads(json.dumps(to_flat(config)))
+    assert override(Config(), flat) == config
+    return {name: flat[name] for name in SHARED}
+
+
+def problem(*argv: str) -> str:
+    """Return the one line that the settings are rejected with."""
+    try:
+        (found,) = find_problems(parse(list(argv)).fresh())
+    except ConfigError as error:
+        found = str(error)
+    assert "\n" not in found
+    return found
+
+
+def test_one_folder_is_recorded_as_it_always_was(tmp_path: Path) -> None:
+    assert recorded("--data_dir=d") == {
+        "data_dir": str(tmp_path / "d"),
+        "data_weights_at": None,
+        "max_source_epochs": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["d:2", "with space", "a:b:c"])
+def test_a_single_word_is_a_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
+    config = parse(["--data_dir", name]).fresh()
+    assert to_flat(config)["data_dir"] == str(tmp_path / name)
+    assert read_sources(config.data).folders == (tmp_path / name,)
+    assert data_name(config) == name
+
+
+def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path: Path) -> None:
+    found = recorded(
+        *("--data_dir", "web:0.70", "../x:y/code:3e-1", "--data_weights_at", "900M:0,1", "1B:1,1"),
+        *("--max_source_epochs", "4", "code:2.5"),
+    )
+    assert found == {
+        "data_dir": [f"{tmp_path}/web:0.7", f"{tmp_path}/../x:y/code:0.3"],
+        "data_weights_at": ["900000000:0,1", "1000000000:1,1"],
+        "max_source_epochs": ["4", "code:2.5"],
+    }
+    sources = read_sources(override(Config(), found).data)
+    assert sources.names == ("web", "code")
+    assert sources.phases == (
+        *(Phase(0, (0.7, 0.3)), Phase(900_000_000, (0, 1))),
+        Phase(1_000_000_000, (1, 1)),
+    )
+    assert sources.max_epochs == (4, 2.5)
+
+
+def test_typing_what_a_run_has_is_no_change(tmp_path: Path) -> None:
+    saved = parse(["--data_dir", "a:0.7", "b:0.3", "--data_weights_at", "1M:1,2"]).fresh()
+    again = parse(
+        ["--data_dir", "a:0.70", f"{tmp_path}/b:3e-1", "--data_weights_at", "1000k:1,2.0"]
+    )
+    assert again.override(saved) == saved
+    assert parse([]).override(saved) == saved
+
+
+def test_names_are_as_short_as_may_be() -> None:
+    def names(*folders: str) -> tuple[str, ...]:
+        words = tuple(f"{folder}:1" for folder in folders)
+        return read_sources(DataConfig(data_dir=words)).names
+
+    assert names("/x/web", "/y/code") == ("web", "code")
+    assert names("/x/web", "/y/web", "/y/code") == ("x/web", "y/web", "y/code")
+    assert names("web", "/web") == ("web", "//web")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    {
+        "no weight": (["--data_dir", "a:1", "b"], ("data_dir b: has no weight", "PATH:WEIGHT")),
+        "no weights at all": (["--data_dir", "a", "b"], ("data_dir a: has no weight",)),
+        "no folder": (["--data_dir", "a:1", ":2"], ("data_dir :2: has no weight",)),
+        "nothing": (["--data_dir"], ("no folder given",)),
+        "negative": (["--data_dir", "a:1", "b:-1"], ("b:-1: weight -1 is not a finite",)),
+        "not a number": (["--data_dir", "a:1", "b:nan"], ("b:nan: weight nan is not a finite",)),
+        "infinite": (["--data_dir", "a:1", "b:inf"], ("b:inf: weight inf is not a finite",)),
+        "never trained on": (["--data_dir", "a:1", "b:0"], ("b: weight 0 is never trained on",)),
+        "twice": (["--data_dir", "a:1", "b:1", "a:2"], ("a: given twice", "the sum of both")),
+        "twice by another way": (["--data_dir", "a:1", "b/../a:1"], ("b/../a: given twice",)),
+        "change of one folder": (
+            ["--data_dir", "a", "--data_weights_at", "5:1"],
+            ("data_weights_at 5:1: changes the weights of a mixture", "data_dir is one folder"),
+        ),
+        "change of fewer": (
+            ["--data_dir", "a:1", "b:1", "--data_weights_at", "1k:1"],
+            ("data_weights_at 1000:1", "for 2 folders", "one for each of a, b"),
+        ),
+        "change at no token": (
+            ["--data_dir", "a:1", "b:1", "--data_weights_at", "0:1,2"],
+            ("data_weights_at 0: not later than 0",),
+        ),
+        "changes out of order": (
+            ["--data_dir", "a:1", "b:1", "--data_weights_at", "2k:1,2", "1k:1,1"],
+            ("data_weights_at 1000: not later than 2000",),
+        ),
+        "change to nothing": (
+            ["--data_dir", "a:1", "b:1", "--data_weights_at", "2k:0,0"],
+            ("data_weights_at 2000: every weight is 0",),
+        ),
+        "change that is none": (
+            ["--data_dir", "a:1", "b:1", "--data_weights_at", "soon:1,2"],
+            ("data_weights_at soon:1,2: not TOKENS:WEIGHT,WEIGHT,...",),
+        ),
+        "limit of nothing": (
+            ["--data_dir", "a", "--max_source_epochs", "0"],
+            ("max_source_epochs 0: not a number of passes above 0",),
+        ),
+        "limit of nobody": (
+            ["--data_dir", "a:1", "b:1", "--max_source_epochs", "c:2"],
+            ("max_source_epochs c:2: no source c; there is a, b",),
+        ),
+    }.values(),
+)
+def test_what_makes_no_sense_is_one_line(argv: list[str], parts: tuple[str, ...]) -> None:
+    found = problem(*argv)
+    for part in parts:
+        assert part in found
+
+
+@pytest.mark.parametrize(
+    "words", [("data_dir", "a:1", "b:1"), ("data_weights_at", "5:1,2"), ("max_source_epochs", "4")]
+)
+def test_fine_tuning_takes_no_mixture(words: tuple[str, ...]) -> None:
+    name, *values = words
+    with pytest.raises(ConfigError, match=f"--{name} is for pretraining"):
+        parse([f"--{name}", *values], "finetune")

@@ -1,0 +1,284 @@
+"""A mixture is a function of the sample number: exact counts, close in every prefix, and nothing to remember."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import launch
+from gpt2lab.config.mixture import read_sources
+from gpt2lab.config.schema import DataConfig
+from gpt2lab.data.mixture import (
+    PATTERN,
+    MixedData,
+    Mixture,
+    build_pattern,
+    count_places,
+    open_sources,
+    training_order,
+)
+from gpt2lab.data.order import Order
+from gpt2lab.data.shards import TokenData, read_manifest, write_manifest
+from gpt2lab.errors import ConfigError, DataError
+from tiny import VOCAB, write_shards
+
+T = 16
+MANY = 2_000_000
+WEIGHTS = {
+    "the issue's": (0.7, 0.25, 0.05),
+    "two": (0.9, 0.1),
+    "equal": (1, 1, 1),
+    "one large, many small": (0.5, *[0.02] * 25),
+    "four falls": (8, 4, 2, 1),
+    "as small as may be": (PATTERN - 1, 1),
+    "one alone": (0, 3, 0),
+}
+SIZES = ((1003, 777, 1290), (400,), (900, 250))  # tokens of the training shards of three sources
+
+
+def orders(*, shuffle: str = "windows") -> list[Order]:
+    return [
+        Order(list(sizes), context_length=T, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        for seed, sizes in enumerate(SIZES)
+    ]
+
+
+def mixture(*phases: tuple[int, tuple[float, ...]]) -> Mixture:
+    counted = [(first, count_places(weights).tolist()) for first, weights in phases]
+    return Mixture(orders(), counted, names="abc")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """Return three folders of one shape, so that equal orders would show."""
+    return {
+        name: write_shards(tmp_path / name, train=(500, 700, 600, 800), val=(300,))
+        for name in "abc"
+    }
+
+
+def opened(*words: object, at: tuple[str, ...] = ()) -> TokenData:
+    data = DataConfig(data_dir=tuple(map(str, words)), data_weights_at=at)
+    return open_sources(read_sources(data), vocab_size=VOCAB)
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_every_pattern_has_its_exact_counts(weights: tuple[float, ...]) -> None:
+    counts = count_places(weights)
+    assert counts.sum() == PATTERN
+    quotas = np.array(weights) / sum(weights) * PATTERN
+    assert (np.abs(counts - quotas) < 1).all()
+    assert np.bincount(build_pattern(counts), minlength=len(weights)).tolist() == counts.tolist()
+
+
+def test_what_is_left_goes_to_the_largest_remainders() -> None:
+    assert count_places((0.7, 0.25, 0.05)).tolist() == [2867, 1024, 205]  # 2867.2, 1024, 204.8
+    assert count_places((1, 1, 1)).tolist() == [1366, 1365, 1365]
+
+
+def test_weights_are_relative() -> None:
+    assert count_places((0.7, 0.25, 0.05)).tolist() == count_places((14, 5, 1)).tolist()
+
+
+def test_a_weight_without_a_place_is_rejected_and_a_weight_of_zero_is_not() -> None:
+    with pytest.raises(ValueError, match="1"):
+        count_places((1, 1e-5))
+    assert count_places((1, 0)).tolist() == [PATTERN, 0]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights: tuple[float, ...]) -> None:
+    counts = count_places(weights)
+    same = [Order([100], context_length=T, shuffle="none", seed=0)] * len(weights)
+    sources, _ = Mixture(same, [(0, counts)], names=[""] * len(weights)).divide(np.arange(MANY))
+    n, m = np.arange(1, MANY + 1), np.count_nonzero(counts)
+    bound = 1 - 1 / (2 * m - 2) if m > 1 else 0  # Tijdeman's, in 1 / PATTERN exact
+    for source, k in enumerate(counts.tolist()):
+        off = PATTERN * np.cumsum(sources == source) - n * k
+        assert np.abs(off).max() <= bound * PATTERN
+
+
+def test_sorting_middles_would_be_off_by_more() -> None:
+    """Why the pattern is not simply sorted: many small sources fall due at once."""
+    counts = count_places(WEIGHTS["one large, many small"]).tolist()
+    keys = sorted(((j + 0.5) / k, source) for source, k in enumerate(counts) for j in range(k))
+    is_first = np.array([source == 0 for _, source in keys])
+    off = PATTERN * np.cumsum(is_first) - np.arange(1, PATTERN + 1) * counts[0]
+    assert np.abs(off).max() > 2 * PATTERN
+
+
+# -- places ----------------------------------------------------------------------------------------------------------
+
+PHASES = (
+    [(0, WEIGHTS["the issue's"])],
+    [(0, (0.7, 0.3, 0)), (1111, (0.1, 0.1, 0.8)), (1500, (0, 1, 0)), (9000, (1, 1, 1))],
+)
+
+
+@pytest.mark.parametrize("phases", PHASES, ids=["weights that stay", "weights that change"])
+def test_samples_are_those_of_a_walk_that_counts(
+    phases: list[tuple[int, tuple[float, ...]]],
+) -> None:
+    """Each source is taken from its beginning without a gap or a repeat, through all phases."""
+    mixed, own = mixture(*phases), orders()
+    first_shard = [0, 3, 4]
+    patterns = [build_pattern(count_places(weights)) for _, weights in phases]
+    begins = [first for first, _ in phases]
+    taken, expected = [0, 0, 0], []
+    for sample in range(12_000):
+        phase = max(i for i, first in enumerate(begins) if first <= sample)
+        source = int(patterns[phase][(sample - begins[phase]) % PATTERN])
+        if sample % 500 == 0:
+            assert mixed.counts_before(sample).tolist() == taken
+            assert mixed.phase_of(sample) == phase
+        expected.append((source, taken[source]))
+        taken[source] += 1
+    sources, numbers = mixed.divide(np.arange(12_000))
+    assert list(zip(sources.tolist(), numbers.tolist(), strict=True)) == expected
+    shards, offsets = mixed.locate(np.arange(12_000))
+    for sample in range(0, 12_000, 61):
+        source, number = expected[sample]
+        (shard,), (offset,) = own[source].locate(np.array([number]))
+        assert (shards[sample], offsets[sample]) == (shard + first_shard[source], offset)
+
+
+def test_a_sample_is_the_same_whatever_it_is_asked_with() -> None:
+    mixed = mixture(*PHASES[1])
+    samples = np.random.RandomState(0).permutation(4_000)
+    together = np.stack(mixed.locate(np.arange(4_000)))
+    assert (np.stack(mixed.locate(samples)) == together[:, samples]).all()
+    alone = [np.stack(mixed.locate(np.array([n])))[:, 0] for n in samples[:50]]
+    assert (np.stack(alone, axis=1) == together[:, samples[:50]]).all()
+
+
+def test_a_source_is_complete_before_it_repeats() -> None:
+    mixed = mixture(*PHASES[1])
+    sources, _ = mixed.divide(np.arange(12_000))
+    shards, offsets = mixed.locate(np.arange(12_000))
+    for source, order in enumerate(mixed.orders):
+        chosen = sources == source
+        places = list(zip(shards[chosen].tolist(), offsets[chosen].tolist(), strict=True))
+        size = order.windows_per_epoch
+        assert len(places) > size
+        for begin in range(0, len(places) - size, size):
+            assert len(set(places[begin : begin + size])) == size
+
+
+def test_epochs_are_counted_for_each_source() -> None:
+    mixed = mixture(*PHASES[0])
+    sources, _ = mixed.divide(np.arange(5000))
+    windows = [order.windows_per_epoch for order in mixed.orders]
+    counts = np.bincount(sources, minlength=3)
+    assert mixed.epochs_before(5000) == dict(zip("abc", counts / windows, strict=True))
+    assert mixed.windows_per_epoch == sum(windows)
+    assert [mixed.epoch_of(sum(windows) + d) for d in (-1, 0)] == [0, 1]
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_folder_is_no_mixture(folders: dict[str, Path]) -> None:
+    data = opened(folders["a"])
+    order = training_order(data, context_length=T, shuffle="shards", seed=7)
+    plain = Order([500, 700, 600, 800], context_length=T, shuffle="shards", seed=7)
+    assert type(data) is TokenData
+    assert isinstance(order, Order)
+    samples = np.arange(5 * plain.windows_per_epoch)
+    assert np.array_equal(order.locate(samples), plain.locate(samples))
+
+
+@pytest.mark.parametrize("shuffle", ["shards", "windows"])
+def test_sources_of_one_size_shuffle_differently(folders: dict[str, Path], shuffle: str) -> None:
+    data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
+    order = training_order(data, context_length=T, shuffle=shuffle, seed=7)  # type: ignore[arg-type]
+    assert isinstance(order, Mixture)
+    a, b = order.orders
+    second = np.arange(a.windows_per_epoch, 2 * a.windows_per_epoch)
+    assert not np.array_equal(a.locate(second), b.locate(second))
+
+
+def test_the_shards_of_all_sources_are_in_one_row(folders: dict[str, Path]) -> None:
+    data = opened(f"{folders['b']}:1", f"{folders['a']}:3")
+    assert [s.path.parent.name for s in data.splits["train"]] == ["b"] * 4 + ["a"] * 4
+    order = training_order(data, context_length=T, shuffle="none", seed=7)
+    assert isinstance(order, Mixture)
+    samples = np.arange(500)
+    names = [data.splits["train"][shard].path.parent.name for shard in order.locate(samples)[0]]
+    assert names == [order.names[source] for source in order.divide(samples)[0]]
+
+
+def test_the_fingerprint_is_of_folders_weights_and_changes(folders: dict[str, Path]) -> None:
+    write_shards(folders["b"], train=(500, 700, 600, 801), val=(300,))
+    a, b, c = folders.values()
+    found = {
+        data.fingerprint
+        for data in (
+            opened(a),
+            opened(f"{a}:1", f"{b}:1"),
+            opened(f"{b}:1", f"{a}:1"),  # other seeds
+            opened(f"{a}:2", f"{b}:1"),
+            opened(f"{a}:1", f"{b}:1", at=("1000:1,2",)),
+            opened(f"{a}:1", f"{b}:1", at=("1016:1,2",)),
+            opened(f"{a}:1", f"{b}:1", f"{c}:1"),
+        )
+    }
+    assert len(found) == 7
+    assert opened(f"{a}:0.5", f"{b}:0.5").fingerprint == opened(f"{a}:1", f"{b}:1").fingerprint
+
+
+def test_weights_change_at_the_first_window_past_the_token(folders: dict[str, Path]) -> None:
+    words = (f"{folders['a']}:1", f"{folders['b']}:0")
+    for tokens, first in ((160, 10), (161, 11), (176, 11)):
+        data = opened(*words, at=(f"{tokens}:0,1",))
+        order = training_order(data, context_length=T, shuffle="none", seed=7)
+        assert isinstance(order, Mixture)
+        sources, numbers = order.divide(np.arange(20))
+        assert sources.tolist() == [0] * first + [1] * (20 - first)
+        assert numbers.tolist() == [*range(first), *range(20 - first)]
+
+
+def test_a_weight_too_small_for_a_place_is_one_line(folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="b: its weight 1e-05 is too small a part"):
+        opened(f"{folders['a']}:1", f"{folders['b']}:1e-5")
+
+
+def test_a_folder_behind_a_link_is_the_same_folder(folders: dict[str, Path]) -> None:
+    link = folders["a"].parent / "link"
+    link.symlink_to(folders["a"])
+    with pytest.raises(ConfigError, match="link: given twice"):
+        opened(f"{folders['a']}:1", f"{link}:1")
+
+
+def test_one_folder_with_a_weight_is_told_what_weights_need(folders: dict[str, Path]) -> None:
+    with pytest.raises(DataError, match="no such data folder; a weight needs several"):
+        opened(f"{folders['a']}:0.7")
+    named = folders["a"].rename(folders["a"].parent / "a:0.7")
+    assert opened(named).folder == named
+
+
+def test_a_short_shard_is_named_with_its_folder(folders: dict[str, Path]) -> None:
+    write_shards(folders["b"], train=(500, 9), val=(300,))
+    data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
+    with pytest.raises(DataError, match=r"/b, train shard 1: 9 tokens hold no window"):
+        training_order(data, context_length=T, shuffle="none", seed=7)
+
+
+def test_other_tokenizers_do_not_mix(folders: dict[str, Path]) -> None:
+    for name in "bc":  # meta.pkl marks ids of characters
+        (folders[name] / "meta.pkl").write_bytes(b"")
+        assert launch.call("data.py", "import", folders[name]).returncode == 0
+    for one, other in itertools.permutations("abc", 2):
+        with pytest.raises(DataError, match="not known to have the tokenizer of"):
+            opened(f"{folders[one]}:1", f"{folders[other]}:1")
+    for name in "bc":
+        manifest = read_manifest(folders[name])
+        manifest["tokenizer"] = {"name": "characters", "sha256": "5" * 64}
+        (folders[name] / "shards.json").unlink()
+        write_manifest(folders[name], manifest)
+    assert isinstance(opened(f"{folders['b']}:1", f"{folders['c']}:1"), MixedData)
