@@ -16,6 +16,7 @@ from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.command_line import parse
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.compare import compare
+from gpt2lab.planner.measuring import data_for
 from gpt2lab.runs.report import render
 from gpt2lab.runs.tensorboard import rebuild_tensorboard
 from gpt2lab.training.pretrain import pretrain
@@ -250,6 +251,22 @@ def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(
     train(data, tmp_path, "run", "--max_source_epochs", "4", "late:0.7", "--stop_after_steps=1")
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_damaged_shard_of_any_source_stops_the_run_with_its_name(
+    split: str, tmp_path: Path
+) -> None:
+    for name in NAMES:
+        write_shards(tmp_path / name, train=(1003, 777), val=(650,))
+        assert launch.call("data.py", "import", tmp_path / name).returncode == 0
+    path = tmp_path / "hard" / f"tiny_{split}_000000.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"hard/{path.name}: damaged"):
+        train(tmp_path, tmp_path / "runs", "run")
+    assert not list((tmp_path / "runs" / "run").glob("step_*"))
+
+
 def test_the_plan_says_how_often_each_source_is_read(data: Path, tmp_path: Path) -> None:
     done = launch.call(launch.TRAIN, *flags_of(data, tmp_path, "run"), "--dry_run", "--json")
     plan = json.loads(done.stdout)
@@ -261,3 +278,28 @@ def test_the_plan_says_how_often_each_source_is_read(data: Path, tmp_path: Path)
     assert found["dataset_info"]["epochs_by_source"] == plan["epochs_by_source"]
     text = launch.ask("estimate_time.py", *argv, "--steps=200", folder=tmp_path)
     assert "passes over late: beyond about 4, repeated tokens teach little" in text
+
+
+def test_measuring_trains_on_the_mixture_itself(data: Path, tmp_path: Path) -> None:
+    config = parse(flags_of(data, tmp_path, "run")).fresh()
+    assert parse(data_for(config, tmp_path)).fresh().data == config.data
+    assert not list(tmp_path.iterdir())
+    elsewhere = parse(flags_of(tmp_path / "nowhere", tmp_path, "run")).fresh()
+    made = parse(data_for(elsewhere, tmp_path)).fresh().data
+    assert made.data_dir == (str(tmp_path / "data"),)
+    assert made.data_weights_at == ()
+
+
+def test_a_source_that_is_read_many_times_is_worth_less(tmp_path: Path) -> None:
+    """The forecast of the loss counts repeats source by source, not over all folders together."""
+    for name, size in (("small", 200_000), ("large", 3_000_000)):
+        write_shards(tmp_path / name, train=(size,), val=(2000,))
+    common = ["--gpu=H100", "--model=gpt2", "--tokens=3M", "--total_batch_size=16384"]
+
+    def loss(*weights: float) -> float:
+        pairs = zip(("small", "large"), weights, strict=True)
+        folders = [f"{tmp_path / name}:{weight}" for name, weight in pairs]
+        argv = [*common, "--mini_batch_size=16", "--data_dir", *folders, "--json"]
+        return launch.ask("estimate_time.py", *argv, folder=tmp_path)["loss"]["value"]
+
+    assert loss(0.9, 0.1) > loss(0.06, 0.94)

@@ -49,6 +49,7 @@ WITHOUT_TORCH = [
     "data.shards",
     "data.formats",
     "data.order",
+    "data.mixture",
     "training.resolve",
     "training.recipe",
     "finetuning.recipe",

@@ -29,7 +29,7 @@ from gpt2lab.data.shards import (
 )
 from gpt2lab.errors import ConfigError, DataError
 
-PATTERN = 4096  # places; a weight is met to half of 1 / 4096
+PATTERN = 4096  # places; a share is met to less than 1 / 4096
 
 
 def count_places(weights: Sequence[float]) -> np.ndarray:

@@ -86,7 +86,7 @@ def estimate(
         breakdown=breakdown,
         seconds=seconds,
         cost=cost_of_run(machine, seconds, price=price, kwh=kwh),
-        loss=predicted_loss(job.parameters, job.tokens, job.unique_tokens) if job.is_gpt2 else None,
+        loss=loss_of(job) if job.is_gpt2 else None,
         mfu=None if not peak else throughput.value * job.flops_per_token / (peak * job.world_size),
     )
 
@@ -292,6 +292,13 @@ def effective_tokens(tokens: float, unique_tokens: float | None) -> float:
         return tokens
     repeats = tokens / unique_tokens - 1
     return unique_tokens * (1 + _REPEAT * (1 - math.exp(-repeats / _REPEAT)))
+
+
+def loss_of(job: Job) -> Interval | None:
+    """Return the predicted loss of a job; each source of a mixture wears out by its own repeats."""
+    parts: list[tuple[int, int | None]] = [*job.tokens_by_source.values()]
+    parts = parts or [(job.tokens, job.unique_tokens)]
+    return predicted_loss(job.parameters, sum(effective_tokens(*part) for part in parts))
 
 
 def predicted_loss(

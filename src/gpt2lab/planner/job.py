@@ -139,11 +139,18 @@ class Job:
 
     @staticmethod
     def of_run(
-        config: Config, plan: Plan, *, train_tokens: int, dtype: Dtype, compiled: bool
+        config: Config,
+        plan: Plan,
+        *,
+        train_tokens: int,
+        dtype: Dtype,
+        compiled: bool,
+        order: Order | Mixture | None = None,
     ) -> Job:
         """Return the job of a start of the trainer; `train_tokens`: of the training split, leftovers included."""
         unique, dataset = round(plan.tokens / plan.epochs), (("tokens", float(train_tokens)),)
-        return Job(config, plan.max_steps, plan.batch.world_size, dtype, compiled, unique, dataset)
+        ranks = plan.batch.world_size
+        return Job(config, plan.max_steps, ranks, dtype, compiled, unique, dataset, order)
 
     @property
     def sequences(self) -> int:
@@ -207,10 +214,23 @@ class Job:
         return self.tokens / self.unique_tokens if self.unique_tokens else None
 
     @property
+    def tokens_by_source(self) -> dict[str, tuple[int, int]]:
+        """Trained and unique tokens of each source of a mixture; {} of a single folder."""
+        if not isinstance(self.order, Mixture):
+            return {}
+        T = self.config.model.context_length
+        rows = zip(
+            self.order.names,
+            self.order.counts_before(self.tokens // T).tolist(),
+            self.order.orders,
+            strict=True,
+        )
+        return {name: (count * T, own.windows_per_epoch * T) for name, count, own in rows}
+
+    @property
     def epochs_by_source(self) -> dict[str, float]:
         """Passes over each source of a mixture; {} of a single folder."""
-        samples = self.tokens // self.config.model.context_length
-        return self.order.epochs_before(samples) if isinstance(self.order, Mixture) else {}
+        return {name: used / unique for name, (used, unique) in self.tokens_by_source.items()}
 
     @property
     def parameters(self) -> int:

@@ -19,7 +19,7 @@ from gpt2lab.planner.estimate import (
     LOSS_FORMULA,
     Estimate,
     Window,
-    predicted_loss,
+    loss_of,
     verdict,
 )
 from gpt2lab.planner.hardware import Hardware
@@ -168,7 +168,7 @@ def dollars(value: float) -> str:
 
 def _loss(estimate: Estimate) -> list[str]:
     job = estimate.job
-    loss = predicted_loss(job.parameters, job.tokens, job.unique_tokens)
+    loss = loss_of(job)
     ratio = f"{job.tokens / job.parameters:.0f} tokens a parameter"
     if not job.is_gpt2:
         said = "" if loss is None else f", and says {loss.low:.2f} ... {loss.high:.2f} of that"

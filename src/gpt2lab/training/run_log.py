@@ -162,7 +162,14 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
     dtype, compiled = environment["dtype"], environment["compile"] == "on"
     forecast.write_forecast(
         start.run_dir,
-        Job.of_run(start.config, start.plan, train_tokens=tokens, dtype=dtype, compiled=compiled),
+        Job.of_run(
+            start.config,
+            start.plan,
+            train_tokens=tokens,
+            dtype=dtype,
+            compiled=compiled,
+            order=start.order,
+        ),
         environment,
         on_gpu=components.facts["on_gpu"],
         is_resumed=start.checkpoint is not None,
