@@ -137,10 +137,10 @@ def _sources(events: Events) -> list[tuple[str, ...]]:
     """Return (name, share of the samples, passes, validation loss, its standard error) of a mixture's sources."""
     steps, evals = history.current(events, "step"), history.current(events, "eval")
     mixtures = history.current(events, "mixture")
-    if not mixtures:
+    epochs = steps[max(steps)].get("epochs_by_source") if steps else None
+    if not mixtures or epochs is None:  # no mixture, or none any more
         return []
     shares = mixtures[max(mixtures)]["weights"]
-    epochs = steps[max(steps)]["epochs_by_source"] if steps else {}
     last = evals[max(evals)] if evals else {}
     losses, errors = last.get("val_loss_by_source", {}), last.get("val_loss_se_by_source", {})
     return [
