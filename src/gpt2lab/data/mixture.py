@@ -94,7 +94,7 @@ class Mixture:
         self._counts = np.array([counts for _, counts in phases], dtype=np.int64)  # (phases, S)
         self._patterns = [build_pattern(counts) for counts in self._counts]
         is_of = [pattern[:, None] == np.arange(len(orders)) for pattern in self._patterns]
-        self._before = [np.concatenate([each[:1] & False, each]).cumsum(axis=0) for each in is_of]
+        self._before = [each.cumsum(axis=0) - each for each in is_of]  # (PATTERN, S) each
         self._base = np.zeros_like(self._counts)  # each source's own number where a phase begins
         for phase in range(1, len(phases)):
             self._base[phase] = self._count(int(self._begins[phase]), phase - 1)
