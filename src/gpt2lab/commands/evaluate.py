@@ -218,11 +218,11 @@ def _validation(
     from gpt2lab.data.shards import open_data
     from gpt2lab.data.windows import WindowReader
     from gpt2lab.evaluation.validation import Validation
-    from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+    from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
 
     data = open_data(folder, vocab_size=model.vocab_size)
     trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
-    if not data.is_gpt2 and data.fingerprint != trained_on:
+    if data.tokenizer != GPT2 and data.fingerprint != trained_on:
         raise DataError(
             f"{folder}: not known to be tokenised with GPT-2's vocabulary, so its ids would mean other text"
         )
@@ -242,7 +242,7 @@ def _validation(
         ),
         val_tokens=wanted.val_tokens or settings.eval.val_tokens,
         batch_size=wanted.batch_size,
-        is_gpt2=data.is_gpt2 and model.vocab_size >= NUM_TOKENS,
+        is_gpt2=data.tokenizer == GPT2 and model.vocab_size >= NUM_TOKENS,
         strategy=strategy,
         runtime=runtime,
     )

@@ -1,4 +1,4 @@
-"""Token shards on disk: uint16 files beside shards.json, whose own hash is the data's fingerprint.
+"""Token shards on disk: uint16 or uint32 files beside shards.json, whose own hash is the data's fingerprint.
 
 Ours are .npy; where shards.json names one, a raw .bin file as nanoGPT writes it is read as well.
 """
@@ -16,8 +16,9 @@ from typing import Any
 from gpt2lab import paths
 from gpt2lab.errors import DataError
 from gpt2lab.files import sync_folder, write_durably
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, token_bytes
-from gpt2lab.tokenizers.gpt2 import NAME as TOKENIZER
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import of_record
 
 FORMAT = "gpt2lab-shards/1"
 MANIFEST = "shards.json"
@@ -38,6 +39,12 @@ class Shard:
     tokens: int
     offset: int  # bytes before the first token
     sha256: str | None = None  # of the file, where shards.json records it
+    dtype: str = "<u2"  # of a token, or <u4
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a token."""
+        return int(self.dtype[-1])
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class TokenData:
     fingerprint: str
     splits: dict[str, tuple[Shard, ...]]
     warnings: tuple[str, ...]
-    is_gpt2: bool = True  # whether the ids are GPT-2's, as far as is known
+    tokenizer: Tokenizer | None = GPT2  # that the ids are of; None where it is not known
 
     def tokens(self, split: str) -> int:
         """Count the tokens of a split."""
@@ -56,9 +63,10 @@ class TokenData:
 
     def describe(self, unused_targets: int) -> str:
         """Describe the data for people; `unused_targets` at the shards' ends belong to no window."""
+        other = "" if self.tokenizer in (GPT2, None) else f", tokenizer {self.tokenizer.describe()}"
         return (
             f"{paths.for_people(self.folder)}, {self.tokens('train'):,} training tokens "
-            f"({unused_targets:,} targets at shard ends unused), fingerprint {self.fingerprint[:12]}"
+            f"({unused_targets:,} targets at shard ends unused), fingerprint {self.fingerprint[:12]}{other}"
         )
 
 
@@ -86,9 +94,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def open_data(folder: Path, *, vocab_size: int) -> TokenData:
-    """Check a folder of shards in milliseconds: manifest, names, sizes, dtype, largest id.
+    """Check a folder of shards in milliseconds: manifest, tokenizer, names, sizes, dtype, largest id.
 
-    A folder without shards.json is accepted with a warning; its fingerprint covers names, sizes and dtype only.
+    A folder without shards.json is accepted with a warning: its fingerprint covers names, sizes and dtype only, and its
+    ids count as GPT-2's.
 
     Raises: DataError naming the file, what is wrong and the fix.
     """
@@ -109,9 +118,10 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
         if not names[split]:
             raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
     splits = {split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS}
-    limit = min(vocab_size, NUM_TOKENS)
+    tokenizer = GPT2 if manifest is None else of_record(manifest.get("tokenizer"), folder, MANIFEST)
+    limit = _IdLimit(vocab_size, tokenizer)
     if manifest is None:
-        facts = {s: [(shard.path.name, shard.tokens, "<u2") for shard in splits[s]] for s in SPLITS}
+        facts = {s: [(one.path.name, one.tokens, one.dtype) for one in splits[s]] for s in SPLITS}
         unknown = f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes"
         return TokenData(folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, limit)))
     listed = {file["name"]: file for file in manifest["files"]}
@@ -124,9 +134,19 @@ def open_data(folder: Path, *, vocab_size: int) -> TokenData:
             f"{folder / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
         )
     warnings: tuple[str, ...] = ()
-    if not (is_gpt2 := manifest["tokenizer"]["name"] == TOKENIZER):
-        warnings = (f"{folder}: the ids are not GPT-2's; text samples would be meaningless",)
-    return TokenData(folder, manifest["fingerprint"], splits, warnings, is_gpt2)
+    if tokenizer is None:
+        warnings = (f"{folder}: its tokenizer is not known, so there are no texts to show",)
+    return TokenData(folder, manifest["fingerprint"], splits, warnings, tokenizer)
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a folder of shards, GPT-2's without shards.json; None if it is not known.
+
+    Raises: DataError.
+    """
+    if not (folder / MANIFEST).exists():
+        return GPT2
+    return of_record(read_manifest(folder).get("tokenizer"), folder, MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -159,7 +179,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def open_shard(path: Path) -> Shard:
     """Read a shard's header and check it against the file's size.
 
-    Raises: DataError if it is missing, truncated, not one-dimensional or not uint16.
+    Raises: DataError if it is missing, truncated, not one-dimensional or neither uint16 nor uint32.
     """
     from numpy.lib import format as npy  # numpy only where shards are really opened
 
@@ -180,33 +200,38 @@ def open_shard(path: Path) -> Shard:
         ) from error
     except (ValueError, TypeError, SyntaxError, EOFError, TokenError) as error:  # numpy's parsing
         raise DataError(f"{path}: not a .npy file ({error})") from error
-    if dtype.str != "<u2" or len(shape) != 1:
+    if dtype.str not in ("<u2", "<u4") or len(shape) != 1:
         raise DataError(
-            f"{path}: {len(shape)}-dimensional {dtype} array; a shard is one-dimensional uint16"
+            f"{path}: {len(shape)}-dimensional {dtype} array; a shard is one-dimensional uint16 or uint32"
         )
-    if size != offset + 2 * shape[0]:
+    promised = offset + dtype.itemsize * shape[0]
+    if size != promised:
         raise DataError(
-            f"{path}: {size} bytes, but its header promises {offset + 2 * shape[0]}; truncated copy?"
+            f"{path}: {size} bytes, but its header promises {promised}; truncated copy?"
         )
-    return Shard(path, shape[0], offset)
+    return Shard(path, shape[0], offset, dtype=dtype.str)
 
 
-def measure_shard(path: Path, *, offset: int) -> dict[str, Any]:
-    """Read every byte of a shard: bytes, sha256, max_id, documents, and text_bytes (None if an id is not GPT-2's).
+def measure_shard(
+    path: Path, *, offset: int, tokenizer: Tokenizer | None, dtype: str = "<u2"
+) -> dict[str, Any]:
+    """Read every byte of a shard: bytes, sha256, max_id, documents and text_bytes.
 
-    `offset`: bytes before the first token.
+    `offset`: bytes before the first token. Without a tokenizer there are no documents and text_bytes is None, as it is
+    where an id is not the tokenizer's.
     """
     import numpy as np
 
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
-    lengths = token_bytes()
+    lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
     with open(path, "rb") as file:
         digest.update(file.read(offset))
         while block := file.read(_BLOCK):
             digest.update(block)
-            ids = np.frombuffer(block, "<u2")
+            ids = np.frombuffer(block, dtype)
             largest = max(largest, int(ids.max()))
-            documents += int(np.count_nonzero(ids == END_OF_TEXT))
+            if tokenizer is not None:
+                documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
             if largest < len(lengths):
                 text_bytes += int(lengths[ids].sum())
         size = file.tell()
@@ -232,31 +257,45 @@ def names_on_disk(folder: Path, split: str) -> list[str]:
     return [match.string for match in sorted(found, key=lambda m: (m["dataset"], int(m["index"])))]
 
 
-def _compare(shard: Shard, listed: dict[str, Any], limit: int) -> Shard:
+@dataclass(frozen=True)
+class _IdLimit:
+    """Ids must be below the rows of the model and the size of the tokenizer."""
+
+    vocab_size: int
+    tokenizer: Tokenizer | None
+
+    def check(self, path: Path, largest: int) -> None:
+        size = self.vocab_size if self.tokenizer is None else self.tokenizer.size
+        limit = min(self.vocab_size, size)
+        if largest >= limit:
+            raise DataError(
+                f"{path}: token id {largest}, but ids must be below min(vocab_size, {size}) = {limit}; "
+                f"another tokenizer?"
+            )
+
+
+def _compare(shard: Shard, listed: dict[str, Any], limit: _IdLimit) -> Shard:
     """Compare a shard with its entry in the manifest; return it with its recorded hash."""
     if shard.tokens != listed["tokens"]:
         raise DataError(f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {listed['tokens']}")
-    if listed["max_id"] >= limit:
-        raise DataError(f"{shard.path}: {_id_problem(listed['max_id'], limit)}")
+    limit.check(shard.path, listed["max_id"])
     return replace(shard, sha256=listed["sha256"])
 
 
-def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
+def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, ...]:
     """Check the ids of a set without manifest now, if it is small enough to read in full."""
     import numpy as np
 
     shards = [shard for split in SPLITS for shard in splits[split]]
-    total = sum(2 * shard.tokens for shard in shards)
+    total = sum(shard.item_bytes * shard.tokens for shard in shards)
     if total > SCAN_LIMIT_BYTES:
         return (
             f"ids of {total / 1e9:.1f} GB without {MANIFEST} are checked batch by batch while training",
         )
     for shard in shards:
-        tokens = np.memmap(shard.path, "<u2", mode="r", offset=shard.offset, shape=shard.tokens)
-        if shard.tokens and (largest := int(tokens.max())) >= limit:
-            raise DataError(f"{shard.path}: {_id_problem(largest, limit)}")
+        tokens = np.memmap(
+            shard.path, shard.dtype, mode="r", offset=shard.offset, shape=shard.tokens
+        )
+        if shard.tokens:
+            limit.check(shard.path, int(tokens.max()))
     return ()
-
-
-def _id_problem(largest: int, limit: int) -> str:
-    return f"token id {largest}, but ids must be below min(vocab_size, {NUM_TOKENS}) = {limit}; another tokenizer?"

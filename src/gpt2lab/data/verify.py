@@ -23,9 +23,10 @@ from gpt2lab.data.shards import (
     open_data,
     open_shard,
     read_manifest,
+    tokenizer_of,
 )
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
+from gpt2lab.tokenizers.interface import Tokenizer
 
 _BLOCK = 1 << 22  # tokens
 
@@ -40,12 +41,16 @@ def verify(folder: Path) -> list[str]:
             f"{folder}: no {MANIFEST} to compare with; python scripts/data.py import writes one"
         )
     manifest = read_manifest(folder)
-    files = manifest["files"]
+    files, problems = manifest["files"], []
+    try:
+        tokenizer_of(folder)
+    except DataError as error:
+        problems.append(str(error))
     # Hashing releases Python's lock, so threads use all cores.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = zip(files, pool.map(lambda f: _find_damage(folder, f), files), strict=True)
         bar = tqdm(results, total=len(files), unit="file", leave=False)
-        problems = [f"{folder / file['name']}: {damage}" for file, damage in bar if damage]
+        problems += [f"{folder / file['name']}: {damage}" for file, damage in bar if damage]
     strays = find_strays(folder, manifest)
     return problems + [f"{folder / name}: not listed in {MANIFEST}" for name in strays]
 
@@ -54,7 +59,8 @@ def _find_damage(folder: Path, listed: dict[str, Any]) -> str | None:
     path = folder / listed["name"]
     try:
         shard = open_shard(path)
-        found = {"tokens": shard.tokens, **measure_shard(path, offset=shard.offset)}
+        facts = measure_shard(path, offset=shard.offset, tokenizer=None, dtype=shard.dtype)
+        found = {"tokens": shard.tokens, **facts}
     except DataError as error:
         return str(error).removeprefix(f"{path}: ")
     except OSError as error:
@@ -104,7 +110,8 @@ def _blocks(shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:
 
 def _open(shard: Shard) -> np.ndarray:
     try:
-        return np.memmap(shard.path, "<u2", mode="r", offset=shard.offset, shape=(shard.tokens,))
+        shape = (shard.tokens,)
+        return np.memmap(shard.path, shard.dtype, mode="r", offset=shard.offset, shape=shape)
     except (OSError, ValueError) as error:
         raise DataError(f"{shard.path}: cannot be read ({error})") from error
 
@@ -127,14 +134,15 @@ def _hash_ngrams(ids: np.ndarray) -> np.ndarray:
 class SplitStats:
     """Statistics of one split.
 
-    `lengths` (documents,) int64: tokens of each document, with its <|endoftext|>; one that continues in the next
+    `lengths` (documents,) int64: tokens of each document, with its end-of-text id; one that continues in the next
     shard counts once.
     """
 
     shards: int
     tokens: int
     largest_id: int
-    text_bytes: int | None  # None where an id is not GPT-2's
+    text_bytes: int | None  # None where the text of an id is not known
+    tokenizer: Tokenizer | None
     lengths: np.ndarray
 
 
@@ -143,18 +151,19 @@ def measure(folder: Path) -> dict[str, SplitStats]:
 
     Raises: DataError.
     """
-    data = open_data(folder, vocab_size=2**16)
-    return {split: _measure_split(data.splits[split]) for split in SPLITS}
+    data = open_data(folder, vocab_size=2**32)
+    return {split: _measure_split(data.splits[split], data.tokenizer) for split in SPLITS}
 
 
-def _measure_split(shards: tuple[Shard, ...]) -> SplitStats:
+def _measure_split(shards: tuple[Shard, ...], tokenizer: Tokenizer | None) -> SplitStats:
     tokens = 0
     facts: list[dict[str, Any]] = []
     begins: list[np.ndarray] = []
     for shard in tqdm(shards, unit="shard", leave=False):
-        ids = _open(shard)
-        begins.append(np.flatnonzero(ids == END_OF_TEXT) + tokens)
-        facts.append(measure_shard(shard.path, offset=shard.offset))
+        where, dtype = shard.offset, shard.dtype
+        if tokenizer is not None:
+            begins.append(np.flatnonzero(_open(shard) == tokenizer.end_of_text) + tokens)
+        facts.append(measure_shard(shard.path, offset=where, tokenizer=tokenizer, dtype=dtype))
         tokens += shard.tokens
     text_bytes = [fact["text_bytes"] for fact in facts]
     return SplitStats(
@@ -163,6 +172,7 @@ def _measure_split(shards: tuple[Shard, ...]) -> SplitStats:
         largest_id=max(fact["max_id"] for fact in facts),
         text_bytes=None if None in text_bytes else sum(text_bytes),
         lengths=np.diff(np.concatenate([*begins, [tokens]])),
+        tokenizer=tokenizer,
     )
 
 
@@ -186,7 +196,7 @@ def _column(split: SplitStats) -> dict[str, str]:
         "text": "n/a" if text is None else fmt.num_bytes(text),
         "bytes per token": "n/a" if text is None else f"{text / tokens:.3f}",
         **{f"document, {kind}": value for kind, value in zip(kinds, length, strict=True)},
-        "largest id": f"{split.largest_id:,}"
-        + ("" if split.largest_id < NUM_TOKENS else " (not GPT-2's)"),
+        "tokenizer": "not known" if split.tokenizer is None else split.tokenizer.title,
+        "largest id": f"{split.largest_id:,}",
         **{f"windows of {T}": f"{(tokens - split.shards) // T:,}" for T in (256, 1024)},
     }

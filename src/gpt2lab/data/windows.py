@@ -18,8 +18,9 @@ _BLOCK = 1 << 22
 
 
 def hash_windows(windows: np.ndarray) -> str:
-    """Hash a global batch, (S, T + 1) uint16 in sample order, to 64 hex digits: the `batch_hash` of a step."""
-    return hashlib.sha256(windows.astype("<u2", copy=False).tobytes()).hexdigest()
+    """Hash a global batch, (S, T + 1) uint16 or uint32 in sample order, to 64 hex digits: a step's `batch_hash`."""
+    dtype = "<u2" if windows.dtype == np.uint16 else "<u4"
+    return hashlib.sha256(windows.astype(dtype, copy=False).tobytes()).hexdigest()
 
 
 class WindowReader:
@@ -38,10 +39,11 @@ class WindowReader:
         self._shards = shards
         self._width = context_length + 1
         self._id_limit = id_limit
+        self._dtype = np.uint32 if any(shard.item_bytes == 4 for shard in shards) else np.uint16
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
 
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) uint16 array.
+        """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) array of the ids' type.
 
         Raises: DataError naming the shard if it is gone, changed, damaged, or an id is out of range (on a GPU that
         would end in an assertion that names nothing).
@@ -49,12 +51,13 @@ class WindowReader:
         if self._verifier is not None:
             for shard in np.unique(shards).tolist():
                 self._verifier.touch(shard)
-        windows = np.empty((len(shards), self._width), dtype=np.uint16)
+        windows = np.empty((len(shards), self._width), dtype=self._dtype)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
-            start = self._shards[shard].offset + 2 * offset
+            read = self._shards[shard]
+            start = read.offset + read.item_bytes * offset
             try:
                 source = self._map(shard)
-                windows[row] = np.frombuffer(source, "<u2", count=self._width, offset=start)
+                windows[row] = np.frombuffer(source, read.dtype, count=self._width, offset=start)
             except (OSError, ValueError) as error:
                 raise _shard_error(
                     self._shards[shard], f"changed while training ({error})"
@@ -75,7 +78,9 @@ class WindowReader:
         places = []
         for shard in self._shards:
             try:
-                ids = np.memmap(shard.path, "<u2", "r", offset=shard.offset, shape=(shard.tokens,))
+                ids = np.memmap(
+                    shard.path, shard.dtype, "r", offset=shard.offset, shape=(shard.tokens,)
+                )
             except (OSError, ValueError) as error:
                 raise _shard_error(shard, f"changed while training ({error})") from error
             places.append(np.flatnonzero(ids == token))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.json_form import json_of_merges
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,8 +111,6 @@ class GPT2Tokenizer(Tokenizer):
 
     def tokenizer_json(self) -> bytes:
         """Return GPT-2's tokenizer as Hugging Face's library reads it."""
-        from gpt2lab.tokenizers.json_form import json_of_merges
-
         merges, ids = vocabulary_files()
         return json_of_merges(ids.read_bytes(), merges.read_bytes(), END_TOKEN)
 

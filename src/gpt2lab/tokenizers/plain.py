@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.json_form import byte_alphabet, json_without_merges
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,8 +61,6 @@ class BytesTokenizer(Tokenizer):
 
     def tokenizer_json(self) -> bytes:
         """Return the same tokenizer for Hugging Face's library: a BPE without merges over bytes."""
-        from gpt2lab.tokenizers.json_form import byte_alphabet, json_without_merges
-
         vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
         return json_without_merges(vocabulary, END_TOKEN, of_bytes=True)
 
@@ -127,8 +126,6 @@ class CharactersTokenizer(Tokenizer):
 
     def tokenizer_json(self) -> bytes:
         """Return the same for Hugging Face's library, which leaves out characters that have no id."""
-        from gpt2lab.tokenizers.json_form import json_without_merges
-
         vocabulary = {character: id for id, character in enumerate(self.characters)}
         return json_without_merges(vocabulary, END_TOKEN, of_bytes=False)
 

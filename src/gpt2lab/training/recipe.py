@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.schema import Config
 from gpt2lab.data.shards import TokenData, open_data
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,7 +111,7 @@ class Pretraining:
                 val,
                 val_tokens=config.eval.val_tokens,
                 batch_size=config.batch.mini_batch_size,
-                is_gpt2=start.data.is_gpt2 and vocab_size >= NUM_TOKENS,
+                is_gpt2=start.data.tokenizer == GPT2 and vocab_size >= NUM_TOKENS,
                 strategy=strategy,
                 runtime=runtime,
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ from gpt2lab.data.shards import (
     write_manifest,
 )
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers import gpt2
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.plain import META_FILE, read_characters
 
 
 def adopt(folder: Path) -> dict[str, Any]:
     """Write and return shards.json for the shards of another program; nothing is copied.
 
     Reads every `DATASET_train_000001.npy` and the like in the order of their numbers, else nanoGPT's `train.bin` and
-    `val.bin`. The ids count as GPT-2's, unless nanoGPT's `meta.pkl` says that they are characters.
+    `val.bin`. The ids count as GPT-2's, unless nanoGPT's `meta.pkl` lies beside them: then they are its characters, or
+    of an unknown tokenizer if it does not say which characters.
 
     Raises: DataError if there is a manifest already, a split is missing, or a file is not what it should be.
     """
@@ -43,16 +46,13 @@ def adopt(folder: Path) -> dict[str, Any]:
         if not names[split]:
             wanted = f"NAME_{split}_000000.npy or {split}{RAW_SUFFIX}"
             raise DataError(f"{folder}: no {split} shards ({wanted}); training needs both splits")
-    is_gpt2 = not (folder / "meta.pkl").exists()
-    files = [_measure(folder / name, split, is_gpt2) for split in SPLITS for name in names[split]]
+    tokenizer = _tokenizer_of(folder)
+    files = [_measure(folder / name, split, tokenizer) for split in SPLITS for name in names[split]]
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "dataset": folder.resolve().name,
         "origin": "shards written by another program",
-        "tokenizer": {
-            "name": gpt2.NAME if is_gpt2 else gpt2.UNKNOWN,
-            "sha256": gpt2.VOCABULARY_HASH if is_gpt2 else None,
-        },
+        "tokenizer": tokenizer.record() if tokenizer else {"name": UNKNOWN, "sha256": None},
         "documents": sum(file["documents"] for file in files),
         "files": files,
     }
@@ -64,17 +64,23 @@ def adopt(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _measure(path: Path, split: str, is_gpt2: bool) -> dict[str, Any]:
+def _tokenizer_of(folder: Path) -> Tokenizer | None:
+    if not (folder / META_FILE).exists():
+        return GPT2
+    with contextlib.suppress(DataError):
+        return read_characters(folder / META_FILE)
+    return None
+
+
+def _measure(path: Path, split: str, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the manifest's entry of a shard of another program."""
     shard = open_shard(path)
     if shard.tokens == 0:
         raise DataError(f"{path}: empty")
-    facts = measure_shard(path, offset=shard.offset)
-    if facts["max_id"] >= NUM_TOKENS:
+    facts = measure_shard(path, offset=shard.offset, tokenizer=tokenizer, dtype=shard.dtype)
+    if tokenizer is not None and facts["max_id"] >= tokenizer.size:
         raise DataError(
-            f"{path}: token id {facts['max_id']}, GPT-2's end at {NUM_TOKENS - 1}; "
+            f"{path}: token id {facts['max_id']}, {tokenizer.title}'s end at {tokenizer.size - 1}; "
             f"another tokenizer, or not uint16 tokens"
         )
-    if not is_gpt2:  # another tokenizer's ids mean neither GPT-2's documents nor its text
-        facts |= {"documents": 0, "text_bytes": None}
     return {"name": path.name, "split": split, "tokens": shard.tokens, **facts}
