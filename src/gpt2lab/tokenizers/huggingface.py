@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers import gpt2
-from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.json_form import USUAL_END_TOKENS, byte_alphabet, json_of_merges
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,8 +113,8 @@ def of_json(content: bytes, end_token: str | None, where: str) -> Tokenizer:
     Raises: DataError.
     """
     values = _parse(content, where)
-    if end_token in (None, gpt2.GPT2.end_token) and _is_gpt2(values):
-        return gpt2.GPT2
+    if end_token in (None, END_TOKEN) and (own := _find_own(values)) is not None:
+        return own
     return HuggingFaceTokenizer(content, end_token or _find_end(values, where), where)
 
 
@@ -196,6 +197,25 @@ def _splits_as_gpt2(values: dict[str, Any]) -> bool:
     )
 
 
+def _find_own(values: dict[str, Any]) -> Tokenizer | None:
+    """Return GPT-2's tokenizer, bytes or characters if a tokenizer.json is just another form of it."""
+    if _is_gpt2(values):
+        return gpt2.GPT2
+    model, splitter = values["model"], values.get("pre_tokenizer") or {}
+    vocabulary = model.get("vocab")
+    if model.get("merges") or values.get("normalizer") or not isinstance(vocabulary, dict):
+        return None
+    *symbols, end = sorted(vocabulary, key=lambda token: vocabulary[token])
+    if end != END_TOKEN or [vocabulary[one] for one in (*symbols, end)] != [
+        *range(len(vocabulary))
+    ]:
+        return None
+    if splitter == json.loads(BYTES.tokenizer_json())["pre_tokenizer"]:
+        return BYTES if symbols == byte_alphabet() else None
+    is_plain = not splitter and all(len(one) == 1 for one in symbols)
+    return CharactersTokenizer(symbols) if is_plain else None
+
+
 def _is_gpt2(values: dict[str, Any]) -> bool:
     """Tell whether a tokenizer.json is OpenAI's GPT-2: the same ids, the same merges, the same words."""
     model = values["model"]
@@ -212,7 +232,7 @@ def _is_gpt2(values: dict[str, Any]) -> bool:
     found = [one if isinstance(one, str) else " ".join(one) for one in merges or ()]
     same_ids = vocabulary == json.loads(ours.read_bytes())
     extra = [one["content"] for one in values.get("added_tokens") or ()]
-    return same_ids and found == lines and set(extra) <= {gpt2.GPT2.end_token}
+    return same_ids and found == lines and set(extra) <= {END_TOKEN}
 
 
 @functools.lru_cache(maxsize=4)

@@ -20,6 +20,7 @@ from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CHARACTERS_FILE, META_FILE, read_characters
 
 _BUILT_IN: dict[str, Tokenizer] = {one.name: one for one in (GPT2, BYTES)}
+HF_TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, VOCABULARY_FILE, MERGES_FILE)
 TOKENIZER = (
     "gpt2 | bytes | a tokenizer.json, characters.json or nanoGPT's meta.pkl | a folder with one"
 )
@@ -81,6 +82,38 @@ def _end_token_of(folder: Path) -> str | None:
         return None  # then the vocabulary decides, or the user
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
+
+
+def record_of(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return what a manifest says of a tokenizer, also of an unknown one."""
+    return {"name": UNKNOWN, "sha256": None} if tokenizer is None else tokenizer.record()
+
+
+def why_no_text(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:
+    """Say why a model of `vocab_size` rows cannot read and write text; None if it can."""
+    if tokenizer is None:
+        return "the tokenizer of the data is not known"
+    if tokenizer.size > vocab_size:
+        return f"vocab_size {vocab_size} is below {tokenizer.title}'s {tokenizer.size}"
+    return None
+
+
+def require_same(
+    of_model: Tokenizer | None, of_data: Tokenizer | None, *, model: str, data: str
+) -> None:
+    """Reject data of another tokenizer than the model's; a model of an unknown one may read what it can.
+
+    Raises: DataError.
+    """
+    if of_model is None or of_model == of_data:
+        return
+    other = (
+        "are of a tokenizer that is not known" if of_data is None else f"are {of_data.describe()}"
+    )
+    raise DataError(
+        f"{data}: its ids {other}, but {model} was trained with {of_model.describe()}: they would mean other text; "
+        f"prepare the text with that tokenizer"
+    )
 
 
 def of_record(record: Any, folder: Path, manifest: str) -> Tokenizer | None:

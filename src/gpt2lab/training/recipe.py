@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from gpt2lab.config.command_line import Command
+from gpt2lab.config.derived import fit_vocabulary
 from gpt2lab.config.schema import Config
-from gpt2lab.data.shards import TokenData, open_data
-from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
+from gpt2lab.data.shards import TokenData, open_data, tokenizer_of
+from gpt2lab.tokenizers.interface import Tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,8 +44,8 @@ class Recipe(Protocol):
         Raises: ConfigError if something that this recipe needs is missing.
         """
 
-    def open_data(self, config: Config) -> TokenData:
-        """Open what the run trains on.
+    def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
+        """Open what the run trains on; `tokenizer`: of the weights it begins with, None for random or unknown ones.
 
         Raises: DataError, ConfigError.
         """
@@ -61,7 +62,7 @@ class Recipe(Protocol):
         Raises: DataError.
         """
 
-    def to_train(self, model: GPT) -> nn.Module:
+    def to_train(self, model: GPT, data: TokenData) -> nn.Module:
         """Return the module whose forward takes token ids and targets, both (B, T), and returns the summed loss, ()."""
 
 
@@ -69,10 +70,14 @@ class Pretraining:
     """Next-token prediction on windows of token shards."""
 
     def defaults(self, command: Command, config: Config) -> Config:
-        """Return the settings unchanged: the defaults are pretraining's."""
-        return config
+        """Return the settings with a vocabulary that suits the data's tokenizer; the others are pretraining's own."""
+        if config.init.init_from is not None:
+            return config
+        tokenizer = tokenizer_of(config.data.data_dir)
+        num_tokens = None if tokenizer is None else tokenizer.size
+        return fit_vocabulary(config, num_tokens, is_typed="vocab_size" in command.typed)
 
-    def open_data(self, config: Config) -> TokenData:
+    def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
         """Open the folder of token shards."""
         return open_data(config.data.data_dir, vocab_size=config.model.vocab_size)
 
@@ -94,12 +99,12 @@ class Pretraining:
         from gpt2lab.evaluation.validation import Validation
 
         config, rank, device = start.config, runtime.rank, runtime.device
-        context_length, vocab_size = config.model.context_length, config.model.vocab_size
+        context_length = config.model.context_length
         train, val = (
             WindowReader(
                 start.data.splits[split],
                 context_length=context_length,
-                id_limit=min(vocab_size, NUM_TOKENS),
+                id_limit=config.model.id_limit,
                 verify=runtime.local_rank == 0,  # once on each machine, which may have own files
             )
             for split in ("train", "val")
@@ -111,13 +116,13 @@ class Pretraining:
                 val,
                 val_tokens=config.eval.val_tokens,
                 batch_size=config.batch.mini_batch_size,
-                is_gpt2=start.data.tokenizer == GPT2 and vocab_size >= NUM_TOKENS,
+                tokenizer=start.tokenizer,
                 strategy=strategy,
                 runtime=runtime,
             ),
         )
 
-    def to_train(self, model: GPT) -> nn.Module:
+    def to_train(self, model: GPT, data: TokenData) -> nn.Module:
         """Return the model itself."""
         return model
 

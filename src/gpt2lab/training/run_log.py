@@ -20,7 +20,6 @@ from gpt2lab.planner.job import Job, describe
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.train_step import StepStats
 
@@ -121,7 +120,7 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
     start, state, check = components.start, components.state, components.resume_check
     world_size = start.plan.batch.world_size
     assert folder is not None
-    folder.write_config(start.config, components.facts)
+    folder.write_config(start.config, components.facts, start.tokenizer_files)
     folder.facts = {
         "attempt": start.attempt,
         "max_steps": start.plan.max_steps,
@@ -177,8 +176,5 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         logger.say(f"changed        {name}: {before} -> {now}")
     for warning in start.warnings:
         logger.warn(warning, step)
-    if start.config.model.vocab_size < NUM_TOKENS:
-        logger.warn(
-            f"vocab_size {start.config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no text samples",
-            step,
-        )
+    if start.no_text is not None:
+        logger.warn(f"{start.no_text}: no text samples", step)

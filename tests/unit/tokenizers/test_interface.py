@@ -118,6 +118,7 @@ def test_hugging_face_reads_each_of_them(tokenizer: Tokenizer, tmp_path: Path) -
         assert theirs(text)["input_ids"] == ids
         assert theirs.decode(ids, clean_up_tokenization_spaces=False) == text
     assert theirs.convert_tokens_to_ids(tokenizer.end_token) == tokenizer.end_of_text
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")) == tokenizer
 
 
 def test_gpt2_keeps_its_record_and_ids() -> None:

@@ -17,8 +17,9 @@ from gpt2lab.data.shards import (
     write_manifest,
 )
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
+from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import record_of
 from gpt2lab.tokenizers.plain import META_FILE, read_characters
 
 
@@ -52,7 +53,7 @@ def adopt(folder: Path) -> dict[str, Any]:
         "format": FORMAT,
         "dataset": folder.resolve().name,
         "origin": "shards written by another program",
-        "tokenizer": tokenizer.record() if tokenizer else {"name": UNKNOWN, "sha256": None},
+        "tokenizer": record_of(tokenizer),
         "documents": sum(file["documents"] for file in files),
         "files": files,
     }
