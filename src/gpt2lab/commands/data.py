@@ -40,7 +40,7 @@ class Verify:
             print(f"{len(problems)} damaged")
             return 1
         print("every file is what shards.json says")
-        overlap = measure_overlap(open_data(folder, vocab_size=2**16))
+        overlap = measure_overlap(open_data(folder, vocab_size=2**32))
         print(f"{overlap:.1%} of the {NGRAM}-grams of validation occur in training")
         return 0
 
