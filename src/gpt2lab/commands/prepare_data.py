@@ -3,7 +3,7 @@
 python scripts/prepare_data.py python-stdlib
 python scripts/prepare_data.py fineweb-edu
 python scripts/prepare_data.py my_texts/ --out data/my_texts
-python scripts/prepare_data.py my_texts/ --out data/my_texts_32k --tokenizer tokenizers/code_32k
+python scripts/prepare_data.py my_texts/ --out data/my_texts_32k --tokenizer data/tokenizers/code_32k
 """
 
 import re

@@ -1,7 +1,7 @@
 """Learn a tokenizer from text, and show what one makes of text.
 
-python scripts/tokenizer.py train python-stdlib --vocab_size 4096 --out tokenizers/stdlib_4k
-python scripts/tokenizer.py show tokenizers/stdlib_4k gpt2 --source python-stdlib
+python scripts/tokenizer.py train python-stdlib --vocab_size 4096 --out data/tokenizers/stdlib_4k
+python scripts/tokenizer.py show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
 """
 
 import os
