@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,8 +65,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the ids of each text, (n,) uint32."""
         import numpy as np
 
-        # One by one: the library's own threads would compete with the processes of a preparation.
-        return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
+        found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(self._checked(one.ids), dtype=np.uint32) for one in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -137,6 +138,8 @@ def read_merges(folder: Path, end_token: str | None) -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _encoder(content: bytes) -> Encoder:
+    # Threads of the library would compete with the processes of a preparation, and it warns after a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer as Encoder
 
     encoder = Encoder.from_str(content.decode())
