@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,52 @@ def test_the_export_is_the_same_model_and_the_same_text(
     ]
     assert numbers[0]["val_loss"] == pytest.approx(numbers[1]["val_loss"], rel=1e-6)
     assert numbers[0]["bits_per_byte"] == pytest.approx(numbers[1]["bits_per_byte"], rel=1e-6)
+
+
+def test_two_ranks_train_the_same(folder: Path, tmp_path: Path) -> None:
+    flags = [*flags_of(folder, "a"), "--sample_prompt=Document 1", f"--checkpoint_dir={tmp_path}"]
+    done = launch.train_in_forks(flags, world=2)
+    assert done.returncode == 0, done.stderr
+    for kind, name in (("eval", "val_loss"), ("eval", "bits_per_byte"), ("hellaswag", "acc")):
+        one, two = (
+            [event[name] for event in launch.events(run, kind)]
+            for run in (folder / "runs" / "a", tmp_path / "a")
+        )
+        assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_training_goes_on_from_an_export(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    ask("export_hf.py", "a", f"--out={out}", folder=folder)
+    flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag]
+    pretrain(parse([*flags, f"--init_from={out}", f"--checkpoint_dir={tmp_path / 'runs'}"]))
+    run = tmp_path / "runs" / "b"
+    before = last(folder / "runs" / "a", "eval")["val_loss"]
+    assert launch.events(run, "eval")[0]["val_loss"] == pytest.approx(before, rel=1e-5)
+    assert open_tokenizer(str(run)) == open_tokenizer(str(folder / "data"))
+
+
+def test_nanogpts_characters_train_and_sample(tmp_path: Path) -> None:
+    """Its two files and meta.pkl, as they lie there."""
+    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
+    characters = sorted(set(text))
+    ids = {one: id for id, one in enumerate(characters)}
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "val"):
+        np.array([ids[one] for one in text], "<u2").tofile(folder / f"{name}.bin")
+    meta = {"vocab_size": len(ids), "itos": dict(enumerate(characters)), "stoi": ids}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    assert call("data.py", "import", folder).returncode == 0
+    flags = [flag for flag in flags_of(tmp_path, "a") if "hellaswag" not in flag]
+    pretrain(parse([*flags, "--sample_prompt=First", "--sample_tokens=8"]))
+    (sample, *_) = launch.events(tmp_path / "runs" / "a", "sample")
+    assert sample["text"].startswith("First")
+    assert set(sample["text"]) <= set(text)
+    config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert (config["num_tokens"], config["vocab_size"]) == (len(ids) + 1, 128)
+    done = call("sample.py", "a", f"--checkpoint_dir={tmp_path / 'runs'}", "--prompt=é")
+    assert (done.returncode, "U+00E9" in done.stderr) == (2, True)
 
 
 # -- another tokenizer than the run's is refused -----------------------------------------------------------------------
