@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,12 @@ def save(
     state: TrainState,
     rng_states: list[dict[str, Any]],
     facts: dict[str, Any],
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Commit one checkpoint of `state.step` and return its folder. Only rank 0 calls it.
 
-    `facts` go into the manifest (config, data fingerprint, versions ...). A step that is committed already is left
-    as it is.
+    `facts` go into the manifest (config, data fingerprint, versions ...), `files` (the tokenizer's) beside the weights.
+    A step that is committed already is left as it is.
 
     Raises: OSError; nothing then has changed on disk.
     """
@@ -82,6 +84,8 @@ def save(
     with manifests.staged(run_dir, state.step) as staging:
         staging.add(MODEL, safetensors.torch.save(content.model))
         staging.add(OPTIM, safetensors.torch.save(content.optimizer))
+        for name, data in (files or {}).items():
+            staging.add(name, data)
         content_of_state = {"state": state.to_dict(), "rng": rng_states}
         staging.add(STATE, json.dumps(content_of_state, allow_nan=False).encode())
         staging.seal(

@@ -12,9 +12,13 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import override
 from gpt2lab.errors import CheckpointError, first_line
-from gpt2lab.model.hf_config import HF_CONFIG, HF_WEIGHTS, read_hf_config
-from gpt2lab.tokenizers.chat_template import JINJA
+from gpt2lab.model.hf_config import HF_CONFIG, HF_WEIGHTS, PADDED_VOCABULARY, read_hf_config
+from gpt2lab.tokenizers import chat_template
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import HF_TOKENIZER_FILES, find_in, of_record
 
+_DOWNLOADED = [HF_CONFIG, HF_WEIGHTS, *HF_TOKENIZER_FILES]
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
 
 
@@ -35,6 +39,27 @@ class Target:
         if self.checkpoint is None:
             return read_hf_config(self.folder)
         return override(Config(), self.checkpoint.manifest["config"]).model
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer that the weights were trained with; None if it is not known.
+
+        Raises: DataError if the folder's is damaged.
+        """
+        if self.checkpoint is not None:
+            return tokenizer_of(self.checkpoint)
+        found = find_in(self.folder)
+        if found is None and self.model_config().vocab_size <= PADDED_VOCABULARY:
+            return GPT2
+        return found
+
+
+def tokenizer_of(checkpoint: CheckpointInfo) -> Tokenizer | None:
+    """Return the tokenizer that a checkpoint carries; GPT-2's for those that are older than other tokenizers.
+
+    Raises: DataError if its files are missing or another's.
+    """
+    record = checkpoint.manifest.get("tokenizer", GPT2.record())
+    return of_record(record, checkpoint.path, manifest.MANIFEST)
 
 
 def find_target(name: str, checkpoint_dir: Path) -> Target:
@@ -91,7 +116,7 @@ def _download(name: str) -> Path:
 
     try:
         repository = name.removeprefix(HUB)
-        return Path(snapshot_download(repository, allow_patterns=[HF_CONFIG, HF_WEIGHTS]))
+        return Path(snapshot_download(repository, allow_patterns=_DOWNLOADED))
     except Exception as error:  # many kinds, from a bad name to no network
         raise CheckpointError(
             f"{name}: no such run or folder (scripts/status.py lists the runs), and not on the "
@@ -105,6 +130,6 @@ def was_tuned(target: Target) -> bool:
         return target.checkpoint.manifest["config"].get("instructions") is not None
     try:
         settings = json.loads((target.folder / "tokenizer_config.json").read_bytes())
-        return bool(settings["chat_template"] == JINJA)
+        return bool(settings["chat_template"] == chat_template.jinja(settings["eos_token"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False

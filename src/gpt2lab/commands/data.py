@@ -16,6 +16,7 @@ from tyro.conf import Positional
 from gpt2lab import paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
+from gpt2lab.tokenizers.opening import TOKENIZER
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Import:
     folder: Positional[Path] = argument("folder of token files")
     out: Path | None = option(None, "new folder for shards.json, if FOLDER is not to be written to")
     tokenizer: str | None = option(
-        None, "gpt2 | unknown; default what the files say, gpt2 for .npy and nanoGPT's"
+        None,
+        f"unknown | {TOKENIZER}; default what the files say, gpt2 for .npy and nanoGPT's",
     )
     val_files: tuple[str, ...] = option(
         (),

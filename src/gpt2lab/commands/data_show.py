@@ -14,7 +14,7 @@ from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.runs import history
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS, gpt2_encoding
+from gpt2lab.tokenizers.interface import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class StepTokens:
     step: int
     epoch: int
     first_sample: int
-    windows: np.ndarray  # (S, T + 1) uint16 or uint32, in sample order; targets are windows[:, 1:]
+    tokenizer: Tokenizer | None
+    windows: np.ndarray  # (S, T + 1) of the ids' type, in sample order; targets are windows[:, 1:]
     places: tuple[str, ...]  # of each window: shard and token offset, or row
     hash: str
 
@@ -49,7 +50,7 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
     context_length = config.model.context_length
     samples = begun[-1]["tokens_per_step"] // context_length
     recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
-    data = recipe.open_data(config)
+    data = recipe.open_data(config, history.read_tokenizer(run_dir))
     shards = data.splits["train"]
     order = training_order(
         data,
@@ -70,9 +71,7 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
         windows = data.rows["train"].ids[rows]
         places = [f"row {number}" for number in rows.tolist()]
     else:
-        reader = WindowReader(
-            shards, context_length=context_length, id_limit=min(config.model.vocab_size, NUM_TOKENS)
-        )
+        reader = WindowReader(shards, context_length=context_length, id_limit=config.model.id_limit)
         windows = reader.read(chosen, offsets)
         reader.close()
         places = [f"from token {offset}" for offset in offsets.tolist()]
@@ -83,11 +82,16 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
             f"(hash {event['batch_hash'][:12]}, now {digest[:12]}); restore the data that it was trained on"
         )
     where = tuple(" ".join(both) for both in zip(names, places, strict=True))
-    return StepTokens(step, event["epoch"], first, windows, where, digest)
+    return StepTokens(step, event["epoch"], first, data.tokenizer, windows, where, digest)
 
 
 def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
     """Print the windows in sample order, as ids or as text, each with its place."""
+    tokenizer = tokens.tokenizer
+    if as_text and tokenizer is None:
+        raise ConfigError(
+            f"--text: the tokenizer of {run_dir.name}'s data is not known; leave it out"
+        )
     count, width = tokens.windows.shape
     lines = [
         f"step {tokens.step} of {paths.for_people(run_dir)}: epoch {tokens.epoch}, {count} windows "
@@ -96,5 +100,5 @@ def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
     for row, place in enumerate(tokens.places):
         lines.append(f"--- sample {tokens.first_sample + row}: {place}")
         ids = tokens.windows[row].tolist()
-        lines.append(gpt2_encoding().decode(ids) if as_text else " ".join(map(str, ids)))
+        lines.append(tokenizer.decode(ids) if as_text and tokenizer else " ".join(map(str, ids)))
     return "\n".join(lines)

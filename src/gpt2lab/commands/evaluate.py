@@ -159,7 +159,9 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     if wanted.eval_generate and conversations is not None:
         numbers["generate"] = rouge_l(model, conversations, strategy=strategy, runtime=runtime)
     if wanted.hellaswag:
-        results = _hellaswag(wanted, settings, model.config, strategy, runtime).measure(model)
+        results = _hellaswag(wanted, target, settings, model.config, strategy, runtime).measure(
+            model
+        )
         assert results is not None
         numbers["hellaswag"] = summarize(results)
         found.append(results)
@@ -186,7 +188,8 @@ def _conversations(target: Target, settings: Config) -> Rows:
     from gpt2lab.finetuning.rows import open_instructions
 
     assert target.checkpoint is not None  # only its settings name instructions
-    data, trained_on = open_instructions(settings), target.checkpoint.manifest["data_fingerprint"]
+    data = open_instructions(settings, target.tokenizer())
+    trained_on = target.checkpoint.manifest["data_fingerprint"]
     if data.fingerprint != trained_on:
         raise DataError(
             f"{settings.tuning.instructions}: not the conversations that the run learned (fingerprint "
@@ -221,16 +224,15 @@ def _validation(
     from gpt2lab.data.mixture import open_sources, validation_orders
     from gpt2lab.data.shards import open_data
     from gpt2lab.evaluation.by_source import open_validation
+    from gpt2lab.tokenizers.opening import require_same
 
     if folder is None:
         data = open_sources(read_sources(settings.data), vocab_size=model.vocab_size)
     else:
         data = open_data(folder, vocab_size=model.vocab_size)
     trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
-    if not data.is_gpt2 and data.fingerprint != trained_on:
-        raise DataError(
-            f"{data.folder}: not known to be tokenised with GPT-2's vocabulary, so its ids would mean other text"
-        )
+    if data.fingerprint != trained_on:
+        require_same(target.tokenizer(), data.tokenizer, model=target.name, data=str(data.folder))
     return open_validation(
         data,
         validation_orders(data, context_length=model.context_length),
@@ -243,22 +245,29 @@ def _validation(
 
 
 def _hellaswag(
-    wanted: Evaluate, settings: Config, model: ModelConfig, strategy: Strategy, runtime: Runtime
+    wanted: Evaluate,
+    target: Target,
+    settings: Config,
+    model: ModelConfig,
+    strategy: Strategy,
+    runtime: Runtime,
 ) -> HellaSwag:
     from gpt2lab.evaluation.hellaswag import HellaSwag
     from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag
     from gpt2lab.evaluation.hellaswag_tokens import load_questions
-    from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+    from gpt2lab.tokenizers.opening import why_no_text
 
-    if model.vocab_size < NUM_TOKENS:
-        raise ConfigError(
-            f"{wanted.target}: vocab_size {model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag"
-        )
+    tokenizer = target.tokenizer()
+    problem = why_no_text(tokenizer, model.vocab_size)
+    if tokenizer is None or problem is not None:
+        raise ConfigError(f"{wanted.target}: {problem}: no HellaSwag")
     limit, used = wanted.hellaswag_limit, settings.eval.hellaswag_path
     limit = settings.eval.hellaswag_limit if limit is None else limit
     path = wanted.hellaswag_path or (used if used and used.exists() else None)
     return HellaSwag(
-        runtime.on_rank_zero(lambda: load_questions(path or fetch_hellaswag()).subset(limit)),
+        runtime.on_rank_zero(
+            lambda: load_questions(path or fetch_hellaswag(), tokenizer).subset(limit)
+        ),
         context_length=model.context_length,
         strategy=strategy,
         runtime=runtime,

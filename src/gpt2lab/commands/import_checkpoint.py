@@ -37,7 +37,7 @@ def import_checkpoint(command: Command, path: Path) -> int:
         raise ConfigError("--import_checkpoint needs one process; resume with as many as you like")
     path = paths.from_working_directory(path)
     foreign = read_foreign(path, trust=command.verbs.trust)
-    shape = {name: getattr(foreign.model, name) for name in ARCHITECTURE}
+    shape = {name: getattr(foreign.model, name) for name in ARCHITECTURE if name != "num_tokens"}
     typed = command.fresh()
     if typed.optim.optimizer != "adamw":
         raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
@@ -85,7 +85,7 @@ def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Pat
     facts = facts_of(start, runtime)
     folder = RunFolder(start.run_dir)
     try:
-        folder.write_config(config, facts)
+        folder.write_config(config, facts, start.tokenizer_files)
         saved = store.save(
             start.run_dir,
             kind="rolling",
@@ -93,6 +93,7 @@ def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Pat
             state=state,
             rng_states=[rng.capture(runtime.device)],
             facts=facts,
+            files=start.tokenizer_files,
         )
         folder.write_status("stopped", step=state.step, reason="imported", exit_code=0)
     finally:

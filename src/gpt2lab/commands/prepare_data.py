@@ -3,6 +3,7 @@
 python scripts/prepare_data.py python-stdlib
 python scripts/prepare_data.py fineweb-edu
 python scripts/prepare_data.py my_texts/ --out data/my_texts
+python scripts/prepare_data.py my_texts/ --out data/my_texts_32k --tokenizer data/tokenizers/code_32k
 """
 
 import re
@@ -15,6 +16,7 @@ from tyro.conf import Positional
 
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
+from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class PrepareData:
         None, "tokens of the validation split, about; default 5 % of the text, at most 100M"
     )
     max_tokens: int | None = option(None, "stop after this many tokens")
+    tokenizer: str = option("gpt2", TOKENIZER)
+    end_of_text: str | None = option(
+        None, "end-of-text token of --tokenizer, where its files do not say which"
+    )
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(
         None,
@@ -71,6 +77,7 @@ def _prepare(flags: PrepareData) -> int:
     from gpt2lab.data.prepare.sources import open_source
 
     part = _parse_part(flags.part)
+    tokenizer = open_tokenizer(flags.tokenizer, flags.end_of_text)
     source = open_source(
         flags.source,
         text_column=flags.text_column,
@@ -88,6 +95,7 @@ def _prepare(flags: PrepareData) -> int:
         part=part,
         skip_bad=flags.skip_bad,
         shuffle=flags.shuffle_documents,
+        tokenizer=tokenizer,
         ray_address=flags.ray,
     )
     for warning in result.warnings if result else ():

@@ -360,6 +360,7 @@ def _unknown(token: str, target: Any) -> str:
     owner = "finetune" if name in _TUNING else "pretrain" if name in _PRETRAINING else None
     if owner is not None:
         return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"
-    close = difflib.get_close_matches(name, [*LEAVES, *Verbs.__dataclass_fields__], n=1)
+    known = [one for one in (*LEAVES, *Verbs.__dataclass_fields__) if one != name]  # no flag if so
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else "see --help"
     return f"unknown flag --{name}: {hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -92,6 +93,19 @@ def count_steps(
             f"lower --total_batch_size or train longer"
         )
     return steps
+
+
+def fit_vocabulary(config: Config, num_tokens: int | None, *, is_typed: bool) -> Config:
+    """Return the settings for a tokenizer of so many ids: its rows are the next multiple of 128, unless they are typed.
+
+    None: the tokenizer is not known; of rows that were typed all then count as ids.
+    """
+    model = config.model
+    if num_tokens is None:
+        num_tokens = model.vocab_size if is_typed else model.num_tokens
+    elif not is_typed:
+        model = dataclasses.replace(model, vocab_size=-(-num_tokens // 128) * 128)
+    return dataclasses.replace(config, model=dataclasses.replace(model, num_tokens=num_tokens))
 
 
 def is_due(step: int, freq: int, last: int) -> bool:

@@ -73,9 +73,12 @@ class ModelConfig:
     context_length: int = fixed(1024, "tokens per training window, T", least=1)
     vocab_size: int = fixed(
         50304,
-        "rows of the embedding; ids from 50257 up are padding, never sampled or scored",
+        "rows of the embedding; default as the tokenizer of the data needs, a multiple of 128. Those above its ids "
+        "are padding, never sampled or scored",
         least=2,
     )
+    # Not a flag: the tokenizer of the data decides.
+    num_tokens: Annotated[int, tyro.conf.Suppress] = fixed(50257, "ids of the tokenizer", least=2)
     dropout: float = guarded(
         0.0, "dropout probability in embedding, attention and residual branches"
     )
@@ -91,6 +94,11 @@ class ModelConfig:
     activation: Literal["gelu", "relu2"] = fixed(
         "gelu", "activation of the MLP; relu2 = ReLU squared"
     )
+
+    @property
+    def id_limit(self) -> int:
+        """The ids of text are below it; rows of the embedding from here up are padding."""
+        return min(self.vocab_size, self.num_tokens)
 
 
 @dataclass(frozen=True)

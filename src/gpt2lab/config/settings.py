@@ -32,7 +32,7 @@ def options_of(model: ModelConfig) -> str:
     return ", ".join(
         f"{name} {getattr(model, name)}"
         for name in ARCHITECTURE
-        if name not in SIZES and getattr(model, name) != getattr(plain, name)
+        if name not in (*SIZES, "num_tokens") and getattr(model, name) != getattr(plain, name)
     )
 
 

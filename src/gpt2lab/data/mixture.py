@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from gpt2lab.data.shards import (
     TokenData,
     fingerprint_of,
     open_data,
-    read_manifest,
 )
 from gpt2lab.errors import ConfigError, DataError
 
@@ -224,7 +222,8 @@ def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:
         fingerprint="",
         splits=splits,
         warnings=tuple(warning for data in opened for warning in data.warnings),
-        is_gpt2=opened[0].is_gpt2,
+        tokenizer=opened[0].tokenizer,
+        end_of_text=opened[0].end_of_text,
         names=sources.names,
         sources=tuple(opened),
     ).with_phases(sources.phases)
@@ -234,19 +233,11 @@ def _reject_other_tokenizers(opened: Sequence[TokenData]) -> None:
     """Raise DataError unless the ids of all folders are of one known tokenizer."""
     first, *others = opened
     for data in others:
-        kinds = [_tokenizer(first), _tokenizer(data)]
-        if kinds[0] != kinds[1] or (not data.is_gpt2 and kinds[0].get("sha256") is None):
+        if data.tokenizer is None or data.tokenizer != first.tokenizer:
             raise DataError(
                 f"{data.folder}: not known to have the tokenizer of {first.folder}, so equal ids would mean other "
                 f"text; prepare both with one tokenizer"
             )
-
-
-def _tokenizer(data: TokenData) -> dict[str, Any]:
-    """Return name and hash of a folder's tokenizer; shards without shards.json are taken for GPT-2's."""
-    if data.is_gpt2:
-        return {"name": "gpt2"}
-    return dict(read_manifest(data.folder)["tokenizer"])
 
 
 def training_order(

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpt2lab import paths
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of, sync_folder, write_durably
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, token_bytes
-from gpt2lab.tokenizers.gpt2 import NAME as TOKENIZER
+from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import of_record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +67,7 @@ class Shard:
 class EndOfText:
     """The id that separates documents, and where it stands, seen from the document."""
 
-    id: int | None = END_OF_TEXT  # None: no id separates them, or it is not known
+    id: int | None = GPT2.end_of_text  # None: no id separates them, or it is not known
     place: Literal["before", "after", "none"] = "before"
 
 
@@ -78,7 +79,7 @@ class TokenData:
     fingerprint: str
     splits: dict[str, tuple[Shard, ...]]
     warnings: tuple[str, ...]
-    is_gpt2: bool = True  # whether the ids are GPT-2's, as far as is known
+    tokenizer: Tokenizer | None = GPT2  # that the ids are of; None where it is not known
     end_of_text: EndOfText = EndOfText()
 
     def tokens(self, split: str) -> int:
@@ -91,9 +92,10 @@ class TokenData:
 
     def describe(self, unused_targets: int) -> str:
         """Describe the data for people; `unused_targets` at the shards' ends belong to no window."""
+        other = "" if self.tokenizer in (GPT2, None) else f", tokenizer {self.tokenizer.describe()}"
         return (
             f"{paths.for_people(self.folder)}, {self.tokens('train'):,} training tokens "
-            f"({unused_targets:,} targets at shard ends unused), fingerprint {self.fingerprint[:12]}"
+            f"({unused_targets:,} targets at shard ends unused), fingerprint {self.fingerprint[:12]}{other}"
         )
 
 
@@ -124,10 +126,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
-    """Check a folder of shards in milliseconds: manifest, names, sizes, dtype, largest id.
+    """Check a folder of shards in milliseconds: manifest, tokenizer, names, sizes, dtype, largest id.
 
-    A folder without shards.json is accepted with a warning; its fingerprint covers names, sizes and dtype only.
-    `vocab_size`: of the model that reads it; None: of any.
+    A folder without shards.json is accepted with a warning: its fingerprint covers names, sizes and dtype only, and its
+    ids count as GPT-2's. `vocab_size`: of the model that reads it; None: of any.
 
     Raises: DataError naming the file, what is wrong and the fix.
     """
@@ -149,16 +151,16 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
             if any(path.suffix in (".bin", ".ds") for path in folder.iterdir()):
                 prepare = "token files of another program? python scripts/data.py import reads them in place"
             raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
+    tokenizer = GPT2 if manifest is None else of_record(manifest["tokenizer"], folder, MANIFEST)
+    limit = _IdLimit(vocab_size, tokenizer)
     if manifest is None:
         splits = {
             split: tuple(open_shard(folder / name) for name in names[split]) for split in SPLITS
         }
         facts = {s: [(d.path.name, d.tokens, d.dtype) for d in splits[s]] for s in SPLITS}
         unknown = f"{folder}: no {MANIFEST}; contents cannot be verified, only names and sizes"
-        limit = _id_limit(vocab_size, is_gpt2=True)
         return TokenData(folder, fingerprint_of(facts), splits, (unknown, *_scan(splits, limit)))
-    is_gpt2 = manifest["tokenizer"]["name"] == TOKENIZER
-    limit, listed = _id_limit(vocab_size, is_gpt2), {file["name"]: file for file in files}
+    listed = {file["name"]: file for file in files}
     place = shards_folder(folder, manifest)
     splits = {
         split: tuple(
@@ -171,10 +173,20 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
             f"{place / strays[0]}: not listed in {MANIFEST}; move it away or prepare the data again"
         )
     warnings: tuple[str, ...] = ()
-    if not is_gpt2:
-        warnings = (f"{folder}: the ids are not GPT-2's; text samples would be meaningless",)
+    if tokenizer is None:
+        warnings = (f"{folder}: its tokenizer is not known, so there are no texts to show",)
     end_of_text = end_of_text_of(manifest)
-    return TokenData(folder, manifest["fingerprint"], splits, warnings, is_gpt2, end_of_text)
+    return TokenData(folder, manifest["fingerprint"], splits, warnings, tokenizer, end_of_text)
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of a folder of shards, GPT-2's without shards.json; None if it is not known.
+
+    Raises: DataError.
+    """
+    if not (folder / MANIFEST).exists():
+        return GPT2
+    return of_record(read_manifest(folder).get("tokenizer"), folder, MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -292,8 +304,10 @@ def end_of_text_of(manifest: dict[str, Any]) -> EndOfText:
     """Return what separates the documents of a data set: <|endoftext|> before each, unless it says otherwise."""
     if recorded := manifest.get("end_of_text"):
         return EndOfText(recorded["id"], recorded["place"])
-    is_gpt2 = manifest["tokenizer"]["name"] == TOKENIZER
-    return EndOfText() if is_gpt2 else EndOfText(None, "none")
+    record = manifest["tokenizer"]
+    if record["name"] == UNKNOWN:
+        return EndOfText(None, "none")
+    return EndOfText(record.get("end_of_text", GPT2.end_of_text))
 
 
 def shards_folder(folder: Path, manifest: dict[str, Any]) -> Path:
@@ -395,18 +409,19 @@ def measure_shard(
     *,
     offset: int,
     dtype: str = "<u2",
-    end_of_text: int | None = END_OF_TEXT,
-    is_gpt2: bool = True,
+    tokenizer: Tokenizer | None = None,
+    end_of_text: int | None = None,
     watch: Callable[[np.ndarray], None] = lambda ids: None,
 ) -> dict[str, Any]:
-    """Read every byte of a shard: bytes, sha256, max_id, documents, and text_bytes (None if an id is not GPT-2's).
+    """Read every byte of a shard: bytes, sha256, max_id, documents and text_bytes.
 
-    `offset`: bytes before the first token. `documents` counts the id `end_of_text`. `watch` is given all ids in order.
+    `offset`: bytes before the first token. `documents` counts the id `end_of_text`. `text_bytes` is None without a
+    tokenizer, and where an id is not the tokenizer's. `watch` is given all ids in order.
     """
     import numpy as np
 
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
-    lengths = token_bytes() if is_gpt2 else np.empty(0, np.int64)
+    lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
     with open(path, "rb") as file:
         digest.update(file.read(offset))
         while block := file.read(_BLOCK):
@@ -447,16 +462,33 @@ def names_on_disk(folder: Path, split: str) -> list[str]:
     return [match.string for match in sorted(found, key=lambda m: (m["dataset"], int(m["index"])))]
 
 
-def _compare(shard: Shard, listed: dict[str, Any], limit: int) -> Shard:
+@dataclass(frozen=True)
+class _IdLimit:
+    """Ids must be below the rows of the model and the size of the tokenizer."""
+
+    vocab_size: int | None  # None: any
+    tokenizer: Tokenizer | None
+
+    def check(self, path: Path, largest: int) -> None:
+        rows = 2**32 if self.vocab_size is None else self.vocab_size
+        size = rows if self.tokenizer is None else self.tokenizer.size
+        limit = min(rows, size)
+        if largest >= limit:
+            raise DataError(
+                f"{path}: token id {largest}, but ids must be below min(vocab_size, {size}) = {limit}; "
+                f"another tokenizer?"
+            )
+
+
+def _compare(shard: Shard, listed: dict[str, Any], limit: _IdLimit) -> Shard:
     """Compare a shard with its entry in the manifest; return it with its recorded hash."""
     if shard.tokens != listed["tokens"]:
         raise DataError(f"{shard.path}: {shard.tokens} tokens, {MANIFEST} says {listed['tokens']}")
-    if listed["max_id"] >= limit:
-        raise DataError(f"{shard.path}: {_id_problem(listed['max_id'], limit)}")
+    limit.check(shard.path, listed["max_id"])
     return replace(shard, sha256=listed["sha256"])
 
 
-def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
+def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, ...]:
     """Check the ids of a set without manifest now, if it is small enough to read in full."""
     import numpy as np
 
@@ -470,17 +502,6 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: int) -> tuple[str, ...]:
         tokens = np.memmap(
             shard.path, shard.dtype, mode="r", offset=shard.offset, shape=shard.tokens
         )
-        if shard.tokens and (largest := int(tokens.max())) >= limit:
-            raise DataError(f"{shard.path}: {_id_problem(largest, limit)}")
+        if shard.tokens:
+            limit.check(shard.path, int(tokens.max()))
     return ()
-
-
-def _id_limit(vocab_size: int | None, is_gpt2: bool) -> int:
-    """Return the number that ids must be below."""
-    if vocab_size is None:
-        return NUM_TOKENS if is_gpt2 else 2**32
-    return min(vocab_size, NUM_TOKENS)
-
-
-def _id_problem(largest: int, limit: int) -> str:
-    return f"token id {largest}, but ids must be below min(vocab_size, {NUM_TOKENS}) = {limit}; another tokenizer?"

@@ -26,9 +26,10 @@ from gpt2lab.data.shards import (
     open_listed,
     read_manifest,
     shards_folder,
+    tokenizer_of,
 )
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.interface import Tokenizer
 
 _BLOCK = 1 << 22  # tokens
 
@@ -43,12 +44,16 @@ def verify(folder: Path) -> list[str]:
             f"{folder}: no {MANIFEST} to compare with; python scripts/data.py import writes one"
         )
     manifest = read_manifest(folder)
-    files, place = manifest["files"], shards_folder(folder, manifest)
+    files, place, problems = manifest["files"], shards_folder(folder, manifest), []
+    try:
+        tokenizer_of(folder)
+    except DataError as error:
+        problems.append(str(error))
     # Hashing releases Python's lock, so threads use all cores.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = zip(files, pool.map(lambda f: _find_damage(place, f), files), strict=True)
         bar = tqdm(results, total=len(files), unit="file", leave=False)
-        problems = [f"{place / file['name']}: {damage}" for file, damage in bar if damage]
+        problems += [f"{place / file['name']}: {damage}" for file, damage in bar if damage]
     strays = find_strays(folder, manifest)
     return problems + [f"{place / name}: not listed in {MANIFEST}" for name in strays]
 
@@ -57,7 +62,7 @@ def _find_damage(folder: Path, listed: dict[str, Any]) -> str | None:
     path = folder / listed["name"]
     try:
         shard = open_listed(folder, listed)
-        facts = measure_shard(path, offset=shard.offset, dtype=shard.dtype, is_gpt2=False)
+        facts = measure_shard(path, offset=shard.offset, dtype=shard.dtype)
         found = {"tokens": shard.tokens, **facts}
         if shard.index is not None:
             document_ends(shard)
@@ -133,14 +138,15 @@ def _hash_ngrams(ids: np.ndarray) -> np.ndarray:
 class SplitStats:
     """Statistics of one split.
 
-    `lengths` (documents,) int64: tokens of each document, with its <|endoftext|>; one that continues in the next
+    `lengths` (documents,) int64: tokens of each document, with its end-of-text id; one that continues in the next
     shard counts once.
     """
 
     shards: int
     tokens: int
     largest_id: int
-    text_bytes: int | None  # None where an id is not GPT-2's
+    text_bytes: int | None  # None where the text of an id is not known
+    tokenizer: Tokenizer | None
     lengths: np.ndarray
 
 
@@ -151,13 +157,13 @@ def measure(folder: Path) -> dict[str, SplitStats]:
     """
     data = open_data(folder, vocab_size=None)
     return {
-        split: _measure_split(data.splits[split], data.end_of_text, is_gpt2=data.is_gpt2)
+        split: _measure_split(data.splits[split], data.end_of_text, data.tokenizer)
         for split in SPLITS
     }
 
 
 def _measure_split(
-    shards: tuple[Shard, ...], end_of_text: EndOfText, *, is_gpt2: bool
+    shards: tuple[Shard, ...], end_of_text: EndOfText, tokenizer: Tokenizer | None
 ) -> SplitStats:
     tokens = 0
     facts: list[dict[str, Any]] = []
@@ -169,7 +175,7 @@ def _measure_split(
             places = np.flatnonzero(_open(shard) == end_of_text.id) + tokens
             bounds.append(places + 1 if end_of_text.place == "after" else places)
         facts.append(
-            measure_shard(shard.path, offset=shard.offset, dtype=shard.dtype, is_gpt2=is_gpt2)
+            measure_shard(shard.path, offset=shard.offset, dtype=shard.dtype, tokenizer=tokenizer)
         )
         tokens += shard.tokens
     # What precedes the first id before a document is none of them; nor what follows the last id after one.
@@ -182,6 +188,7 @@ def _measure_split(
         largest_id=max(fact["max_id"] for fact in facts),
         text_bytes=None if None in text_bytes else sum(text_bytes),
         lengths=np.diff(np.concatenate([starts, *bounds, ends])),
+        tokenizer=tokenizer,
     )
 
 
@@ -205,7 +212,7 @@ def _column(split: SplitStats) -> dict[str, str]:
         "text": "n/a" if text is None else fmt.num_bytes(text),
         "bytes per token": "n/a" if text is None else f"{text / tokens:.3f}",
         **{f"document, {kind}": value for kind, value in zip(kinds, length, strict=True)},
-        "largest id": f"{split.largest_id:,}"
-        + ("" if split.largest_id < NUM_TOKENS else " (not GPT-2's)"),
+        "tokenizer": "not known" if split.tokenizer is None else split.tokenizer.title,
+        "largest id": f"{split.largest_id:,}",
         **{f"windows of {T}": f"{(tokens - split.shards) // T:,}" for T in (256, 1024)},
     }

@@ -18,7 +18,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.validation import MeasuresLoss, Validation, ValidationLoss
 from gpt2lab.model.gpt import GPT
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.opening import why_no_text
 
 
 def open_validation(
@@ -44,12 +44,12 @@ def open_validation(
             WindowReader(
                 source.splits["val"],
                 context_length=model.context_length,
-                id_limit=min(model.vocab_size, NUM_TOKENS),
+                id_limit=model.id_limit,
                 verify=runtime.local_rank == 0,  # once on each machine, which may have own files
             ),
             val_tokens=val_tokens // len(sources),
             batch_size=batch_size,
-            is_gpt2=source.is_gpt2 and model.vocab_size >= NUM_TOKENS,
+            tokenizer=None if why_no_text(source.tokenizer, model.vocab_size) else source.tokenizer,
             end_of_text=source.end_of_text.id,
             strategy=strategy,
             runtime=runtime,

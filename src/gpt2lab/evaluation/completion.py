@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import json
 import os
@@ -17,7 +16,7 @@ from gpt2lab.checkpoint.target import find_target
 from gpt2lab.config.command_line import option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
+from gpt2lab.tokenizers.opening import why_no_text
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,14 @@ class Completer:
         from gpt2lab.distributed.strategy import Strategy
 
         target = find_target(name, checkpoint_dir)
-        if target.model_config().vocab_size < NUM_TOKENS:
-            raise ConfigError(
-                f"{name}: vocab_size {target.model_config().vocab_size} is below GPT-2's {NUM_TOKENS}: "
-                f"its ids mean no text"
-            )
+        tokenizer = target.tokenizer()
+        problem = why_no_text(tokenizer, target.model_config().vocab_size)
+        if tokenizer is None or problem is not None:
+            raise ConfigError(f"{name}: {problem}: its ids mean no text")
         runtime = Runtime()
         runtime.use(SystemConfig(device=device))
         self._strategy = Strategy(runtime, SystemConfig(dtype=resolve_dtype(dtype, runtime.device)))
-        self._encoding = gpt2_encoding()
+        self.tokenizer = tokenizer
         self._model = load_weights(target).eval().to(runtime.device)
         self.target, self.style, self.warnings = target, style, target.warnings
         self.context_length = self._model.config.context_length
@@ -95,7 +93,7 @@ class Completer:
 
         Raises: ConfigError if they do not fit into the context.
         """
-        ids, limit = self._encoding.encode_ordinary(prompt), self.context_length
+        ids, limit = self.tokenizer.encode(prompt), self.context_length
         if len(ids) > limit:
             raise ConfigError(
                 f"{where} has {len(ids)} tokens, the model's context holds {limit}; shorten it"
@@ -109,20 +107,18 @@ class Completer:
         rows = list(self._draw(ids, number, list(range(num_samples))))
         found = []
         for drawn in map(list, zip(*rows, strict=True)):
-            ended = END_OF_TEXT in drawn
-            text = drawn[: drawn.index(END_OF_TEXT)] if ended else drawn
-            found.append(Completion(self._encoding.decode(text), len(text), ended))
+            end = self.tokenizer.end_of_text
+            text = drawn[: drawn.index(end)] if (ended := end in drawn) else drawn
+            found.append(Completion(self.tokenizer.decode(text), len(text), ended))
         return found
 
     def stream(
         self, ids: list[int], *, number: int, place: int, at_most: int | None = None
     ) -> Iterator[str]:
         """Yield the text of `complete` at `place` token by token, up to `at_most` tokens."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # ids may end within a letter
-        for (drawn,) in itertools.islice(self._draw(ids, number, [place]), at_most):
-            if drawn != END_OF_TEXT:
-                yield decoder.decode(self._encoding.decode_single_token_bytes(drawn))
-        yield decoder.decode(b"", final=True)
+        drawn = itertools.islice(self._draw(ids, number, [place]), at_most)
+        end = self.tokenizer.end_of_text
+        yield from self.tokenizer.stream(id for (id,) in drawn if id != end)
 
     def _draw(self, ids: list[int], number: int, places: list[int]) -> Iterator[list[int]]:
         import torch
@@ -145,6 +141,7 @@ class Completer:
                 temperature=style.temperature,
                 top_k=style.top_k,
                 top_p=style.top_p,
+                end_of_text=self.tokenizer.end_of_text,
             ):
                 length += 1
                 self.tokens += len(drawn)

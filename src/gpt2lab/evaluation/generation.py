@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from gpt2lab.model.gpt import GPT
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
+from gpt2lab.tokenizers.interface import Tokenizer
 
 
 @torch.inference_mode()
@@ -20,17 +21,18 @@ def draw(
     temperature: float = 1.0,
     top_k: int = 50,
     top_p: float = 1.0,
+    end_of_text: int = END_OF_TEXT,
 ) -> Iterator[list[int]]:
-    """Continue `prompt` once for each generator; yield the next id of all texts, END_OF_TEXT for those that ended.
+    """Continue `prompt` once for each generator; yield the next id of all texts, `end_of_text` for those that ended.
 
     The first `top_k` ids take part (0: all), of them the fewest that together have probability `top_p`; at
-    temperature 0 the first alone. Ids from 50257 up are padding rows of the embedding and are never drawn. A text
+    temperature 0 the first alone. Padding rows of the embedding are never drawn. A text
     draws only from its own generator (on the CPU), so sampling does not change the randomness of training. A text
     longer than the context drops its oldest half: learned positions cannot move, so the rest is read again.
     """
     device, T = next(model.parameters()).device, model.config.context_length
-    real = min(model.config.vocab_size, NUM_TOKENS)
-    start = list(prompt) or [END_OF_TEXT]
+    real = model.config.id_limit
+    start = list(prompt) or [end_of_text]
     ids = torch.tensor([start] * len(generators))  # (B, all ids so far)
     fresh, caches = ids[:, -T:], model.new_caches()
     ended = [False] * len(generators)
@@ -38,11 +40,11 @@ def draw(
         hidden = model.extend(fresh.to(device), caches)[:, -1]  # (B, C)
         logits = model.head(hidden)[:, :real].float().cpu()  # (B, V_real)
         drawn = [
-            END_OF_TEXT if over else _pick(row, generator, temperature, top_k, top_p)
+            end_of_text if over else _pick(row, generator, temperature, top_k, top_p)
             for over, row, generator in zip(ended, logits, generators, strict=True)
         ]
         yield drawn
-        ended = [over or id == END_OF_TEXT for over, id in zip(ended, drawn, strict=True)]
+        ended = [over or id == end_of_text for over, id in zip(ended, drawn, strict=True)]
         if all(ended):
             return
         fresh = torch.tensor(drawn)[:, None]  # (B, 1)
@@ -68,6 +70,7 @@ def _pick(
 def sample_text(
     model: GPT,
     prompt: str,
+    tokenizer: Tokenizer,
     *,
     max_new_tokens: int,
     seed: int,
@@ -75,18 +78,20 @@ def sample_text(
 ) -> str | None:
     """Return `prompt` continued by the model, as text; None if `interrupted`, asked before each id, told to stop.
 
-    Raises: DataError if the GPT-2 vocabulary cannot be found.
+    Raises: DataError if the tokenizer cannot be found, or has no ids for the prompt.
     """
-    encoding = gpt2_encoding()
-    ids = encoding.encode_ordinary(prompt) or [END_OF_TEXT]
+    end = tokenizer.end_of_text
+    ids = tokenizer.encode(prompt) or [end]
     generators = [torch.Generator().manual_seed(seed)]
     was_training = model.training
     model.eval()
-    drawn = draw(model, tuple(ids), max_new_tokens=max_new_tokens, generators=generators)
+    drawn = draw(
+        model, ids[:], max_new_tokens=max_new_tokens, generators=generators, end_of_text=end
+    )
     while not interrupted():
-        (id,) = next(drawn, [END_OF_TEXT])
-        if id == END_OF_TEXT:
+        (id,) = next(drawn, [end])
+        if id == end:
             break
         ids.append(id)
     model.train(was_training)
-    return None if interrupted() else encoding.decode(ids)
+    return None if interrupted() else tokenizer.decode(ids)

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from gpt2lab import paths
 from gpt2lab.errors import DataError
 from gpt2lab.files import replace_durably
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
 
 Style = Literal["harness", "tutorial"]
 STYLES: tuple[Style, ...] = ("harness", "tutorial")
@@ -161,15 +162,17 @@ def _text(row: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
-def tokenize(item: Item, style: Style) -> Question:
+def tokenize(item: Item, style: Style, tokenizer: Tokenizer = GPT2) -> Question:
     """Write one item as token ids.
 
     `harness`: activity label, capitalised second half, brackets cleaned, context and ending encoded as one text.
     Source: EleutherAI lm-evaluation-harness 0.4, lm_eval/tasks/hellaswag/utils.py and api/model.py (_encode_pair).
     `tutorial`: the plain context, each ending encoded by itself after a space. Source: karpathy/build-nanogpt,
-    hellaswag.py. A context without a token becomes <|endoftext|>, as in the harness.
+    hellaswag.py. A context without a token becomes the end of text, as in the harness.
+
+    Raises: DataError if an ending has no token of its own.
     """
-    encode = gpt2_encoding().encode_ordinary
+    encode = tokenizer.encode
     if style == "tutorial":
         texts = list(item.endings)
         context = encode(item.context)
@@ -182,7 +185,12 @@ def tokenize(item: Item, style: Style) -> Question:
         texts = [_clean(text) for text in item.endings]
         context = encode(query.rstrip())  # spaces at its end belong to the ending's first token
         endings = [encode(f"{query} {text}")[len(context) :] for text in texts]
-    return Question(context or [END_OF_TEXT], endings, [len(text) for text in texts])
+    if not all(endings):
+        text = texts[endings.index([])]
+        raise DataError(
+            f"HellaSwag: the ending {text!r} has no token of its own with {tokenizer.name}"
+        )
+    return Question(context or [tokenizer.end_of_text], endings, [len(text) for text in texts])
 
 
 def _clean(text: str) -> str:

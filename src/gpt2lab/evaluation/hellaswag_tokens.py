@@ -13,7 +13,8 @@ import numpy as np
 from gpt2lab import paths
 from gpt2lab.evaluation.hellaswag_items import STYLES, Style, read_items, tokenize
 from gpt2lab.files import replace_durably, sha256_of
-from gpt2lab.tokenizers.gpt2 import VOCABULARY_HASH
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
 
 # Raise the number when `tokenize` or the arrays of `Questions` change: older caches are then ignored.
 FORMAT = "gpt2lab-hellaswag-tokens/1"
@@ -24,7 +25,7 @@ class Questions:
     """N items, tokenized in both styles. Ragged: ids lie end to end, `lengths` says where each sequence ends."""
 
     labels: np.ndarray  # (N,) int64, which ending is true
-    ids: dict[Style, np.ndarray]  # (total,) uint16
+    ids: dict[Style, np.ndarray]  # (total,) uint16 or uint32
     lengths: dict[Style, np.ndarray]  # (N, 5) int64: tokens of the context and of each ending
     ending_chars: np.ndarray  # (N, 4) int64, of the harness text
 
@@ -37,7 +38,8 @@ class Questions:
         digest = hashlib.sha256(self.labels.astype("<i8").tobytes())
         for style in STYLES:
             digest.update(self.lengths[style].astype("<i8").tobytes())
-            digest.update(self.ids[style].astype("<u2").tobytes())
+            ids = self.ids[style]
+            digest.update(ids.astype("<u2" if ids.dtype == np.uint16 else "<u4").tobytes())
         return digest.hexdigest()
 
     def sequences(self, style: Style) -> list[list[np.ndarray]]:
@@ -63,8 +65,8 @@ class Questions:
         )
 
 
-def load_questions(path: Path) -> Questions:
-    """Return the items of a file as token ids, from the cache if it holds exactly these items.
+def load_questions(path: Path, tokenizer: Tokenizer = GPT2) -> Questions:
+    """Return the items of a file as token ids, from the cache if it holds exactly these items in these ids.
 
     The cache lies beside the items, or in the user's cache folder if that place cannot be written. A stale or damaged
     cache is ignored and the items are tokenized again.
@@ -72,20 +74,21 @@ def load_questions(path: Path) -> Questions:
     Raises: DataError naming file and line.
     """
     items = read_items(path)
-    key = _key(path)
+    key = _key(path, tokenizer)
     caches = paths.of_user("XDG_CACHE_HOME", ".cache") / "gpt2lab"
-    places = [path.with_name(f".{path.name}.tokens"), caches / f"hellaswag-{key}.tokens"]
+    own = "" if tokenizer == GPT2 else f".{tokenizer.hash[:8]}"
+    places = [path.with_name(f".{path.name}{own}.tokens"), caches / f"hellaswag-{key}.tokens"]
     for place in places:
         questions = _read_cache(place, key)
         if questions is not None:
             return questions
-    written = {style: [tokenize(item, style) for item in items] for style in STYLES}
+    written = {style: [tokenize(item, style, tokenizer) for item in items] for style in STYLES}
     questions = Questions(
         labels=np.array([item.label for item in items]),
         ids={
             style: np.array(
                 [t for q in written[style] for part in (q.context, *q.endings) for t in part],
-                dtype=np.uint16,
+                dtype=tokenizer.dtype,
             )
             for style in STYLES
         },
@@ -101,9 +104,9 @@ def load_questions(path: Path) -> Questions:
     return questions
 
 
-def _key(path: Path) -> str:
+def _key(path: Path, tokenizer: Tokenizer) -> str:
     """Return a hash of all that the ids depend on: the items, the vocabulary and the format."""
-    facts = f"{FORMAT} {VOCABULARY_HASH} {sha256_of(path)}"
+    facts = f"{FORMAT} {tokenizer.hash} {sha256_of(path)}"
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 

@@ -26,7 +26,7 @@ from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import token_losses
-from gpt2lab.tokenizers.gpt2 import token_bytes
+from gpt2lab.tokenizers.interface import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ValidationLoss:
     val_tokens: int
     val_se_unit: Literal["document", "window", "conversation"]
     val_effective_n: float  # of equally large units that would weigh as much
-    bits_per_byte: float | None  # None where the ids are not known to be GPT-2's
+    bits_per_byte: float | None  # None where the text of the ids is not known
     results: Results  # unit by unit
     by_source: dict[str, ValidationLoss] = field(default_factory=dict)  # of a mixture
 
@@ -115,18 +115,18 @@ class Validation:
         *,
         val_tokens: int,
         batch_size: int,
-        is_gpt2: bool,
+        tokenizer: Tokenizer | None,
         end_of_text: int | None,
         strategy: Strategy,
         runtime: Runtime,
     ) -> None:
-        """`is_gpt2`: the ids are GPT-2's, so that their text is known. `end_of_text`: the id between documents."""
+        """`tokenizer`: of the ids; None where their text is not known. `end_of_text`: the id between documents."""
         self._order, self._reader, self._batch_size = order, reader, batch_size
         self._strategy, self._runtime = strategy, runtime
         self._bytes_per_token: np.ndarray | None = None  # of each id's text
-        if is_gpt2:
+        if tokenizer is not None:
             with contextlib.suppress(DataError):  # no vocabulary: training does not need it
-                self._bytes_per_token = token_bytes()
+                self._bytes_per_token = tokenizer.byte_lengths()
         total = order.windows_per_epoch
         chosen = min(total, max(1, val_tokens // order.context_length))
         self.samples = np.arange(chosen, dtype=np.int64) * total // chosen  # (N,) window numbers

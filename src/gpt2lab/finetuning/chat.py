@@ -28,10 +28,10 @@ class Chat:
         """
         limit, wanted = self.completer.context_length, self.completer.style.max_new_tokens
         kept = [*self.turns, Turn("user", text.strip())]
-        ids, _ = chat_template.encode(kept)
+        ids, _ = chat_template.encode(kept, self.completer.tokenizer)
         while len(ids) + min(wanted, limit // 2) > limit and len(kept) > 1:
             kept = kept[2:]
-            ids, _ = chat_template.encode(kept)
+            ids, _ = chat_template.encode(kept, self.completer.tokenizer)
         if len(ids) > limit:
             raise ConfigError(
                 f"the question has {len(ids)} tokens, the model's context holds {limit}; shorten it"

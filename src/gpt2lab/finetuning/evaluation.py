@@ -22,7 +22,6 @@ from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import token_losses
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
 
 MOST_TOKENS = 256  # of an answer
 
@@ -43,6 +42,7 @@ class AnswerLoss:
         total, T = len(rows), rows.ids.shape[1] - 1
         chosen = min(total, max(1, val_tokens // T))
         places = np.arange(chosen, dtype=np.int64) * total // chosen
+        self._tokenizer = rows.tokenizer
         self._ids, self._owner = rows.ids[places], rows.owner[places]
 
     def measure(
@@ -75,9 +75,8 @@ class AnswerLoss:
         ids = torch.from_numpy(self._ids[rows].astype(np.int64)).to(self._runtime.device)
         owner = self._owner[rows][:, 1:]  # (B, T)
         with torch.inference_mode(), self._strategy.autocast():
-            losses = token_losses(
-                model.masked_logits(hidden_of_rows(model, ids[:, :-1])), ids[:, 1:]
-            )
+            hidden = hidden_of_rows(model, ids[:, :-1], self._tokenizer.end_of_text)
+            losses = token_losses(model.masked_logits(hidden), ids[:, 1:])
         is_answer = owner != NO_OWNER
         np.add.at(nats, owner[is_answer], losses.double().cpu().numpy()[is_answer])  # sync
 
@@ -85,7 +84,7 @@ class AnswerLoss:
         owner, ids = self._owner[:, 1:], self._ids[:, 1:]
         is_answer = owner != NO_OWNER
         tokens = np.bincount(owner[is_answer], minlength=len(nats))
-        bytes_each = token_bytes()[ids[is_answer]]
+        bytes_each = self._tokenizer.byte_lengths()[ids[is_answer]]
         measured = tokens > 0  # --val_tokens may leave some conversations out
         nats, tokens = nats[measured], tokens[measured]
         found, n = estimate_mean(nats / tokens, tokens), len(nats)
@@ -124,7 +123,7 @@ def rouge_l(model: GPT, rows: Rows, *, strategy: Strategy, runtime: Runtime) -> 
     """
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer, encoding = RougeScorer(["rougeL"]), gpt2_encoding()
+    scorer, tokenizer = RougeScorer(["rougeL"]), rows.tokenizer
     exchanges = last_exchanges(rows)
     scores = np.zeros(len(exchanges))
     model.eval()
@@ -138,8 +137,9 @@ def rouge_l(model: GPT, rows: Rows, *, strategy: Strategy, runtime: Runtime) -> 
                 max_new_tokens=min(MOST_TOKENS, room),
                 generators=[torch.Generator()],
                 temperature=0,
+                end_of_text=tokenizer.end_of_text,
             )
-            answer = encoding.decode([id for (id,) in drawn if id != END_OF_TEXT])
-        scores[number] = scorer.score(encoding.decode(expected), answer)["rougeL"].fmeasure
+            answer = tokenizer.decode([id for (id,) in drawn if id != tokenizer.end_of_text])
+        scores[number] = scorer.score(tokenizer.decode(expected), answer)["rougeL"].fmeasure
     found = estimate_mean(np.sum(runtime.gather(scores), axis=0))
     return {"rouge_l": found.mean, "rouge_l_se": found.se, "n": len(exchanges)}

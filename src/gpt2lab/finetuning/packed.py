@@ -14,16 +14,16 @@ from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 
 
-def conversation_starts(tokens: torch.Tensor) -> torch.Tensor:
+def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
     """Return for each of ids (B, T) the place in its row where its conversation starts, (B, T) int64.
 
-    One starts at an <|endoftext|> that follows another (chat_template.py), and at the row's first id. So each id of
+    One starts at an end of text that follows another (chat_template.py), and at the row's first id. So each id of
     padding is a conversation of its own, which attends to itself alone.
     """
-    is_end = tokens == END_OF_TEXT
+    is_end = tokens == end_of_text
     is_start = is_end.clone()
     is_start[:, 1:] &= is_end[:, :-1]
     is_start[:, 0] = True
@@ -31,9 +31,11 @@ def conversation_starts(tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(is_start, places, 0).cummax(dim=1).values
 
 
-def hidden_of_rows(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+def hidden_of_rows(
+    model: GPT, tokens: torch.Tensor, end_of_text: int = END_OF_TEXT
+) -> torch.Tensor:
     """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation stood in a row of its own."""
-    starts = conversation_starts(tokens)
+    starts = conversation_starts(tokens, end_of_text)
     places = torch.arange(tokens.size(1), device=tokens.device)
     together = starts[:, :, None] == starts[:, None, :]  # (B, T, T)
     mask = together & (places[:, None] >= places)
@@ -43,17 +45,19 @@ def hidden_of_rows(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 class PackedGPT(nn.Module):
     """A GPT to train on rows of conversations."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, end_of_text: int = END_OF_TEXT) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.end_of_text = model, end_of_text
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of ids (B, T) against `targets` (B, T; -1 = not counted), in nats summed over the targets."""
+        model = self.model
         if has_compiled_form(tokens.device):
-            hidden = hidden_of_rows(self.model, tokens)
-            return head_cross_entropy_sum(hidden, self.model.wte.weight, targets)
+            hidden = hidden_of_rows(model, tokens, self.end_of_text)
+            weight, num_tokens = model.wte.weight, model.config.num_tokens
+            return head_cross_entropy_sum(hidden, weight, targets, num_tokens)
         return cross_entropy_sum(
-            self.model.masked_logits(hidden_of_rows(self.model, tokens)), targets
+            model.masked_logits(hidden_of_rows(model, tokens, self.end_of_text)), targets
         )
 
 
@@ -69,7 +73,7 @@ class RowLoader(Loader):
         rank: int,
         device: torch.device,
     ) -> None:
-        no_shards = WindowReader((), context_length=plan.context_length, id_limit=NUM_TOKENS)
+        no_shards = WindowReader((), context_length=plan.context_length, id_limit=0)
         super().__init__(order, no_shards, plan, rank=rank, device=device)
         self._rows = rows
 

@@ -12,6 +12,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.finetuning.rows import InstructionData, open_instructions
 from gpt2lab.model.counts import check_lora_targets
 from gpt2lab.tokenizers.chat_template import as_prompt
+from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.recipe import PRETRAINING, Batches
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ class FineTuning:
             values["num_epochs"] = 3.0
         return override(config, {name: v for name, v in values.items() if name not in typed})
 
-    def open_data(self, config: Config) -> TokenData:
+    def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
         """Read, encode and split the conversations of --instructions."""
-        return open_instructions(config)
+        return open_instructions(config, tokenizer)
 
     def build_model(self, start: Start, runtime: Runtime) -> GPT:
         """Build the model with the weights to tune, and with adapters if they are wanted."""
@@ -115,11 +116,12 @@ class FineTuning:
             ),
         )
 
-    def to_train(self, model: GPT) -> nn.Module:
+    def to_train(self, model: GPT, data: TokenData) -> nn.Module:
         """Return the model in a module that keeps packed conversations apart."""
         from gpt2lab.finetuning.packed import PackedGPT
 
-        return PackedGPT(model)
+        assert data.tokenizer is not None  # open_instructions needs one
+        return PackedGPT(model, data.tokenizer.end_of_text)
 
 
 def _part(rate: float, factor: float) -> float:

@@ -21,14 +21,16 @@ from gpt2lab.data.shards import Shard, TokenData
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.finetuning.conversations import Conversation, read_conversations
 from gpt2lab.tokenizers import chat_template
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import why_no_text
 
 NO_OWNER = -1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`ids` (N, T + 1) uint16, padded with <|endoftext|>, and `owner` (N, T + 1) int32.
+    """`ids` (N, T + 1) of the tokenizer's type, padded with its end of text, and `owner` (N, T + 1) int32.
 
     The owner of an id of an answer is its conversation's number within the split; all other ids have -1. Only ids with
     an owner are targets.
@@ -36,6 +38,7 @@ class Rows:
 
     ids: np.ndarray
     owner: np.ndarray
+    tokenizer: Tokenizer = GPT2
 
     def __len__(self) -> int:
         """Count the rows."""
@@ -73,8 +76,10 @@ class Encoded:
     digest: str  # of its turns
 
 
-def open_instructions(config: Config) -> InstructionData:
+def open_instructions(config: Config, tokenizer: Tokenizer | None = GPT2) -> InstructionData:
     """Read, encode and split the conversations of `--instructions`, and build their rows.
+
+    `tokenizer`: of the model to tune; None if it is not known.
 
     Conversations with an empty answer, or longer than the context, are left out; a warning counts them and names one.
 
@@ -82,14 +87,14 @@ def open_instructions(config: Config) -> InstructionData:
     """
     source, T = config.tuning.instructions, config.model.context_length
     assert source is not None
-    if config.model.vocab_size < NUM_TOKENS:
+    problem = why_no_text(tokenizer, config.model.vocab_size)
+    if tokenizer is None or problem is not None:
         raise ConfigError(
-            f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: the model's ids mean no text, so it "
-            f"cannot learn conversations; fine-tune another"
+            f"{problem}: the model's ids mean no text, so it cannot learn conversations; fine-tune another"
         )
-    kept, warnings = _encode(read_conversations(source), T)
+    kept, warnings = _encode(read_conversations(source), T, tokenizer)
     held_out = choose_held_out([one.digest for one in kept], config.tuning.val_fraction)
-    warnings = (*warnings, *_warn_of_shared_beginnings(kept, held_out))
+    warnings = (*warnings, *_warn_of_shared_beginnings(kept, held_out, tokenizer.end_of_text))
     parts = {
         "train": [one for one in kept if one.digest not in held_out],
         "val": [one for one in kept if one.digest in held_out],
@@ -101,22 +106,27 @@ def open_instructions(config: Config) -> InstructionData:
                 + "".join(f"; {warning}" for warning in warnings)
             )
     rows = {
-        name: build_rows(part, T, packing=config.tuning.packing) for name, part in parts.items()
+        name: build_rows(part, T, packing=config.tuning.packing, tokenizer=tokenizer)
+        for name, part in parts.items()
     }
+    of_tokenizer = () if tokenizer == GPT2 else (tokenizer.hash,)
     return InstructionData(
         folder=Path(source),
-        fingerprint=_hash(chat_template.NAME, *(one.digest for one in kept)),
+        fingerprint=_hash(chat_template.NAME, *of_tokenizer, *(one.digest for one in kept)),
         splits={
             split: (Shard(Path(f"{Path(source).stem}_{split}"), len(part) * T + 1, 0),)
             for split, part in rows.items()
         },
         warnings=warnings,
+        tokenizer=tokenizer,
         rows=rows,
         conversations={split: len(part) for split, part in parts.items()},
     )
 
 
-def _encode(conversations: list[Conversation], T: int) -> tuple[list[Encoded], tuple[str, ...]]:
+def _encode(
+    conversations: list[Conversation], T: int, tokenizer: Tokenizer
+) -> tuple[list[Encoded], tuple[str, ...]]:
     """Return the conversations that can be trained on, and warnings about the others."""
     kept: list[Encoded] = []
     empty: list[str] = []
@@ -125,7 +135,7 @@ def _encode(conversations: list[Conversation], T: int) -> tuple[list[Encoded], t
         if any(turn.role == "assistant" and not turn.text for turn in one.turns):
             empty.append(one.where)
             continue
-        ids, is_answer = chat_template.encode(one.turns)
+        ids, is_answer = chat_template.encode(one.turns, tokenizer)
         if len(ids) > T + 1:
             long.append(f"{one.where} has {len(ids) - 1}")
             continue
@@ -144,12 +154,14 @@ def _encode(conversations: list[Conversation], T: int) -> tuple[list[Encoded], t
     return kept, tuple(warnings)
 
 
-def _warn_of_shared_beginnings(kept: Sequence[Encoded], held_out: set[str]) -> list[str]:
+def _warn_of_shared_beginnings(
+    kept: Sequence[Encoded], held_out: set[str], end_of_text: int
+) -> list[str]:
     """Warn of held-out conversations that go on from one that is learned: their beginning is no test."""
     learned = {tuple(one.ids) for one in kept if one.digest not in held_out}
     count = 0
     for ids in (one.ids for one in kept if one.digest in held_out):
-        ends_of_answers = [place + 1 for place, id in enumerate(ids[1:-1], 1) if id == END_OF_TEXT]
+        ends_of_answers = [place + 1 for place, id in enumerate(ids[1:-1], 1) if id == end_of_text]
         count += any(tuple(ids[:end]) in learned for end in ends_of_answers)
     return [f"{count:,} held-out conversations begin with one that is learned"] if count else []
 
@@ -164,7 +176,13 @@ def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:
     return set(different[: max(1, round(fraction * len(different)))])
 
 
-def build_rows(part: Sequence[Encoded], T: int, *, packing: Literal["on", "off"]) -> Rows:
+def build_rows(
+    part: Sequence[Encoded],
+    T: int,
+    *,
+    packing: Literal["on", "off"],
+    tokenizer: Tokenizer = GPT2,
+) -> Rows:
     """Put conversations into rows of T + 1 ids, as many as fit into each, or with packing off one.
 
     Packing is best fit decreasing: the longest first, each into the fullest row that still has room.
@@ -184,7 +202,7 @@ def build_rows(part: Sequence[Encoded], T: int, *, packing: Literal["on", "off"]
                 room, row = by_room.pop(place)
             rows[row].append(number)
             bisect.insort(by_room, (room - length, row))
-    ids = np.full((len(rows), T + 1), END_OF_TEXT, dtype=np.uint16)
+    ids = np.full((len(rows), T + 1), tokenizer.end_of_text, dtype=tokenizer.dtype)
     owner = np.full((len(rows), T + 1), NO_OWNER, dtype=np.int32)
     for row, numbers in enumerate(rows):
         begin = 0
@@ -193,7 +211,7 @@ def build_rows(part: Sequence[Encoded], T: int, *, packing: Literal["on", "off"]
             ids[row, begin:end] = part[number].ids
             owner[row, begin:end] = np.where(part[number].is_answer, number, NO_OWNER)
             begin = end
-    return Rows(ids, owner)
+    return Rows(ids, owner, tokenizer)
 
 
 def last_exchanges(rows: Rows) -> list[tuple[list[int], list[int]]]:
@@ -204,7 +222,7 @@ def last_exchanges(rows: Rows) -> list[tuple[list[int], list[int]]]:
             places = np.flatnonzero(owner == number)
             end = int(places[-1])
             first = int(places[np.flatnonzero(np.diff(places, prepend=-2) > 1)[-1]])
-            is_end = ids == END_OF_TEXT
+            is_end = ids == rows.tokenizer.end_of_text
             begin = int(places[0])
             while not (is_end[begin] and (begin == 0 or is_end[begin - 1])):
                 begin -= 1

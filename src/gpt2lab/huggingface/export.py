@@ -23,10 +23,14 @@ from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line
 from gpt2lab.files import sync_folder, write_durably
 from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.hf_config import HF_WEIGHTS, real_vocabulary, write_hf_config
+from gpt2lab.model.hf_config import HF_WEIGHTS, write_hf_config
 from gpt2lab.model.hf_weights import hf_tensors
-from gpt2lab.tokenizers.chat_template import JINJA
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding, vocabulary_files
+from gpt2lab.tokenizers import chat_template
+from gpt2lab.tokenizers.gpt2 import GPT2, vocabulary_files
+from gpt2lab.tokenizers.huggingface import TOKENIZER_FILE
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import why_no_text
+from gpt2lab.tokenizers.plain import CharactersTokenizer
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE = 1e-5  # of the largest logit
@@ -57,17 +61,21 @@ def export(
             f"{name}: {options}; Hugging Face's GPT-2 has no such model, only the gpt2 presets are exported"
         )
     model = load_weights(target).eval()
+    tokenizer = target.tokenizer()
+    if why_no_text(tokenizer, model.config.vocab_size):
+        tokenizer = None
     tensors = hf_tensors(model, getattr(torch, dtype))
     with _staged(out) as folder:
         content = safetensors.torch.save(tensors, metadata={"format": "pt"})
         write_durably(folder / HF_WEIGHTS, content)
-        write_hf_config(model.config, folder, dtype=dtype)
-        if model.config.vocab_size >= NUM_TOKENS:
-            _write_tokenizer(folder, target, model.config.context_length)
+        end_of_text = tokenizer.end_of_text if tokenizer else None
+        write_hf_config(model.config, folder, dtype=dtype, end_of_text=end_of_text)
+        if tokenizer is not None:
+            _write_tokenizer(folder, target, tokenizer, model.config.context_length)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(getattr(torch, dtype)))
-        max_abs_diff, max_abs_logit = _check(folder, model)
+        max_abs_diff, max_abs_logit = _check(folder, model, tokenizer)
         numbers = {
             "out": str(out),
             "max_abs_diff": max_abs_diff,
@@ -96,22 +104,28 @@ def _staged(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_tokenizer(folder: Path, target: Target, context_length: int) -> None:
-    """Write GPT-2's tokenizer, the end-of-text settings, and the chat template of a tuned model."""
-    merges, ids = vocabulary_files()
-    shutil.copyfile(merges, folder / "merges.txt")
-    shutil.copyfile(ids, folder / "vocab.json")
-    end = "<|endoftext|>"
-    special: dict[str, Any] = {"bos_token": end, "eos_token": end, "unk_token": end}
-    settings = {
-        **special,
-        "tokenizer_class": "GPT2Tokenizer",
-        "add_prefix_space": False,
-        "model_max_length": context_length,
-    }
+def _write_tokenizer(
+    folder: Path, target: Target, tokenizer: Tokenizer, context_length: int
+) -> None:
+    """Write the tokenizer, the end-of-text settings, and the chat template of a tuned model."""
+    end = tokenizer.end_token
+    special: dict[str, Any] = {"bos_token": end, "eos_token": end}
+    if tokenizer == GPT2:
+        merges, ids = vocabulary_files()
+        shutil.copyfile(merges, folder / "merges.txt")
+        shutil.copyfile(ids, folder / "vocab.json")
+        special["unk_token"] = end
+        kind = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+    else:
+        (folder / TOKENIZER_FILE).write_bytes(tokenizer.tokenizer_json())
+        kind = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+    settings = {**special, **kind, "model_max_length": context_length}
     if was_tuned(target):
-        settings["chat_template"] = JINJA
-    generation = {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
+        settings["chat_template"] = chat_template.jinja(end)
+    generation = {name: tokenizer.end_of_text for name in ("bos_token_id", "eos_token_id")}
     for name, values in (
         ("special_tokens_map.json", special),
         ("tokenizer_config.json", settings),
@@ -120,7 +134,7 @@ def _write_tokenizer(folder: Path, target: Target, context_length: int) -> None:
         (folder / name).write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _check(folder: Path, model: GPT) -> tuple[float, float]:
+def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float, float]:
     """Return the largest difference of transformers' logits from the model's, and the largest logit.
 
     One text of random ids as long as the context, so that every position is looked up; fp32 on the CPU.
@@ -132,7 +146,7 @@ def _check(folder: Path, model: GPT) -> tuple[float, float]:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    real, length = real_vocabulary(model.config), model.config.context_length
+    real, length = model.config.id_limit, model.config.context_length
     ids = torch.randint(0, real, (1, length), generator=torch.Generator().manual_seed(0))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -155,11 +169,22 @@ def _check(folder: Path, model: GPT) -> tuple[float, float]:
             f"the export was not kept: transformers' logits differ by {difference:.2e} from ours, "
             f"whose largest is {largest:.2f}"
         )
-    if (folder / "vocab.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if tokenizer(_TEXT)["input_ids"] != gpt2_encoding().encode_ordinary(_TEXT):
+    if tokenizer is not None:
+        text = _text_for(tokenizer)
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        ids_of_text = tokenizer.encode(text)
+        if loaded(text, add_special_tokens=False)["input_ids"] != ids_of_text:
             raise CheckError("the export was not kept: transformers' tokenizer gives other ids")
+        if loaded.decode(ids_of_text) != tokenizer.decode(ids_of_text):
+            raise CheckError("the export was not kept: transformers' tokenizer gives other text")
     return difference, largest
+
+
+def _text_for(tokenizer: Tokenizer) -> str:
+    """Return a text to compare tokenizers with: of the tokenizer's own characters if it knows no others."""
+    if isinstance(tokenizer, CharactersTokenizer):
+        return "".join(tokenizer.characters)
+    return _TEXT
 
 
 def _check_login() -> None:

@@ -11,7 +11,7 @@ from gpt2lab.checkpoint.target import Target
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import data_name, override
 from gpt2lab.runs import history
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.opening import why_no_text
 
 _CARD = """---
 library_name: transformers
@@ -47,16 +47,17 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
     rows = {
         "parameters": f"{numbers['parameters']:,}",
         "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
-        f"context {shape.context_length}, vocabulary {min(shape.vocab_size, NUM_TOKENS):,}",
+        f"context {shape.context_length}, vocabulary {shape.id_limit:,}",
     }
     source = f"the Hugging Face model `{target.name}`"
     if target.checkpoint is not None:
         manifest = target.checkpoint.manifest
         source = f"step {manifest['step']:,} of the run `{manifest['run']}`"
         rows |= _trained_on(manifest) | _measured(target) | _forecast(target.folder.parent)
-    is_gpt2 = shape.vocab_size >= NUM_TOKENS
-    if not is_gpt2:
-        rows["tokenizer"] = "none: the vocabulary is not GPT-2's"
+    tokenizer = target.tokenizer()
+    problem = why_no_text(tokenizer, shape.vocab_size)
+    has_text = tokenizer is not None and problem is None
+    rows["tokenizer"] = tokenizer.describe() if tokenizer and has_text else f"none: {problem}"
     card = _CARD.format(
         **numbers,
         title=Path(numbers["out"]).name,
@@ -64,12 +65,12 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
         source=source,
         rows="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
         rounded="" if numbers["dtype"] == "float32" else ", of the weights rounded to bfloat16",
-        classes="AutoModelForCausalLM" + (", AutoTokenizer" if is_gpt2 else ""),
+        classes="AutoModelForCausalLM" + (", AutoTokenizer" if has_text else ""),
         tokenizer=(
             '\ntokenizer = AutoTokenizer.from_pretrained("the same")'
             '\nids = tokenizer("Once upon a time", return_tensors="pt")'
             "\nprint(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))"
-            if is_gpt2
+            if has_text
             else ""
         ),
     )

@@ -240,12 +240,13 @@ class GPT(nn.Module):
     def masked_logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf: of no text, in no loss."""
         weight = self.wte.weight
-        return F.linear(hidden, weight, padding_bias(weight))
+        return F.linear(hidden, weight, padding_bias(weight, self.config.num_tokens))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets."""
         if has_compiled_form(tokens.device):
-            return head_cross_entropy_sum(self.hidden(tokens), self.wte.weight, targets)
+            hidden, num_tokens = self.hidden(tokens), self.config.num_tokens
+            return head_cross_entropy_sum(hidden, self.wte.weight, targets, num_tokens)
         return cross_entropy_sum(self.masked_logits(self.hidden(tokens)), targets)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 from gpt2lab.config.schema import ModelConfig
-from gpt2lab.errors import CheckpointError
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS
+from gpt2lab.errors import CheckpointError, DataError
+from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.opening import find_in
 
 HF_CONFIG, HF_WEIGHTS = "config.json", "model.safetensors"
 PADDED_VOCABULARY = 50_304  # rows of our own GPT-2s: NUM_TOKENS rounded up to a multiple of 64
@@ -56,23 +58,25 @@ def read_hf_config(folder: Path) -> ModelConfig:
         raise CheckpointError(
             f"{path}: n_inner {values['n_inner']} is not supported, only 4 x n_embd"
         )
+    own = None
+    with contextlib.suppress(DataError):  # weights need no tokenizer
+        own = find_in(folder)
+    # Without a tokenizer beside them, rows that suit GPT-2's are GPT-2's.
+    num_tokens = NUM_TOKENS if vocab_size <= PADDED_VOCABULARY else vocab_size
     return ModelConfig(
         n_layer=n_layer,
         n_head=n_head,
         n_embd=n_embd,
         context_length=context_length,
         vocab_size=PADDED_VOCABULARY if vocab_size == NUM_TOKENS else vocab_size,
+        num_tokens=num_tokens if own is None else own.size,
     )
 
 
-def real_vocabulary(config: ModelConfig) -> int:
-    """Return how many rows of the embedding are ids of text; those above are padding."""
-    return min(config.vocab_size, NUM_TOKENS)
-
-
-def write_hf_config(config: ModelConfig, folder: Path, *, dtype: str) -> None:
+def write_hf_config(
+    config: ModelConfig, folder: Path, *, dtype: str, end_of_text: int | None
+) -> None:
     """Write config.json for a model without padding rows; dropout is 0, for inference."""
-    end = END_OF_TEXT if config.vocab_size >= NUM_TOKENS else None
     values = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -80,11 +84,11 @@ def write_hf_config(config: ModelConfig, folder: Path, *, dtype: str) -> None:
         "n_positions": config.context_length,
         "n_ctx": config.context_length,  # its old name, which lm-eval and older readers still ask for
         "n_inner": None,
-        "vocab_size": real_vocabulary(config),
+        "vocab_size": config.id_limit,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         "initializer_range": 0.02,
-        "bos_token_id": end,
-        "eos_token_id": end,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
         "dtype": dtype,
     }
     values |= {name: allowed[0] for name, allowed in _REQUIRED.items()}

@@ -16,7 +16,6 @@ from gpt2lab.model.hf_config import (
     HF_WEIGHTS,
     PADDED_VOCABULARY,
     read_hf_config,
-    real_vocabulary,
 )
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
@@ -63,7 +62,7 @@ def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         name = re.sub(r"^blocks\.", "h.", full_name)
         tensor = parameter.detach()
         if full_name == "wte.weight":
-            tensor = tensor[: real_vocabulary(model.config)]
+            tensor = tensor[: model.config.id_limit]
         if _TRANSPOSED.search(name):
             tensor = tensor.T
         tensors[f"transformer.{name}"] = tensor.to("cpu", dtype).contiguous()

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
-
-def padding_bias(weight: Tensor) -> Tensor | None:
+def padding_bias(weight: Tensor, num_tokens: int) -> Tensor | None:
     """Return what added to the logits of the head's `weight` (V, C) takes its padding rows out of the softmax, (V,).
 
-    None without such rows. Masking the logits themselves would hold them twice.
+    Padding are the rows from `num_tokens` up. None without such rows. Masking the logits themselves would hold them
+    twice.
     """
-    if weight.size(0) <= NUM_TOKENS:
+    if weight.size(0) <= num_tokens:
         return None
-    is_padding = torch.arange(weight.size(0), device=weight.device) >= NUM_TOKENS
+    is_padding = torch.arange(weight.size(0), device=weight.device) >= num_tokens
     return torch.zeros(weight.size(0), device=weight.device).masked_fill(is_padding, -math.inf)
 
 
@@ -45,10 +44,12 @@ def has_compiled_form(device: torch.device) -> bool:
     return torch.compiler.is_compiling() and device.type == "cpu"
 
 
-def head_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def head_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+) -> Tensor:
     """Return `cross_entropy_sum` of the masked logits of `hidden` (B, T, C) and `weight` (V, C), up to rounding."""
     rows, flat = hidden.flatten(0, 1), targets.flatten()
-    total: Tensor = GradientInForward.apply(rows, weight, flat)  # type: ignore[no-untyped-call]
+    total: Tensor = GradientInForward.apply(rows, weight, flat, num_tokens)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -61,11 +62,13 @@ class GradientInForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
+    ) -> Tensor:
         """Map hidden (N, C), weight (V, C) and targets (N,), -1 = not counted, to the loss, ()."""
         logits = F.linear(hidden, weight)  # (N, V)
         scores, target = logits.float(), targets[:, None]
-        if (bias := padding_bias(weight)) is not None:
+        if (bias := padding_bias(weight, num_tokens)) is not None:
             scores = scores + bias
         counted = target >= 0  # (N, 1)
         top = scores.amax(1, keepdim=True)
@@ -87,7 +90,7 @@ class GradientInForward(torch.autograd.Function):
         of_weight = None
         if ctx.needs_input_grad[1]:
             of_weight = (slope.t() @ hidden).to(weight.dtype) * factor
-        return of_hidden, of_weight, None
+        return of_hidden, of_weight, None, None
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import option
-from gpt2lab.config.derived import compiles
+from gpt2lab.config.derived import compiles, fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, Optimizer, Parallel
 from gpt2lab.config.settings import find_problems, override, resolved
 from gpt2lab.data.mixture import open_sources, training_order
+from gpt2lab.data.shards import tokenizer_of
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration
@@ -243,6 +244,9 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
     """
     typed = {name: value for name in SETTINGS if (value := getattr(ask, name)) is not None}
     config = settings_of(ask, typed)
+    first = read_sources(config.data).folders[0]
+    if ask.data_dir is not None and (tokenizer := tokenizer_of(first)):
+        config = fit_vocabulary(config, tokenizer.size, is_typed=ask.vocab_size is not None)
     if world_size == 1 and ask.parallel not in (None, "ddp"):
         raise ConfigError(
             f"--parallel {ask.parallel} shards what one rank holds over several, and the world size is 1; add --gpus N"

@@ -36,7 +36,7 @@ from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.runs import history
 from gpt2lab.runs.history import read_json
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.gpt2 import GPT2
 
 TOO_BUSY = 0.5  # share of the machine in other hands from which no number is given
 FEWEST_STEPS = 4
@@ -304,7 +304,7 @@ def data_for(config: Config, place: Path) -> list[str]:
         return ["--data_dir", *words, *(["--data_weights_at", *later] if later else [])]
     made = place / "data"
     made.mkdir()
-    limit = min(config.model.vocab_size, NUM_TOKENS)
+    limit = min(config.model.vocab_size, GPT2.size)  # as such a folder counts
     draw = np.random.RandomState(0)
     val = 64 * config.model.context_length + 1
     train = min(max(4 * config.batch.total_batch_size + 1, val), 2**24)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,8 +60,12 @@ class RunFolder:
         """Unlock the folder."""
         self._lock.close()
 
-    def write_config(self, config: Config, facts: dict[str, Any]) -> None:
-        """Write config.json (the settings of this start) and run.json (what it runs on)."""
+    def write_config(
+        self, config: Config, facts: dict[str, Any], files: Mapping[str, bytes]
+    ) -> None:
+        """Write config.json (the settings of this start), run.json (what it runs on) and the tokenizer's files."""
+        for name, content in files.items():
+            replace_durably(self.path / name, content)
         replace_durably(self.path / "config.json", json.dumps(to_flat(config), indent=1) + "\n")
         replace_durably(self.path / "run.json", json.dumps(facts, indent=1) + "\n")
 

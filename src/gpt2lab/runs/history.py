@@ -11,6 +11,9 @@ from gpt2lab.checkpoint.catalog import METRICS, find_folder
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import of_record
 
 _KEYS = {"event", "time", "attempt", "step"}
 
@@ -64,6 +67,19 @@ def read_config(run_dir: Path) -> Config:
         raise ConfigError(f"{path}: {error.strerror}; is this the folder of a run?") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not readable as JSON ({error})") from error
+
+
+def read_tokenizer(run_dir: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run; GPT-2's where run.json is older than other tokenizers, None for an unknown one.
+
+    Raises: DataError if the tokenizer's files are missing or another's.
+    """
+    path = run_dir / "run.json"
+    try:
+        record = json.loads(path.read_bytes()).get("tokenizer", GPT2.record())
+    except (OSError, ValueError, AttributeError):
+        return GPT2
+    return of_record(record, run_dir, path.name)
 
 
 def last_attempt(events: list[dict[str, Any]]) -> int:

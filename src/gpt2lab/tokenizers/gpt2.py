@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.json_form import json_of_merges
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,8 +65,71 @@ def gpt2_encoding() -> Encoding:
         explicit_n_vocab=NUM_TOKENS,
         pat_str=r50k_pat_str,
         mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": END_OF_TEXT},
+        special_tokens={END_TOKEN: END_OF_TEXT},
     )
+
+
+# GPT-2 splits text into words by a pattern that looks ahead but never back, and no match of it crosses from a visible
+# character into white space. So a text may be cut before any white space that follows a visible character: every
+# word, and hence every id, stays the same. (Python's \s covers all of the pattern's own.)
+CUTS = re.compile(r"(?<=\S)[ \n]")
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's own, built in."""
+
+    name, size, end_of_text, end_token = NAME, NUM_TOKENS, END_OF_TEXT, END_TOKEN
+    cuts = CUTS
+
+    def __init__(self) -> None:
+        self.files = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return gpt2_encoding().encode_ordinary(text)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, (n,) uint32."""
+        encoding = gpt2_encoding()
+        return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        return gpt2_encoding().decode(ids)
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield the text of `decode` id by id."""
+        encoding = gpt2_encoding()
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # ids may end within a letter
+        for id in ids:
+            yield decoder.decode(encoding.decode_single_token_bytes(id))
+        yield decoder.decode(b"", final=True)
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return how many bytes of text each id stands for, (50257,) int64; 0 for <|endoftext|>."""
+        return token_bytes()
+
+    def tokenizer_json(self) -> bytes:
+        """Return GPT-2's tokenizer as Hugging Face's library reads it."""
+        merges, ids = vocabulary_files()
+        return json_of_merges(ids.read_bytes(), merges.read_bytes(), END_TOKEN)
+
+    @property
+    def hash(self) -> str:
+        """Return the hash of OpenAI's encoder.json."""
+        return VOCABULARY_HASH
+
+    @property
+    def title(self) -> str:
+        """Name it for people."""
+        return "GPT-2"
+
+    def record(self) -> dict[str, Any]:
+        """Return what a manifest says of it, which is as old as the format."""
+        return {"name": self.name, "sha256": self.hash}
+
+
+GPT2 = GPT2Tokenizer()
 
 
 @functools.cache

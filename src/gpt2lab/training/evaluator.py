@@ -14,7 +14,7 @@ from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
 
 
@@ -28,6 +28,7 @@ class Evaluator:
         self.config, self.run_dir = components.start.config, components.start.run_dir
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
+        self.tokenizer = components.start.tokenizer
         self.validation = components.batches.validation(components.strategy)
         self.logger, self.control = session.logger, session.control
         self.progress = session.clock.progress
@@ -118,24 +119,25 @@ class Evaluator:
 
     def sample(self, state: TrainState) -> None:
         """Continue the run's prompt on rank 0; the other ranks wait at the next step."""
-        if self.config.model.vocab_size < NUM_TOKENS:
+        if self.tokenizer is None:
             return
         with self.strategy.full_model(self.model) as model:
             if self.runtime.rank == 0:
-                self._sample_from(model, state)
+                self._sample_from(model, state, self.tokenizer)
 
-    def _sample_from(self, model: GPT, state: TrainState) -> None:
+    def _sample_from(self, model: GPT, state: TrainState, tokenizer: Tokenizer) -> None:
         began = time.monotonic()
         try:
             with self.strategy.autocast():
                 text = sample_text(
                     model,
                     self.config.eval.sample_prompt,
+                    tokenizer,
                     max_new_tokens=self.config.eval.sample_tokens,
                     seed=rng.fold_seed(self.config.data.seed, state.step),
                     interrupted=self.control.is_asked_to_stop,
                 )
-        except DataError as error:  # no vocabulary: training does not need it
+        except DataError as error:  # training needs neither a vocabulary nor ids for the prompt
             self.logger.warn(f"no text sample: {error}", state.step)
             return
         if text is None:

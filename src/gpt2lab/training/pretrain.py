@@ -182,7 +182,7 @@ def build(start: Start, runtime: Runtime, model: GPT, recipe: Recipe) -> Compone
     config, facts = start.config, facts_of(start, runtime)
     rng.seed_everything(config.data.seed)
     strategy = Strategy(runtime, config.system)
-    trained = strategy.prepare(model, recipe.to_train)
+    trained = strategy.prepare(model, lambda model: recipe.to_train(model, start.data))
     optimizers = strategy.shard_optimizer_state(
         model, build_optimizers(model, config.optim, device=runtime.device)
     )
@@ -309,13 +309,13 @@ def _open_clock(components: Components, folder: RunFolder | None, began: float) 
 
 def _open_hellaswag(components: Components) -> HellaSwag | None:
     start, config = components.start, components.start.config.eval
-    path = config.hellaswag_path
-    if start.hellaswag != "on" or path is None:
+    path, tokenizer = config.hellaswag_path, start.tokenizer
+    if start.hellaswag != "on" or path is None or tokenizer is None:
         return None
     # Rank 0 reads; the other ranks need neither the file nor its cache.
     return HellaSwag(
         components.runtime.on_rank_zero(
-            lambda: load_questions(path).subset(config.hellaswag_limit)
+            lambda: load_questions(path, tokenizer).subset(config.hellaswag_limit)
         ),
         context_length=start.config.model.context_length,
         strategy=components.strategy,

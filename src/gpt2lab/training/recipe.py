@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from gpt2lab.config.command_line import Command
+from gpt2lab.config.derived import fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import Config
 from gpt2lab.data.mixture import open_sources
-from gpt2lab.data.shards import TokenData
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.data.shards import TokenData, tokenizer_of
+from gpt2lab.tokenizers.interface import Tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,8 +46,8 @@ class Recipe(Protocol):
         Raises: ConfigError if something that this recipe needs is missing.
         """
 
-    def open_data(self, config: Config) -> TokenData:
-        """Open what the run trains on.
+    def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
+        """Open what the run trains on; `tokenizer`: of the weights it begins with, None for random or unknown ones.
 
         Raises: DataError, ConfigError.
         """
@@ -63,7 +64,7 @@ class Recipe(Protocol):
         Raises: DataError.
         """
 
-    def to_train(self, model: GPT) -> nn.Module:
+    def to_train(self, model: GPT, data: TokenData) -> nn.Module:
         """Return the module whose forward takes token ids and targets, both (B, T), and returns the summed loss, ()."""
 
 
@@ -71,10 +72,14 @@ class Pretraining:
     """Next-token prediction on windows of token shards."""
 
     def defaults(self, command: Command, config: Config) -> Config:
-        """Return the settings unchanged: the defaults are pretraining's."""
-        return config
+        """Return the settings with a vocabulary that suits the data's tokenizer; the others are pretraining's own."""
+        if config.init.init_from is not None:
+            return config
+        tokenizer = tokenizer_of(read_sources(config.data).folders[0])
+        num_tokens = None if tokenizer is None else tokenizer.size
+        return fit_vocabulary(config, num_tokens, is_typed="vocab_size" in command.typed)
 
-    def open_data(self, config: Config) -> TokenData:
+    def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
         """Open the folders of token shards."""
         return open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
 
@@ -99,7 +104,7 @@ class Pretraining:
         train = WindowReader(
             start.data.splits["train"],
             context_length=config.model.context_length,
-            id_limit=min(config.model.vocab_size, NUM_TOKENS),
+            id_limit=config.model.id_limit,
             verify=runtime.local_rank == 0,  # once on each machine, which may have own files
         )
         return Batches(
@@ -115,7 +120,7 @@ class Pretraining:
             ),
         )
 
-    def to_train(self, model: GPT) -> nn.Module:
+    def to_train(self, model: GPT, data: TokenData) -> nn.Module:
         """Return the model itself."""
         return model
 

@@ -18,6 +18,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
 from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.checkpoint.target import tokenizer_of
 from gpt2lab.config.command_line import PROGRAMS, Command
 from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
@@ -33,7 +34,8 @@ from gpt2lab.optim.schedule import default_min_lr, default_warmup
 from gpt2lab.planner.auto import OpenSettings, choose_settings
 from gpt2lab.planner.job import Plan, make_plan
 from gpt2lab.runs import history
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import require_same, why_no_text
 from gpt2lab.training.init_from import InitialWeights, begin_from
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.start import Start
@@ -81,7 +83,12 @@ def resolve(
             config = override(config, {"run_name": run_dir.name})
     _raise_problems(find_problems(config))
     config, notes = _fit_parallel(command, config, world_size)
-    data = recipe.open_data(config)
+    of_weights = _tokenizer_of(checkpoint, initial)
+    data = recipe.open_data(config, of_weights)
+    trained_on = checkpoint.manifest["data_fingerprint"] if checkpoint else None
+    if data.fingerprint != trained_on:
+        name = run_dir.name if initial is None else initial.target.name
+        require_same(of_weights, data.tokenizer, model=name, data=paths.for_people(data.folder))
     version = checkpoint.manifest.get("order_version", 1) if checkpoint else VERSION
     T = config.model.context_length
     order = training_order(
@@ -109,7 +116,7 @@ def resolve(
         if trained_on != data.fingerprint and not _differs_only_later(data, saved, checkpoint):
             changes["data"] = [trained_on, data.fingerprint]
         reject_changes(command, config, changes, run=run_dir.name)
-    hellaswag, no_hellaswag = _choose_hellaswag(command, config)
+    hellaswag, no_hellaswag = _choose_hellaswag(command, config, data.tokenizer)
     events = history.read_events(run_dir)
     saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
     room = look_for_room(run_dir, plan.disk_bytes)
@@ -137,6 +144,15 @@ def resolve(
         _check_length(start)
         _check_source_epochs(start)
     return start
+
+
+def _tokenizer_of(
+    checkpoint: CheckpointInfo | None, initial: InitialWeights | None
+) -> Tokenizer | None:
+    """Return the tokenizer of the weights that a start begins with; None for random or unknown ones."""
+    if checkpoint is not None:
+        return tokenizer_of(checkpoint)
+    return initial.target.tokenizer() if initial is not None else None
 
 
 def resolve_to_train(
@@ -222,7 +238,7 @@ def _divide(
 
 
 def _choose_hellaswag(
-    command: Command, config: Config
+    command: Command, config: Config, tokenizer: Tokenizer | None
 ) -> tuple[Literal["off", "on", "fetch"], tuple[str, ...]]:
     """Decide whether HellaSwag is evaluated, after checking its file if there is one, and say why not.
 
@@ -235,10 +251,8 @@ def _choose_hellaswag(
     path = config.eval.hellaswag_path
     if path is None and (not asked or "hellaswag_path" in command.typed):  # typed: None
         return "off", ()
-    if config.model.vocab_size < NUM_TOKENS:
-        return "off", (
-            f"vocab_size {config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no HellaSwag",
-        )
+    if problem := why_no_text(tokenizer, config.model.vocab_size):
+        return "off", (f"{problem}: no HellaSwag",)
     if path is None:
         return "fetch", ()
     read_items(path)

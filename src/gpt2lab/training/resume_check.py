@@ -26,6 +26,7 @@ from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import provenance
+from gpt2lab.tokenizers.opening import record_of
 from gpt2lab.training.start import Start
 
 # A change of one of these means other batches on purpose.
@@ -219,6 +220,7 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "attempt": start.attempt,
         "config": to_flat(start.config),
         "data_fingerprint": start.data.fingerprint,
+        "tokenizer": record_of(start.data.tokenizer),
         "order_version": start.order.version,
         "environment": environment,
         "on_gpu": on_gpu,

@@ -21,7 +21,6 @@ from gpt2lab.planner.job import Job, describe
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.train_step import StepStats
 
@@ -137,7 +136,8 @@ class StepLog:
             files = self._start.data.splits["train"]
             shards = [files[i].path.stem for i in order.shard_order(batch.epoch)]
             more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
-            layout = f"shards: {', '.join(shards[:6])}{more}"
+            kept = self._start.config.data.shuffle == "shards" and batch.epoch == 0
+            layout = f"shards{' as on disk' if kept else ''}: {', '.join(shards[:6])}{more}"
         self._logger.say(
             f"epoch {batch.epoch} of {self._start.plan.epochs:.2f} | {order.windows_per_epoch:,} windows | "
             f"shuffle {self._start.config.data.shuffle} | {layout}"
@@ -149,7 +149,7 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
     start, state, check = components.start, components.state, components.resume_check
     world_size = start.plan.batch.world_size
     assert folder is not None
-    folder.write_config(start.config, components.facts)
+    folder.write_config(start.config, components.facts, start.tokenizer_files)
     folder.facts = {
         "attempt": start.attempt,
         "max_steps": start.plan.max_steps,
@@ -214,8 +214,5 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         logger.say(f"changed        {name}: {before} -> {now}")
     for warning in start.warnings:
         logger.warn(warning, step)
-    if start.config.model.vocab_size < NUM_TOKENS:
-        logger.warn(
-            f"vocab_size {start.config.model.vocab_size} is below GPT-2's {NUM_TOKENS}: no text samples",
-            step,
-        )
+    if start.no_text is not None:
+        logger.warn(f"{start.no_text}: no text samples", step)

@@ -31,6 +31,7 @@ class Saver:
         self.folder, self.logger, self.signals = session.folder, session.logger, signals
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime, self.facts = components.runtime, components.facts
+        self.tokenizer_files = start.tokenizer_files
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
 
     def save(
@@ -134,6 +135,7 @@ class Saver:
             state=state,
             rng_states=rng_states,
             facts=self.facts,
+            files=self.tokenizer_files,
         )
 
     def _retain(self, keep: int, keep_emergency: int) -> None:

@@ -12,6 +12,8 @@ from gpt2lab.data.mixture import Mixture, describe_sources
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.planner.job import Plan
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import why_no_text
 from gpt2lab.training.init_from import InitialWeights
 
 
@@ -36,6 +38,21 @@ class Start:
     initial: InitialWeights | None  # of a fresh run with --init_from
     warnings: tuple[str, ...]
     attention: str | None = None  # on a GPU: the kernel that was seen to compute it
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that text goes through; None if it is not known, or the model has too few rows for it."""
+        return self.data.tokenizer if self.no_text is None else None
+
+    @property
+    def no_text(self) -> str | None:
+        """Why there is no such tokenizer."""
+        return why_no_text(self.data.tokenizer, self.config.model.vocab_size)
+
+    @property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files that checkpoints carry so that their ids keep their meaning."""
+        return self.data.tokenizer.files if self.data.tokenizer else {}
 
     def describe_data(self) -> str:
         """Write the data for people."""

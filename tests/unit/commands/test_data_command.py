@@ -169,8 +169,8 @@ def test_characters_are_not_taken_for_gpt2_ids(tmp_path: Path) -> None:
     code, said, _ = data("import", folder)
     assert (code, said.count("tokenizer unknown")) == (0, 1)
     opened = open_data(folder, vocab_size=65)
-    assert not opened.is_gpt2
-    assert "not GPT-2's" in opened.warnings[0]
+    assert opened.tokenizer is None
+    assert "tokenizer is not known" in opened.warnings[0]
     assert "n/a" in data("stats", folder)[1]
 
 

@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # for `python tests/...`
 
 import pytest
+import tyro
 
 from gpt2lab import paths
 from gpt2lab.config.command_line import RENAMED, Verbs, parse
@@ -48,7 +49,10 @@ def describe_flags() -> str:
     blocks = []
     for section in (Verbs, *(part.default_factory for part in dataclasses.fields(Config))):
         hints = typing.get_type_hints(section)
+        marks = typing.get_type_hints(section, include_extras=True)
         for leaf in dataclasses.fields(section):  # type: ignore[arg-type]
+            if tyro.conf.Suppress in getattr(marks[leaf.name], "__metadata__", ()):
+                continue  # a setting without a flag
             default = str(leaf.default) if isinstance(leaf.default, Path) else leaf.default
             policy = leaf.metadata.get("policy", "verb")
             help = textwrap.fill(leaf.metadata["help"], 90, **_INDENT)
@@ -112,7 +116,7 @@ def test_the_defaults_of_the_contract_hold() -> None:
 
 def test_only_the_architecture_and_the_first_weights_are_fixed() -> None:
     fixed_names = {name for name in LEAVES if policy_of(name, Config()) == "fixed"}
-    shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size"}
+    shape = {"n_layer", "n_head", "n_embd", "context_length", "vocab_size", "num_tokens"}
     options = {"positions", "norm", "qk_norm", "activation"}
     lora = {"lora_r", "lora_alpha", "lora_targets"}
     assert fixed_names == shape | options | lora | {"init_from"}

@@ -337,11 +337,11 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Megatron says no tokenizer": (
         "Megatron",
         {"tokenizer": None},
-        "say --tokenizer gpt2 or unknown",
+        "say --tokenizer gpt2, unknown, or the file",
     ),
     "llm.c of Llama 3 says another": ("llm.c of Llama 3", {"tokenizer": None}, "'llama-3'"),
     "and is not GPT-2's": ("llm.c of Llama 3", {"tokenizer": "gpt2"}, "'llama-3'"),
-    "no such tokenizer": ("Megatron", {"tokenizer": "gpt3"}, "known are gpt2 and unknown"),
+    "no such tokenizer": ("Megatron", {"tokenizer": "gpt3"}, "gpt3: no such tokenizer"),
     "another width than the header's": ("llm.c", {"dtype": "uint32"}, "holds uint16, not uint32"),
     "another width than the metadata's": ("datatrove", {"dtype": "uint32"}, "--dtype uint32, but"),
     "an offset where a header is": (

@@ -21,7 +21,7 @@ from gpt2lab.data.mixture import (
     training_order,
 )
 from gpt2lab.data.order import Order
-from gpt2lab.data.shards import TokenData, read_manifest, write_manifest
+from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import ConfigError, DataError
 from tiny import VOCAB, write_shards
 
@@ -270,15 +270,16 @@ def test_a_short_shard_is_named_with_its_folder(folders: dict[str, Path]) -> Non
 
 
 def test_other_tokenizers_do_not_mix(folders: dict[str, Path]) -> None:
-    for name in "bc":  # meta.pkl marks ids of characters
-        (folders[name] / "meta.pkl").write_bytes(b"")
-        assert launch.call("data.py", "import", folders[name]).returncode == 0
-    for one, other in itertools.permutations("abc", 2):
-        with pytest.raises(DataError, match="not known to have the tokenizer of"):
-            opened(f"{folders[one]}:1", f"{folders[other]}:1")
-    for name in "bc":
-        manifest = read_manifest(folders[name])
-        manifest["tokenizer"] = {"name": "characters", "sha256": "5" * 64}
-        (folders[name] / "shards.json").unlink()
-        write_manifest(folders[name], manifest)
+    def take(name: str, tokenizer: str) -> None:
+        (folders[name] / "shards.json").unlink(missing_ok=True)
+        done = launch.call("data.py", "import", folders[name], f"--tokenizer={tokenizer}")
+        assert done.returncode == 0, done.stderr
+
+    for tokenizer in ("unknown", "bytes"):
+        for name in "bc":
+            take(name, tokenizer)
+        refused = itertools.permutations("abc", 2) if tokenizer == "unknown" else ("ab", "ca")
+        for one, other in refused:
+            with pytest.raises(DataError, match="not known to have the tokenizer of"):
+                opened(f"{folders[one]}:1", f"{folders[other]}:1")
     assert isinstance(opened(f"{folders['b']}:1", f"{folders['c']}:1"), MixedData)

@@ -43,6 +43,7 @@ from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.encode import Encoded
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.interface import Tokenizer
 from launch import HANG_SECONDS, call
 
 PREPARE = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
@@ -240,8 +241,8 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
     tokens: list[int] = []
     original = encode.encode_chunks
 
-    def failing(chunks: list[encode.Chunk]) -> Encoded:
-        found = original(chunks)
+    def failing(chunks: list[encode.Chunk], tokenizer: Tokenizer) -> Encoded:
+        found = original(chunks, tokenizer)
         tokens.append(len(found.ids))
         if sum(tokens) > limit:
             raise KeyboardInterrupt
@@ -311,10 +312,10 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 ) -> None:
     original = encode.encode_chunks
 
-    def appending(chunks: list[encode.Chunk]) -> Encoded:
+    def appending(chunks: list[encode.Chunk], tokenizer: Tokenizer) -> Encoded:
         with open(corpus / "a.jsonl", "a") as file:
             file.write('{"text": "more"}\n')
-        return original(chunks)
+        return original(chunks, tokenizer)
 
     monkeypatch.setattr(encode, "_BATCH_CHARS", 700)
     monkeypatch.setattr(encode, "encode_chunks", appending)

@@ -21,6 +21,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation.compare import compare
 from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
+from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
 from launch import SCRIPTS, ask
 from tiny import CONTEXT, flags_of, make_tokens, write_items, write_shards
@@ -179,7 +180,7 @@ def test_another_tokenizer_is_rejected(folder: Path) -> None:
     ]
     manifest = {
         "format": "gpt2lab-shards/1",
-        "tokenizer": {"name": "llama", "sha256": "1"},
+        "tokenizer": BYTES.record(),
         "files": files,
     }
     (other / "shards.json").write_text(
@@ -187,7 +188,8 @@ def test_another_tokenizer_is_rejected(folder: Path) -> None:
     )
     code, line = ask("evaluate.py", "a", "--val=other", folder=folder)
     assert code == 2
-    assert "other: not known to be tokenised with GPT-2" in line
+    assert "its ids are bytes, 257 ids" in line
+    assert "but a was trained with GPT-2, 50,257 ids" in line
 
 
 def test_a_damaged_checkpoint_is_never_evaluated(folder: Path, tmp_path: Path) -> None:

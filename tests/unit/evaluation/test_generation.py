@@ -16,7 +16,7 @@ from gpt2lab.config.schema import ModelConfig
 from gpt2lab.evaluation.completion import Completer, Style
 from gpt2lab.evaluation.generation import _pick, draw, sample_text
 from gpt2lab.model.gpt import GPT, build_model
-from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
 from launch import ask
 from tiny import VOCAB
@@ -274,7 +274,7 @@ def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_
         torch.manual_seed(global_seed)
         before = torch.get_rng_state()
         padded_model.train(training)
-        texts.append(sample_text(padded_model, "def ", max_new_tokens=5, seed=seed))
+        texts.append(sample_text(padded_model, "def ", GPT2, max_new_tokens=5, seed=seed))
         assert padded_model.training == training
         assert torch.equal(torch.get_rng_state(), before)
     padded_model.eval()

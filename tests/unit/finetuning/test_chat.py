@@ -16,6 +16,7 @@ from gpt2lab.evaluation.completion import Completer, Style
 from gpt2lab.finetuning.chat import Chat
 from gpt2lab.finetuning.rows import Rows, build_rows, last_exchanges
 from gpt2lab.tokenizers.chat_template import Turn, encode
+from gpt2lab.tokenizers.gpt2 import GPT2
 from launch import Done, ask, call
 
 PAIRS = {"Hi": "Hello there", "Bye": "So long", "Name?": "A model", "More?": "No more"}
@@ -48,6 +49,7 @@ class Echo:
     """Answers with the number of tokens that it was given."""
 
     context_length = CONTEXT
+    tokenizer = GPT2
     style = Style(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
 
     def __init__(self) -> None:

@@ -276,20 +276,26 @@ def test_dropout_acts_in_training_mode_only() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_padding_rows_take_no_part_in_the_training_loss(chunked: bool) -> None:
-    """One rule for training and validation: the softmax is over GPT-2's 50,257 ids alone."""
-    config = ModelConfig(n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=50304)
+@pytest.mark.parametrize(("rows", "count"), [(50304, NUM_TOKENS), (384, 300)])
+def test_padding_rows_take_no_part_in_the_training_loss(
+    chunked: bool, rows: int, count: int
+) -> None:
+    """One rule for training and validation: the softmax is over the tokenizer's ids alone."""
+    config = ModelConfig(
+        n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=rows, num_tokens=count
+    )
     model = disturbed(config)
-    ids = torch.randint(0, NUM_TOKENS, (2, 9), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(0, count, (2, 9), generator=torch.Generator().manual_seed(3))
     tokens, targets = ids[:, :-1], ids[:, 1:]
     if chunked:
-        loss = head_cross_entropy_sum(model.hidden(tokens), model.wte.weight, targets)
+        weight = model.wte.weight
+        loss = head_cross_entropy_sum(model.hidden(tokens), weight, targets, count)
     else:
         loss = model(tokens, targets)
-    real = model.head(model.hidden(tokens))[..., :NUM_TOKENS]
+    real = model.head(model.hidden(tokens))[..., :count]
     expected = F.cross_entropy(real.flatten(0, 1), targets.flatten(), reduction="sum")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.backward()
     assert model.wte.weight.grad is not None
-    assert not model.wte.weight.grad[NUM_TOKENS:].any()
-    assert model.wte.weight.grad[:NUM_TOKENS].any(dim=1).all()
+    assert not model.wte.weight.grad[count:].any()
+    assert model.wte.weight.grad[:count].any(dim=1).all()

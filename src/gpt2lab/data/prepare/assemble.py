@@ -20,15 +20,15 @@ from gpt2lab.data.shards import (
     FORMAT,
     MANIFEST,
     SPLITS,
-    measure_shard,
     open_shard,
     read_manifest,
     shard_name,
     write_manifest,
 )
 from gpt2lab.errors import DataError
-from gpt2lab.files import sync_folder
-from gpt2lab.tokenizers import gpt2
+from gpt2lab.files import sha256_of, sync_folder, write_durably
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import of_record
 
 _BLOCK = 1 << 22  # tokens
 
@@ -41,6 +41,7 @@ def assemble(
     origin: str,
     request: dict[str, Any],
     split: dict[str, Any],
+    tokenizer: Tokenizer,
     cut: int | None = None,
 ) -> dict[str, Any]:
     """Write the new `folder` from groups, in their order, and return its manifest.
@@ -56,15 +57,16 @@ def assemble(
         files = _link(listed, folder, dataset)
     else:
         ids = _joined([path for path, _ in listed])
-        files = _write(_blocks(ids[:-cut]), folder, dataset, "train", shard_tokens)
+        files = _write(_blocks(ids[:-cut]), folder, dataset, "train", shard_tokens, tokenizer)
         val = _blocks(ids[-cut:])
-    files += _write(val, folder, dataset, "val", shard_tokens)
+    files += _write(val, folder, dataset, "val", shard_tokens, tokenizer)
+    _write_tokenizer(tokenizer, folder)
     manifest = {
         "format": FORMAT,
         "dataset": dataset,
         "origin": origin,
         "request": request,
-        "tokenizer": {"name": gpt2.NAME, "sha256": gpt2.VOCABULARY_HASH},
+        "tokenizer": tokenizer.record(),
         "documents": sum(file["documents"] for file in files),
         "left_out": {kind: sum(g.facts[kind] for g in groups) for kind in ("bad", "empty")},
         "split": {**split, "held_back_tokens": sum(g.facts["held_back"] for g in groups)},
@@ -110,18 +112,20 @@ def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
 def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     folder.mkdir(parents=True)
     first = parts[0][1]
-    dataset = first["dataset"]
+    dataset, tokenizer = first["dataset"], of_record(first["tokenizer"], parts[0][0], MANIFEST)
+    assert tokenizer is not None  # only data of another program's is of an unknown one
     of_split: dict[str, list[tuple[Path, dict[str, Any]]]] = {"train": [], "val": []}
     for part, manifest in parts:
         for file in manifest["files"]:
             of_split[file["split"]].append((part / file["name"], file))
     for path, file in tqdm([*of_split["train"], *of_split["val"]], unit="file", leave=False):
-        shard = open_shard(path)
-        if measure_shard(path, offset=shard.offset)["sha256"] != file["sha256"]:
+        open_shard(path)  # a missing one is named
+        if sha256_of(path) != file["sha256"]:
             raise DataError(f"{path}: damaged (its sha256 is not the one in {MANIFEST})")
     files = _link(of_split["train"], folder, dataset)
     val = _blocks(_joined([path for path, _ in of_split["val"]]))
-    files += _write(val, folder, dataset, "val", first["request"]["shard_tokens"])
+    files += _write(val, folder, dataset, "val", first["request"]["shard_tokens"], tokenizer)
+    _write_tokenizer(tokenizer, folder)
     for split in SPLITS:
         if sum(file["tokens"] for file in files if file["split"] == split) < 2:
             raise DataError(f"no text for the {split} split; prepare with another --val_tokens")
@@ -162,7 +166,7 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
                 f"{folder}: a part of an earlier version, divided in another way; prepare it again"
             )
         check_prepared(folder, manifest)
-        same = (manifest["origin"], {**request, "part": [None, count]})
+        same = (manifest["origin"], manifest["tokenizer"], {**request, "part": [None, count]})
         if common is not None and same != common:
             raise DataError(f"{folder}: of another source or with other options than {parts[0]}")
         if number in found:
@@ -235,17 +239,27 @@ def _link(
 
 
 def _write(
-    blocks: Iterable[np.ndarray], folder: Path, dataset: str, split: str, shard_tokens: int
+    blocks: Iterable[np.ndarray],
+    folder: Path,
+    dataset: str,
+    split: str,
+    shard_tokens: int,
+    tokenizer: Tokenizer,
 ) -> list[dict[str, Any]]:
     name_of = functools.partial(shard_name, dataset, split)
     with contextlib.closing(
-        ShardWriter(folder, split, shard_tokens=shard_tokens, name_of=name_of)
+        ShardWriter(folder, split, shard_tokens=shard_tokens, name_of=name_of, tokenizer=tokenizer)
     ) as writer:
         for ids in blocks:
             writer.add(ids)
         writer.finish()
         faultpoint("data.before_manifest", 0)
         return writer.files
+
+
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    for name, content in tokenizer.files.items():
+        write_durably(folder / name, content)
 
 
 def _joined(paths: Sequence[Path]) -> np.ndarray:

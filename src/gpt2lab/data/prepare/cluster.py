@@ -87,6 +87,6 @@ def _run(task: Task, folder: Path, cores: int) -> int:
         nonlocal counted
         counted += count
 
-    with contextlib.closing(Tokenisers(cores)) as tokenisers:
+    with contextlib.closing(Tokenisers(cores, task.tokenizer)) as tokenisers:
         run_task(task, folder, tokenisers, on_tokens)
     return counted

@@ -19,31 +19,30 @@ import numpy as np
 
 from gpt2lab.data.prepare.readers import BadRecordsError, Stream
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
 
 CHUNK_CHARS = 1 << 20
 LONGEST_WORD = 16 * CHUNK_CHARS
 _BATCH_CHARS = 1 << 19
 _IN_FLIGHT = 8  # batches per worker: enough to keep it busy while a shard is hashed and flushed
 
-# GPT-2 splits text into words by a pattern that looks ahead but never back, and no match of it crosses from a visible
-# character into white space. So a text may be cut before any white space that follows a visible character: every
-# word, and hence every id, stays the same. (Python's \s covers all of the pattern's own.)
-_CUT = re.compile(r"(?<=\S)[ \n]")
-
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a document; `begins` marks its first, which <|endoftext|> precedes."""
+    """A part of a document; `begins` marks its first, which the end-of-text id precedes."""
 
     text: str
     begins: bool
 
 
-def cut(blocks: Iterable[str], *, where: str) -> Iterator[Chunk]:
+def cut(
+    blocks: Iterable[str], *, where: str, cuts: re.Pattern[str] | None = GPT2.cuts
+) -> Iterator[Chunk]:
     """Cut a document, read in blocks of any length, into chunks of about a million characters.
 
-    The ids of the chunks, joined, are exactly those of the full document. An empty document yields nothing.
+    `cuts`: where the tokenizer allows it; None means nowhere. The ids of the chunks, joined, are exactly those of the
+    full document. An empty document yields nothing.
 
     Raises: BadRecordsError on 16 million characters without a place to cut: not text.
     """
@@ -51,12 +50,15 @@ def cut(blocks: Iterable[str], *, where: str) -> Iterator[Chunk]:
     for block in blocks:
         held += block
         while len(held) > CHUNK_CHARS:
-            place = _CUT.search(held, CHUNK_CHARS)
+            place = cuts.search(held, CHUNK_CHARS) if cuts else None
             if place is None:
                 if len(held) > LONGEST_WORD:
-                    raise BadRecordsError(
-                        f"{where}: {len(held):,} characters without white space; is this text?"
+                    problem = (
+                        "characters without white space; is this text?"
+                        if cuts
+                        else "characters, and this tokenizer reads a document at once; divide it"
                     )
+                    raise BadRecordsError(f"{where}: {len(held):,} {problem}")
                 break
             yield Chunk(held[: place.start()], begins)
             held, begins = held[place.start() :], False
@@ -68,7 +70,7 @@ def cut(blocks: Iterable[str], *, where: str) -> Iterator[Chunk]:
 class Encoded:
     """Chunks as ids: all of them, how many each chunk has, and keys."""
 
-    ids: np.ndarray  # (n,) uint16, <|endoftext|> before each document
+    ids: np.ndarray  # (n,) uint16 or uint32, the end-of-text id before each document
     lengths: np.ndarray  # (c,) int64
     begins: np.ndarray  # (c,) bool
     keys: np.ndarray  # (c,) uint64: of equal first chunks equal, otherwise as good as random
@@ -86,9 +88,9 @@ class Batch:
 class Tokenisers:
     """Processes that tokenise; with one, this process does it."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._workers = [_Worker() for _ in range(count)] if count > 1 else []
+    def __init__(self, count: int, tokenizer: Tokenizer) -> None:
+        self._count, self._tokenizer = count, tokenizer
+        self._workers = [_Worker(tokenizer) for _ in range(count)] if count > 1 else []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -99,10 +101,10 @@ class Tokenisers:
 
         Raises: DataError on a bad record (unless `skip_bad`, which counts it), or if a process dies.
         """
-        with contextlib.closing(_jobs(documents, skip_bad)) as jobs:
+        with contextlib.closing(_jobs(documents, skip_bad, self._tokenizer.cuts)) as jobs:
             if not self._workers:
                 for chunks, bad, empty in jobs:
-                    yield Batch(encode_chunks(chunks), bad, empty)
+                    yield Batch(encode_chunks(chunks, self._tokenizer), bad, empty)
                 return
             begun = ((self._threads.submit(self._on_idle, job[0]), *job[1:]) for job in jobs)
             waiting = deque(itertools.islice(begun, _IN_FLIGHT * self._count + 1))
@@ -132,10 +134,10 @@ class _Worker:
     library share one pipe for all results, and wait forever on the answer that a killed process had half written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         context = get_context("spawn")  # a fork copies locks that threads of this process may hold
         self.pipe, far_end = context.Pipe()
-        self.process = context.Process(target=_work, args=(far_end,), daemon=True)
+        self.process = context.Process(target=_work, args=(far_end, tokenizer), daemon=True)
         self.process.start()
         far_end.close()
 
@@ -152,30 +154,35 @@ class _Worker:
         return answer
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, tokenizer: Tokenizer) -> None:
     """Answer each list of chunks with its ids; leave Ctrl+C to the parent, and end when it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             chunks = pipe.recv()
             try:
-                pipe.send(encode_chunks(chunks))
+                pipe.send(encode_chunks(chunks, tokenizer))
             except Exception as error:  # raised again where the answer is awaited
                 pipe.send(error)
 
 
-def encode_chunks(chunks: list[Chunk]) -> Encoded:
-    """Return some chunks as ids."""
-    encoding, arrays, keys = gpt2_encoding(), [np.empty(0, np.uint16)], []
+def encode_chunks(chunks: list[Chunk], tokenizer: Tokenizer = GPT2) -> Encoded:
+    """Return some chunks as ids.
+
+    Raises: DataError if the tokenizer has no ids for a text.
+    """
+    dtype = np.dtype(tokenizer.dtype)
+    arrays, keys, texts = [np.empty(0, dtype)], [], []
     for chunk in chunks:
-        content = chunk.text.encode("utf-8", "surrogatepass")
-        keys.append(_key(content) if chunk.begins else 0)
         try:
-            ids = encoding.encode_to_numpy(chunk.text, disallowed_special=())
+            content, text = chunk.text.encode("utf-8"), chunk.text
         except UnicodeEncodeError:  # half of a surrogate pair, from an escape in JSON
+            content = chunk.text.encode("utf-8", "surrogatepass")
             text = chunk.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            ids = encoding.encode_to_numpy(text, disallowed_special=())
-        arrays.append(np.full(chunk.begins + len(ids), END_OF_TEXT, np.uint16))
+        keys.append(key_of(content) if chunk.begins else 0)
+        texts.append(text)
+    for chunk, ids in zip(chunks, tokenizer.encode_documents(texts), strict=True):
+        arrays.append(np.full(chunk.begins + len(ids), tokenizer.end_of_text, dtype))
         arrays[-1][int(chunk.begins) :] = ids
     return Encoded(
         ids=np.concatenate(arrays),
@@ -185,11 +192,14 @@ def encode_chunks(chunks: list[Chunk]) -> Encoded:
     )
 
 
-def _key(content: bytes) -> int:
+def key_of(content: bytes) -> int:
+    """Return the key by which a document, or its first chunk, is held out or not."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
 
 
-def _jobs(documents: Stream, skip_bad: bool) -> Generator[tuple[list[Chunk], int, int], None, None]:
+def _jobs(
+    documents: Stream, skip_bad: bool, cuts: re.Pattern[str] | None
+) -> Generator[tuple[list[Chunk], int, int], None, None]:
     """Group chunks by their length, so that a batch is the same work whatever the documents.
 
     With each come the numbers of bad records and of empty documents so far; the last, without chunks, has the totals.
@@ -201,7 +211,7 @@ def _jobs(documents: Stream, skip_bad: bool) -> Generator[tuple[list[Chunk], int
         try:
             if isinstance(document, BadRecordsError):
                 raise document
-            for chunk in cut(document.blocks, where=document.where):
+            for chunk in cut(document.blocks, where=document.where, cuts=cuts):
                 is_empty = False
                 held.append(chunk)
                 chars += len(chunk.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -22,14 +23,18 @@ from gpt2lab.data.shards import (
     RAW_SUFFIX,
     SPLITS,
     EndOfText,
+    end_of_text_of,
     measure_shard,
     names_on_disk,
     open_shard,
     write_manifest,
 )
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.files import sha256_of
-from gpt2lab.tokenizers import gpt2
+from gpt2lab.files import sha256_of, write_durably
+from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import find_in, open_tokenizer, record_of
+from gpt2lab.tokenizers.plain import META_FILE, read_characters
 
 # A name says its split by one of these words, between other characters than letters and digits.
 _WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
@@ -67,9 +72,8 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
     files = [_read(folder / name, wanted) for split in SPLITS for name in names[split]]
     layout = _common_layout(files)
     tokenizer = _tokenizer_of(folder, files, wanted.tokenizer)
-    is_gpt2 = tokenizer["name"] == gpt2.NAME
-    assumed = _assumed_end_of_text(files, is_gpt2, wanted)
-    measured = _measure(files, assumed.id, is_gpt2)
+    assumed = _assumed_end_of_text(files, tokenizer, wanted)
+    measured = _measure(files, assumed.id, tokenizer)
     end_of_text = _confirmed_end_of_text(files, measured, assumed, wanted.end_of_text)
     entries = [
         _entry(file, split, facts, end_of_text)
@@ -79,7 +83,7 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
         "format": FORMAT,
         "dataset": folder.resolve().name,
         "origin": "shards written by another program",
-        "tokenizer": tokenizer,
+        "tokenizer": record_of(tokenizer),
         "documents": sum(entry["documents"] for entry in entries),
         "files": entries,
     }
@@ -87,17 +91,28 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
         manifest |= {"layout": layout, "not_taken": not_taken}
     elif not_taken:
         manifest["not_taken"] = not_taken
-    if end_of_text != (EndOfText() if is_gpt2 else EndOfText(None, "none")):
+    if end_of_text != end_of_text_of(manifest):
         manifest["end_of_text"] = {"id": end_of_text.id, "place": end_of_text.place}
     if target != folder:
         manifest["folder"] = str(folder.resolve())
     try:
         target.mkdir(parents=True, exist_ok=True)
+        _put_beside(target, tokenizer)
         write_manifest(target, manifest)
     except OSError as error:
         (target / MANIFEST).unlink(missing_ok=True)
         raise DataError(f"{target / MANIFEST}: cannot be written ({error.strerror})") from error
     return manifest
+
+
+def _put_beside(target: Path, tokenizer: Tokenizer | None) -> None:
+    """Write the files of a tokenizer beside shards.json, unless they are there."""
+    if tokenizer is None or not tokenizer.files or find_in(target) == tokenizer:
+        return
+    for name, content in tokenizer.files.items():
+        if (target / name).exists():
+            raise DataError(f"{target / name}: of another tokenizer than --tokenizer; move it away")
+        write_durably(target / name, content)
 
 
 def _check_places(folder: Path, target: Path) -> None:
@@ -236,39 +251,51 @@ def _common_layout(files: list[TokenFile]) -> Layout:
     return files[0].layout
 
 
-def _tokenizer_of(folder: Path, files: list[TokenFile], typed: str | None) -> dict[str, Any]:
-    """Return the manifest's record of the tokenizer: the typed one, or what the files are known to be."""
+def _tokenizer_of(folder: Path, files: list[TokenFile], typed: str | None) -> Tokenizer | None:
+    """Return the typed tokenizer, or that which the files are known to be of; None for an unknown one."""
     for file in files:
-        named = (file.tokenizer or gpt2.NAME).lower()
-        is_said = typed == gpt2.UNKNOWN or (typed is not None and "gpt2" in named)
-        if named not in _GPT2_NAMES and not is_said:
-            raise ConfigError(
-                f"{file.path}: made with tokenizer {file.tokenizer!r}; say --tokenizer {gpt2.UNKNOWN}"
-            )
-    if typed is None:
-        if (folder / "meta.pkl").exists() and files[0].layout == "raw":
-            typed = gpt2.UNKNOWN  # nanoGPT's characters
-        elif files[0].layout in ("npy", "raw") or all(file.tokenizer for file in files):
-            typed = gpt2.NAME
-        else:
-            raise ConfigError(
-                f"{folder}: the files do not say with which tokenizer they were made; say --tokenizer "
-                f"{gpt2.NAME} or {gpt2.UNKNOWN}"
-            )
-    if typed == gpt2.NAME:
-        return {"name": gpt2.NAME, "sha256": gpt2.VOCABULARY_HASH}
-    if typed == gpt2.UNKNOWN:
-        return {"name": gpt2.UNKNOWN, "sha256": None}
-    raise ConfigError(f"--tokenizer {typed}: known are {gpt2.NAME} and {gpt2.UNKNOWN}")
+        _check_tokenizer(file, typed)
+    if typed == UNKNOWN:
+        return None
+    if typed is not None:
+        return open_tokenizer(typed)
+    if (folder / META_FILE).exists() and files[0].layout == "raw":  # nanoGPT's characters
+        with contextlib.suppress(DataError):
+            return read_characters(folder / META_FILE)
+        return None
+    if files[0].layout in ("npy", "raw") or all(file.tokenizer for file in files):
+        return GPT2
+    raise ConfigError(
+        f"{folder}: the files do not say with which tokenizer they were made; say --tokenizer "
+        f"{GPT2.name}, {UNKNOWN}, or the file of another one"
+    )
 
 
-def _assumed_end_of_text(files: list[TokenFile], is_gpt2: bool, wanted: Wanted) -> EndOfText:
+def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
+    """Compare the typed tokenizer with the one that a file names."""
+    if file.tokenizer is None:
+        return
+    named = file.tokenizer.lower()
+    if typed is None and named not in _GPT2_NAMES:
+        raise ConfigError(
+            f"{file.path}: made with tokenizer {file.tokenizer!r}; say --tokenizer with its file, or {UNKNOWN}"
+        )
+    is_other = "gpt2" not in named if typed == GPT2.name else named in _GPT2_NAMES
+    if typed not in (None, UNKNOWN) and is_other:
+        raise ConfigError(f"{file.path}: made with tokenizer {file.tokenizer!r}, not {typed}")
+
+
+def _assumed_end_of_text(
+    files: list[TokenFile], tokenizer: Tokenizer | None, wanted: Wanted
+) -> EndOfText:
     """Return what separates documents by what is typed and by the format; an index may tell more."""
     place, id = wanted.end_of_text, wanted.end_of_text_id
-    if is_gpt2:
-        if id not in (None, gpt2.END_OF_TEXT):
-            raise ConfigError(f"--end_of_text_id {id}: GPT-2's is {gpt2.END_OF_TEXT}")
-        id = gpt2.END_OF_TEXT
+    if tokenizer is not None:
+        if id not in (None, tokenizer.end_of_text):
+            raise ConfigError(
+                f"--end_of_text_id {id}: {tokenizer.title}'s is {tokenizer.end_of_text}"
+            )
+        id = tokenizer.end_of_text
     if place == "none":
         if wanted.end_of_text_id is not None:
             raise ConfigError("--end_of_text none has no --end_of_text_id")
@@ -313,12 +340,14 @@ class _Measured:
     marks: _Marks | None
 
 
-def _measure(files: list[TokenFile], end_of_text: int | None, is_gpt2: bool) -> list[_Measured]:
+def _measure(
+    files: list[TokenFile], end_of_text: int | None, tokenizer: Tokenizer | None
+) -> list[_Measured]:
     """Read every byte once; hashing releases Python's lock, so threads use all cores."""
 
     def measure(file: TokenFile) -> _Measured:
         try:
-            return _measure_file(file, end_of_text, is_gpt2)
+            return _measure_file(file, end_of_text, tokenizer)
         except OSError as error:
             raise DataError(f"{file.path}: cannot be read ({error.strerror})") from error
 
@@ -327,7 +356,9 @@ def _measure(files: list[TokenFile], end_of_text: int | None, is_gpt2: bool) -> 
         return list(tqdm(results, total=len(files), unit="file", leave=False))
 
 
-def _measure_file(file: TokenFile, end_of_text: int | None, is_gpt2: bool) -> _Measured:
+def _measure_file(
+    file: TokenFile, end_of_text: int | None, tokenizer: Tokenizer | None
+) -> _Measured:
     dtype, bound = DTYPES[file.dtype]
     marks, index_hash = None, None
     if file.index is not None:
@@ -339,7 +370,7 @@ def _measure_file(file: TokenFile, end_of_text: int | None, is_gpt2: bool) -> _M
         offset=file.offset,
         dtype=dtype,
         end_of_text=end_of_text,
-        is_gpt2=is_gpt2,
+        tokenizer=tokenizer,
         watch=marks.watch if marks else lambda ids: None,
     )
     if facts["bytes"] != file.offset + file.tokens * np.dtype(dtype).itemsize:
@@ -348,9 +379,9 @@ def _measure_file(file: TokenFile, end_of_text: int | None, is_gpt2: bool) -> _M
         raise DataError(
             f"{file.path}: a negative id ({facts['max_id'] - 2 * bound} for one); not token ids"
         )
-    if is_gpt2 and facts["max_id"] >= gpt2.NUM_TOKENS:
+    if tokenizer is not None and facts["max_id"] >= tokenizer.size:
         raise DataError(
-            f"{file.path}: token id {facts['max_id']}, GPT-2's end at {gpt2.NUM_TOKENS - 1}; "
+            f"{file.path}: token id {facts['max_id']}, {tokenizer.title}'s end at {tokenizer.size - 1}; "
             f"another tokenizer, or not {file.dtype} tokens"
         )
     return _Measured(facts, index_hash, marks)

@@ -32,10 +32,11 @@ from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
 from gpt2lab.data.shards import JOURNAL, MANIFEST, read_manifest
 from gpt2lab.errors import DataError
 from gpt2lab.files import replace_durably, sync_folder
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
 
 VAL_FRACTION = 0.05
 LARGEST_DEFAULT_VAL = 100_000_000
-_BYTES_PER_TOKEN = 4  # of English text
 _WORTH_WORKERS = 4_000_000  # bytes of text; below, starting workers takes longer than the work
 
 
@@ -71,6 +72,7 @@ class Result:
     manifest: dict[str, Any]
     new_tokens: int
     seconds: float
+    tokenizer: Tokenizer
     warnings: tuple[str, ...] = ()
 
     def total(self, fact: str, split: str | None = None) -> int:
@@ -92,6 +94,7 @@ def describe(result: Result) -> str:
         ("tokens", f"{tokens:,} ({train:,} train, {val:,} val)"),
         ("text", f"{fmt.num_bytes(text)} ({text / tokens:.2f} bytes a token)"),
         ("mean document", f"{tokens / documents:,.0f} tokens"),
+        ("tokenizer", result.tokenizer.title),
         (
             "shards",
             f"{len(result.manifest['files']):,} files, {fmt.num_bytes(result.total('bytes'))}",
@@ -119,7 +122,13 @@ class Plan:
 
 
 def plan_preparation(
-    source: Source, sizes: Sizes, *, part: tuple[int, int], skip_bad: bool, shuffle: bool
+    source: Source,
+    sizes: Sizes,
+    *,
+    part: tuple[int, int] = (1, 1),
+    skip_bad: bool = False,
+    shuffle: bool = False,
+    tokenizer: Tokenizer = GPT2,
 ) -> Plan:
     """Deal the source into groups and decide which documents are held out.
 
@@ -129,7 +138,7 @@ def plan_preparation(
     """
     groups = deal(source.files, group_bytes=sizes.group_bytes, shuffle=shuffle)
     size = sum(group.size for group in groups)
-    expected = max(1, source.text_bytes() // _BYTES_PER_TOKEN)
+    expected = max(1, source.text_bytes() // tokenizer.bytes_per_token)
     budgets: dict[int, int | None] = {group.number: None for group in groups}
     if sizes.max_tokens is not None and 3 * sizes.max_tokens < expected:
         groups = _leading(groups, 3 * sizes.max_tokens / expected * size)
@@ -158,6 +167,7 @@ def plan_preparation(
             budget=budgets[group.number],
             skip_bad=skip_bad or source.skips_bad,
             shuffle=shuffle,
+            tokenizer=tokenizer,
         )
         for group in of_part(groups, part)
     )
@@ -194,9 +204,10 @@ def prepare(
     part: tuple[int, int] = (1, 1),
     skip_bad: bool = False,
     shuffle: bool = False,
+    tokenizer: Tokenizer = GPT2,
     ray_address: str | None = None,
 ) -> Result | None:
-    """Tokenise a source into `folder`; return None if the same data is there already.
+    """Tokenise a source into `folder`; return None if the same data of the same tokenizer is there already.
 
     The shards depend neither on `num_workers` (default: one per core), nor on parts or a Ray cluster, nor on
     interruptions. With `shuffle` documents are mixed, over all files as far as these are large.
@@ -211,10 +222,14 @@ def prepare(
         **dataclasses.asdict(sizes),
         "shuffle": shuffle,
     }
+    if tokenizer != GPT2:
+        request["tokenizer"] = tokenizer.hash
     if _is_done(source, folder, request):
         return None
     began = time.monotonic()
-    plan = plan_preparation(source, sizes, part=part, skip_bad=skip_bad, shuffle=shuffle)
+    plan = plan_preparation(
+        source, sizes, part=part, skip_bad=skip_bad, shuffle=shuffle, tokenizer=tokenizer
+    )
     try:
         with _Staging(folder, request, plan) as staging:
             run = _Runner(plan, num_workers, ray_address)
@@ -226,6 +241,7 @@ def prepare(
                 origin=source.origin,
                 request=request,
                 split=split,
+                tokenizer=tokenizer,
                 cut=cut,
             )
             staging.complete()
@@ -233,7 +249,8 @@ def prepare(
         raise DataError(f"{folder}: cannot be written ({error.strerror})") from error
     notes = (source.note, plan.note, _CUT_NOTE if cut else None)
     warnings = tuple(note for note in notes if note)
-    return Result(folder, manifest, run.new_tokens, time.monotonic() - began, warnings)
+    seconds = time.monotonic() - began
+    return Result(folder, manifest, run.new_tokens, seconds, tokenizer, warnings)
 
 
 _CUT_NOTE = (
@@ -266,7 +283,8 @@ class _Runner:
                 return run_on_ray(
                     tasks, folder, on_tokens, address=self._ray_address, cores=self._num_workers
                 )
-            with contextlib.closing(Tokenisers(self._num_workers)) as tokenisers:
+            tokenizer = tasks[0].tokenizer
+            with contextlib.closing(Tokenisers(self._num_workers, tokenizer)) as tokenisers:
                 return [run_task(task, folder, tokenisers, on_tokens) for task in tasks]
 
 
@@ -317,7 +335,8 @@ def _record(name: str, rule: SplitRule) -> dict[str, Any]:
 
 
 def _default_workers(plan: Plan) -> int:
-    if plan.expected * _BYTES_PER_TOKEN < _WORTH_WORKERS:
+    text_bytes = plan.expected * plan.tasks[0].tokenizer.bytes_per_token
+    if text_bytes < _WORTH_WORKERS:
         return 1
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -41,7 +41,7 @@ class Divider:
         return self._budget is not None and self.tokens >= self._budget
 
     def divide(self, encoded: Encoded) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of some chunks for training and for validation, both (n,) uint16."""
+        """Return the ids of some chunks for training and for validation, both (n,)."""
         ids, lengths, begins = encoded.ids, encoded.lengths, encoded.begins
         if not len(lengths):
             return ids, ids

@@ -24,7 +24,7 @@ from gpt2lab.data.prepare.split import Divider, SplitRule
 from gpt2lab.data.prepare.write import ShardWriter
 from gpt2lab.errors import DataError
 from gpt2lab.files import sync_folder, write_durably
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
+from gpt2lab.tokenizers.interface import Tokenizer
 
 _FACTS = "group.json"
 
@@ -40,6 +40,7 @@ class Task:
     budget: int | None  # tokens
     skip_bad: bool
     shuffle: bool
+    tokenizer: Tokenizer
 
     @property
     def folder(self) -> str:
@@ -56,7 +57,7 @@ class Finished:
     facts: dict[str, Any]  # val_tokens, bad, empty, held_back, smallest, shares
 
     def val(self) -> np.ndarray:
-        """Return the ids of the validation split, (n,) uint16."""
+        """Return the ids of the validation split, (n,) of the tokenizer's type."""
         ids: np.ndarray = np.load(self.folder / "val.npy", allow_pickle=False)
         return ids
 
@@ -107,11 +108,17 @@ def _write(
 ) -> dict[str, Any]:
     divider = Divider(task.rule, budget=task.budget)
     digests: list[str] = []  # of the shares that were read to their end
-    val: list[np.ndarray] = [np.empty(0, np.uint16)]
+    val: list[np.ndarray] = [np.empty(0, task.tokenizer.dtype)]
     bad = empty = 0
     with (
         contextlib.closing(
-            ShardWriter(folder, "train", shard_tokens=task.shard_tokens, name_of=_train_name)
+            ShardWriter(
+                folder,
+                "train",
+                shard_tokens=task.shard_tokens,
+                name_of=_train_name,
+                tokenizer=task.tokenizer,
+            )
         ) as train,
         contextlib.closing(_Shuffler(folder, task, train) if task.shuffle else train) as sink,
         contextlib.closing(_documents(task, digests)) as documents,
@@ -163,7 +170,7 @@ class _Shuffler:
     def __init__(self, folder: Path, task: Task, sink: ShardWriter) -> None:
         self._path = folder / "shuffle.tmp"
         self._file = open(self._path, "wb")  # noqa: SIM115 - closed in finish() or close()
-        self._number, self._sink = task.group.number, sink
+        self._number, self._tokenizer, self._sink = task.group.number, task.tokenizer, sink
 
     def add(self, ids: np.ndarray) -> None:
         self._file.write(ids.tobytes())
@@ -172,8 +179,8 @@ class _Shuffler:
         self._file.close()
         if self._path.stat().st_size == 0:
             return
-        ids = np.memmap(self._path, np.uint16, "r")
-        starts = np.flatnonzero(ids == END_OF_TEXT)
+        ids = np.memmap(self._path, self._tokenizer.dtype, "r")
+        starts = np.flatnonzero(ids == self._tokenizer.end_of_text)
         ends = np.append(starts[1:], len(ids))
         for place in np.random.RandomState(self._number).permutation(len(starts)).tolist():
             self._sink.add(np.asarray(ids[starts[place] : ends[place]]))

@@ -14,6 +14,7 @@ from numpy.lib import format as npy
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.shards import measure_shard
 from gpt2lab.files import sync_folder
+from gpt2lab.tokenizers.interface import Tokenizer
 
 SMALLEST_LAST_SHARD = 65_536  # tokens; a smaller remainder joins the shard before
 _HEADER_BYTES = 128  # of a .npy file with one dimension, whatever its length
@@ -27,13 +28,19 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, split: str, *, shard_tokens: int, name_of: Callable[[int], str]
+        self,
+        folder: Path,
+        split: str,
+        *,
+        shard_tokens: int,
+        name_of: Callable[[int], str],
+        tokenizer: Tokenizer,
     ) -> None:
         """Write shards of a split into `folder`, each with the name of its number."""
         self.files: list[dict[str, Any]] = []  # as in shards.json
         self.tokens = 0
         self._folder, self._split, self._name_of = folder, split, name_of
-        self._shard_tokens = shard_tokens
+        self._shard_tokens, self._tokenizer = shard_tokens, tokenizer
         self._temporary = folder / f"{split}.tmp"
         self._open: IO[bytes] | None = None
         self._written = 0  # tokens in the open file
@@ -41,7 +48,7 @@ class ShardWriter:
         self._held = 0
 
     def add(self, ids: np.ndarray) -> None:
-        """Append ids, (n,) uint16.
+        """Append ids, (n,) of the tokenizer's type.
 
         Raises: OSError, of a full disk for example.
         """
@@ -80,7 +87,7 @@ class ShardWriter:
         if self._open is None:
             self._open = open(self._temporary, "wb+")  # noqa: SIM115 - closed at commit or in close()
             self._open.write(bytes(_HEADER_BYTES))
-        self._open.write(ids.astype("<u2", copy=False).tobytes())
+        self._open.write(ids.astype(self._tokenizer.dtype, copy=False).tobytes())
         self._written += len(ids)
 
     def _commit(self) -> None:
@@ -88,12 +95,19 @@ class ShardWriter:
         assert self._open is not None
         name = self._name_of(len(self.files))
         self._open.seek(0)
-        header = {"shape": (self._written,), "fortran_order": False, "descr": "<u2"}
+        dtype = self._tokenizer.dtype
+        header = {"shape": (self._written,), "fortran_order": False, "descr": dtype}
         npy.write_array_header_1_0(self._open, header)
         assert self._open.tell() == _HEADER_BYTES
         self._open.flush()
         os.fsync(self._open.fileno())
-        facts = measure_shard(self._temporary, offset=_HEADER_BYTES)
+        facts = measure_shard(
+            self._temporary,
+            offset=_HEADER_BYTES,
+            dtype=dtype,
+            tokenizer=self._tokenizer,
+            end_of_text=self._tokenizer.end_of_text,
+        )
         self._open.close()
         self._open = None
         faultpoint("data.before_rename", len(self.files))

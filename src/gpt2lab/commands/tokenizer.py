@@ -1,0 +1,150 @@
+"""Learn a tokenizer from text, and show what one makes of text.
+
+python scripts/tokenizer.py train python-stdlib --vocab_size 4096 --out data/tokenizers/stdlib_4k
+python scripts/tokenizer.py show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from gpt2lab import fmt, paths
+from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.errors import ConfigError
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import TOKENIZER
+
+_SHOWN_BYTES = 10_000_000  # of a source, to count tokens
+
+
+@dataclass(frozen=True)
+class Train:
+    """Learn a byte-level BPE, or the characters of a text."""
+
+    source: Positional[str] = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
+    out: Path = argument("folder to create, or a .json file for tokenizer.json alone")
+    vocab_size: int = option(32_768, "ids in all, <|endoftext|> and the 256 bytes among them")
+    kind: Literal["bpe", "characters"] = option(
+        "bpe", "characters: one id for each that occurs, as many as there are"
+    )
+    max_bytes: int = option(
+        1_000_000_000, "text to learn from; of more text, shares of all files are taken"
+    )
+    val_tokens: int | None = option(
+        None, "as you will give it to prepare_data.py: what that holds out is not learned from"
+    )
+    text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
+    subset: str | None = option(None, "subset of a Hugging Face dataset")
+    revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
+    skip_bad: bool = option(False, "leave out records that cannot be read")
+
+    def execute(self) -> int:
+        """Learn, write, and print what it is."""
+        from gpt2lab.data.prepare.learning_text import learning_texts
+        from gpt2lab.data.prepare.sources import open_source
+        from gpt2lab.tokenizers.plain import BYTES, characters_of
+        from gpt2lab.tokenizers.training import train_bpe
+
+        out = paths.from_working_directory(self.out)
+        if out.exists():
+            raise ConfigError(f"{out}: exists already; choose another --out")
+        if self.kind == "characters" and out.suffix == ".json":
+            raise ConfigError(f"{out}: characters are written as a folder; choose another --out")
+        source = open_source(
+            self.source,
+            text_column=self.text_column,
+            subset=self.subset,
+            revision=self.revision,
+        )
+        is_bpe = self.kind == "bpe"
+        texts = learning_texts(
+            source,
+            max_bytes=self.max_bytes,
+            val_tokens=self.val_tokens,
+            skip_bad=self.skip_bad,
+            with_held_out=not is_bpe,  # a character that was never seen could not be encoded
+            **({} if is_bpe else {"cuts": BYTES.cuts}),
+        )
+        found = train_bpe(texts, self.vocab_size) if is_bpe else characters_of(texts)
+        try:
+            _write(found, out)
+        except OSError as error:
+            raise ConfigError(f"{out}: {error.strerror}; choose another --out") from error
+        print(f"{paths.for_people(out)}: {found.describe()}, end of text {found.end_of_text}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Show:
+    """Print size, end of text and hash of tokenizers, and the bytes of a text that a token holds."""
+
+    tokenizers: Positional[tuple[str, ...]] = argument(TOKENIZER)
+    source: str | None = option(None, "text to count on, as prepare_data.py takes it; up to 10 MB")
+    end_of_text: str | None = option(None, "end-of-text token, where the files do not say which")
+    text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
+
+    def execute(self) -> int:
+        """Print a row for each."""
+        from gpt2lab.tokenizers.opening import open_tokenizer
+
+        if not self.tokenizers:
+            raise ConfigError(f"show: no tokenizer given: {TOKENIZER}")
+        texts = list(self._texts())
+        rows = []
+        for name in self.tokenizers:
+            found = open_tokenizer(name, self.end_of_text)
+            density = "n/a"
+            if texts:
+                tokens = sum(len(ids) for ids in found.encode_documents(texts))
+                num_bytes = sum(len(text.encode()) for text in texts)
+                density = f"{num_bytes / tokens:.3f}" if tokens else "n/a"
+            end = f"{found.end_token} ({found.end_of_text})"
+            rows.append((name, found.name, f"{found.size:,}", end, found.hash[:12], density))
+        head = ("", "name", "ids", "end of text", "sha256", "bytes per token")
+        print(fmt.table(head, rows))
+        return 0
+
+    def _texts(self) -> Iterator[str]:
+        from gpt2lab.data.prepare.learning_text import learning_texts
+        from gpt2lab.data.prepare.sources import open_source
+
+        if self.source is None:
+            return iter(())
+        source = open_source(self.source, text_column=self.text_column)
+        texts = learning_texts(source, max_bytes=_SHOWN_BYTES, with_held_out=True, skip_bad=True)
+        return texts
+
+
+Command = Train | Show  # tyro's verbs are the names in lower case
+
+
+def main(argv: list[str]) -> int:
+    """Run the verb that the first word names."""
+    verb: Command = run_tyro(Command, argv, about="Learn a tokenizer from text, and show one.")
+    return verb.execute()
+
+
+def _write(tokenizer: Tokenizer, out: Path) -> None:
+    """Write a tokenizer's files as a folder, or its tokenizer.json as a file; complete or not at all."""
+    from gpt2lab.files import replace_durably, sync_folder, write_durably
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".json":
+        replace_durably(out, tokenizer.tokenizer_json())
+        return
+    staging = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    staging.mkdir()
+    try:
+        for name, content in tokenizer.files.items():
+            write_durably(staging / name, content)
+        sync_folder(staging)
+        os.rename(staging, out)
+        sync_folder(out.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

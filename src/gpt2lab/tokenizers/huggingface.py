@@ -1,0 +1,266 @@
+"""Tokenizers of Hugging Face's `tokenizers` library, read from tokenizer.json. No torch, no transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers import gpt2
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.json_form import USUAL_END_TOKENS, byte_alphabet, json_of_merges
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tokenizers import Tokenizer as Encoder
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"  # names the end-of-text token, as transformers does
+VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"  # the older form of a byte-level BPE
+_BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """The tokenizer that a tokenizer.json describes."""
+
+    def __init__(self, content: bytes, end_token: str, where: str) -> None:
+        """`content`: of tokenizer.json; `where`: its path, for messages.
+
+        Raises: DataError if it is not one, or has no such end-of-text token.
+        """
+        values = _parse(content, where)
+        ids = _ids_of(values, where)
+        if end_token not in ids:
+            raise DataError(f"{where}: no token {end_token!r}; give another --end_of_text")
+        self.size = 1 + max(ids.values())
+        self.name = f"{str(values['model'].get('type', 'bpe')).lower()}-{self.size}"
+        self.end_token, self.end_of_text = end_token, ids[end_token]
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end_token,
+            "eos_token": end_token,
+            "clean_up_tokenization_spaces": False,
+        }
+        self.files = {
+            TOKENIZER_FILE: content,
+            CONFIG_FILE: (json.dumps(settings, indent=2) + "\n").encode(),
+        }
+        self.cuts = gpt2.CUTS if _splits_as_gpt2(values) else None
+        self._where = where
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text.
+
+        Raises: DataError if the tokenizer takes a part of the text for the end of a text.
+        """
+        return self._checked(self._encoder.encode(text, add_special_tokens=False).ids)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, (n,) uint32."""
+        import numpy as np
+
+        found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(self._checked(one.ids), dtype=np.uint32) for one in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        text: str = self._encoder.decode(ids, skip_special_tokens=False)
+        return text
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return how many bytes of text each id stands for within a text, (size,) int64; 0 for special ids."""
+        return _byte_lengths(self.files[TOKENIZER_FILE], self.size)
+
+    def tokenizer_json(self) -> bytes:
+        """Return the file itself."""
+        return self.files[TOKENIZER_FILE]
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if self.end_of_text in ids:
+            raise DataError(
+                f"{self._where}: takes {self.end_token!r} within a text for the end of the text, because the token is "
+                f"not marked special; give another --end_of_text, or another tokenizer"
+            )
+        return ids
+
+    @property
+    def _encoder(self) -> Encoder:
+        return _encoder(self.files[TOKENIZER_FILE])
+
+
+def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json; GPT-2's own is recognised.
+
+    `end_token`: its end-of-text token; default the one of the usual names that it has.
+
+    Raises: DataError.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    return of_json(content, end_token, str(path))
+
+
+def of_json(content: bytes, end_token: str | None, where: str) -> Tokenizer:
+    """Return the tokenizer of the content of a tokenizer.json.
+
+    Raises: DataError.
+    """
+    values = _parse(content, where)
+    if end_token in (None, END_TOKEN) and (own := _find_own(values)) is not None:
+        return own
+    return HuggingFaceTokenizer(content, end_token or _find_end(values, where), where)
+
+
+def read_merges(folder: Path, end_token: str | None) -> Tokenizer:
+    """Return the byte-level BPE of a vocab.json and a merges.txt, as transformers' GPT2Tokenizer reads them.
+
+    Raises: DataError.
+    """
+    try:
+        ids, merges = ((folder / name).read_bytes() for name in (VOCABULARY_FILE, MERGES_FILE))
+        content = json_of_merges(ids, merges, end_token)
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{folder}: no byte-level BPE in its {VOCABULARY_FILE} ({error})"
+        ) from error
+    return of_json(content, end_token, str(folder / VOCABULARY_FILE))
+
+
+@functools.lru_cache(maxsize=4)
+def _encoder(content: bytes) -> Encoder:
+    # Threads of the library would compete with the processes of a preparation, and it warns after a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from tokenizers import Tokenizer as Encoder
+
+    encoder = Encoder.from_str(content.decode())
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True  # what looks like a special token is text
+    return encoder
+
+
+def _parse(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(content)
+        if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+            raise ValueError("no `model`")
+        if values["model"].get("dropout"):
+            raise ValueError(
+                "its merges drop out at random, so its ids are not a function of the text"
+            )
+        _encoder(content)
+    except Exception as error:  # the library raises a plain Exception
+        raise DataError(
+            f"{where}: not a {TOKENIZER_FILE} that can be used ({str(error).strip()})"
+        ) from error
+    return values
+
+
+def _ids_of(values: dict[str, Any], where: str) -> dict[str, int]:
+    """Return {token: id} of all tokens."""
+    vocabulary = values["model"].get("vocab", {})
+    ids = dict(vocabulary) if isinstance(vocabulary, Mapping) else {}
+    if not ids:  # Unigram: pairs of token and score
+        ids = {token: id for id, (token, _) in enumerate(vocabulary)}
+    ids |= {added["content"]: added["id"] for added in values.get("added_tokens") or ()}
+    if not ids:
+        raise DataError(f"{where}: has no tokens")
+    return ids
+
+
+def _find_end(values: dict[str, Any], where: str) -> str:
+    ids = _ids_of(values, where)
+    found = [name for name in USUAL_END_TOKENS if name in ids]
+    if len(found) != 1:
+        have = f"has {' and '.join(found)}" if found else "has none of the usual names"
+        raise DataError(f"{where}: which token ends a text? It {have}; say it with --end_of_text")
+    return found[0]
+
+
+def _splits_as_gpt2(values: dict[str, Any]) -> bool:
+    """Tell whether words are split as GPT-2 does, and nothing but words decides the ids."""
+    splitter = values.get("pre_tokenizer") or {}
+    added = values.get("added_tokens") or ()
+    return (
+        values.get("normalizer") is None
+        and splitter.get("type") == "ByteLevel"
+        and not splitter.get("add_prefix_space", True)
+        and bool(splitter.get("use_regex", True))
+        and all(one.get("special") for one in added)
+    )
+
+
+def _find_own(values: dict[str, Any]) -> Tokenizer | None:
+    """Return GPT-2's tokenizer, bytes or characters if a tokenizer.json is just another form of it."""
+    if _is_gpt2(values):
+        return gpt2.GPT2
+    model, splitter = values["model"], values.get("pre_tokenizer") or {}
+    vocabulary = model.get("vocab")
+    if model.get("merges") or values.get("normalizer") or not isinstance(vocabulary, dict):
+        return None
+    *symbols, end = sorted(vocabulary, key=lambda token: vocabulary[token])
+    if end != END_TOKEN or [vocabulary[one] for one in (*symbols, end)] != [
+        *range(len(vocabulary))
+    ]:
+        return None
+    if splitter == json.loads(BYTES.tokenizer_json())["pre_tokenizer"]:
+        return BYTES if symbols == byte_alphabet() else None
+    is_plain = not splitter and all(len(one) == 1 for one in symbols)
+    return CharactersTokenizer(symbols) if is_plain else None
+
+
+def _is_gpt2(values: dict[str, Any]) -> bool:
+    """Tell whether a tokenizer.json is OpenAI's GPT-2: the same ids, the same merges, the same words."""
+    model = values["model"]
+    vocabulary, merges = model.get("vocab"), model.get("merges")
+    if not isinstance(vocabulary, dict) or len(vocabulary) != gpt2.NUM_TOKENS:
+        return False
+    if model.get("type", "BPE") != "BPE" or not _splits_as_gpt2(values):
+        return False
+    try:
+        theirs, ours = gpt2.vocabulary_files()
+    except DataError:
+        return False
+    lines = theirs.read_text(encoding="utf-8").splitlines()[1:]
+    found = [one if isinstance(one, str) else " ".join(one) for one in merges or ()]
+    same_ids = vocabulary == json.loads(ours.read_bytes())
+    extra = [one["content"] for one in values.get("added_tokens") or ()]
+    return same_ids and found == lines and set(extra) <= {END_TOKEN}
+
+
+@functools.lru_cache(maxsize=4)
+def _byte_lengths(content: bytes, size: int) -> np.ndarray:
+    import numpy as np
+
+    values = json.loads(content)
+    special = {one["id"] for one in values.get("added_tokens") or () if one.get("special")}
+    by_id = {
+        id: token for token, id in _ids_of(values, TOKENIZER_FILE).items() if id not in special
+    }
+    lengths = np.zeros(size, dtype=np.int64)
+    if (values.get("decoder") or {}).get("type") == "ByteLevel":
+        alphabet = set(byte_alphabet())
+        for id, token in by_id.items():
+            lengths[id] = len(token) if alphabet.issuperset(token) else len(token.encode())
+        return lengths
+    encoder = _encoder(content)
+    # What an id adds after another one: at the beginning of a text some decoders drop a space.
+    first = next(id for id in sorted(by_id) if encoder.decode([id]).strip().isalpha())
+    before = len(encoder.decode([first]).encode())
+    for id, token in by_id.items():
+        if _BYTE_FALLBACK.fullmatch(token):
+            lengths[id] = 1
+        else:
+            text = encoder.decode([first, id], skip_special_tokens=False)
+            lengths[id] = max(0, len(text.encode()) - before)
+    return lengths

@@ -1,0 +1,139 @@
+"""Which tokenizer a name, a file, a folder or a manifest means. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
+from gpt2lab.tokenizers.huggingface import (
+    CONFIG_FILE,
+    MERGES_FILE,
+    TOKENIZER_FILE,
+    VOCABULARY_FILE,
+    read_huggingface,
+    read_merges,
+)
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.plain import BYTES, CHARACTERS_FILE, META_FILE, read_characters
+
+_BUILT_IN: dict[str, Tokenizer] = {one.name: one for one in (GPT2, BYTES)}
+HF_TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, VOCABULARY_FILE, MERGES_FILE)
+TOKENIZER = (
+    "gpt2 | bytes | a tokenizer.json, characters.json or nanoGPT's meta.pkl | a folder with one"
+)
+
+
+def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """Return the tokenizer that a command line names: gpt2, bytes, or a file or folder.
+
+    `end_token`: the end-of-text token of a Hugging Face tokenizer; default the one that its folder or its vocabulary
+    names.
+
+    Raises: DataError.
+    """
+    if name in _BUILT_IN:
+        found = _BUILT_IN[name]
+    else:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise DataError(f"{name}: no such tokenizer; known: {TOKENIZER}")
+        found = _open(path, end_token)
+    if end_token is not None and end_token != found.end_token:
+        raise DataError(f"{name}: its end of text is {found.end_token}; leave out --end_of_text")
+    return found
+
+
+def _open(path: Path, end_token: str | None) -> Tokenizer:
+    if path.is_dir():
+        found = find_in(path, end_token)
+        if found is None:
+            raise DataError(f"{path}: holds no tokenizer: no {TOKENIZER_FILE}, {CHARACTERS_FILE}")
+        return found
+    if path.suffix == ".pkl" or path.name == CHARACTERS_FILE:
+        return read_characters(path)
+    return read_huggingface(path, end_token)
+
+
+def find_in(folder: Path, end_token: str | None = None) -> Tokenizer | None:
+    """Return the tokenizer whose files lie in a folder, None if there are none.
+
+    Raises: DataError if they cannot be used.
+    """
+    for name in (CHARACTERS_FILE, META_FILE):
+        if (folder / name).exists():
+            return read_characters(folder / name)
+    if (folder / TOKENIZER_FILE).exists():
+        return read_huggingface(folder / TOKENIZER_FILE, end_token or _end_token_of(folder))
+    if (folder / VOCABULARY_FILE).exists() and (folder / MERGES_FILE).exists():
+        return read_merges(folder, end_token or _end_token_of(folder))
+    return None
+
+
+def _end_token_of(folder: Path) -> str | None:
+    """Return the end-of-text token that tokenizer_config.json names."""
+    try:
+        token = json.loads((folder / CONFIG_FILE).read_bytes())["eos_token"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # then the vocabulary decides, or the user
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def record_of(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return what a manifest says of a tokenizer, also of an unknown one."""
+    return {"name": UNKNOWN, "sha256": None} if tokenizer is None else tokenizer.record()
+
+
+def why_no_text(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:
+    """Say why a model of `vocab_size` rows cannot read and write text; None if it can."""
+    if tokenizer is None:
+        return "the tokenizer of the data is not known"
+    if tokenizer.size > vocab_size:
+        return f"vocab_size {vocab_size} is below {tokenizer.title}'s {tokenizer.size}"
+    return None
+
+
+def require_same(
+    of_model: Tokenizer | None, of_data: Tokenizer | None, *, model: str, data: str
+) -> None:
+    """Reject data of another tokenizer than the model's; a model of an unknown one may read what it can.
+
+    Raises: DataError.
+    """
+    if of_model is None or of_model == of_data:
+        return
+    other = (
+        "are of a tokenizer that is not known" if of_data is None else f"are {of_data.describe()}"
+    )
+    raise DataError(
+        f"{data}: its ids {other}, but {model} was trained with {of_model.describe()}: they would mean other text; "
+        f"prepare the text with that tokenizer"
+    )
+
+
+def of_record(record: Any, folder: Path, manifest: str) -> Tokenizer | None:
+    """Return the tokenizer that a manifest in `folder` records, after comparing its files; None for an unknown one.
+
+    Raises: DataError if the record is of no tokenizer, or the files beside it are of another one.
+    """
+    if not isinstance(record, dict) or "name" not in record:
+        raise DataError(
+            f"{folder / manifest}: does not say which tokenizer; prepare the data again"
+        )
+    name, digest = str(record["name"]), record.get("sha256")
+    if name == UNKNOWN:
+        return None
+    found = _BUILT_IN[name] if name in _BUILT_IN else find_in(folder)
+    if found is None:
+        raise DataError(f"{folder}: the files of its tokenizer {name} are missing; restore them")
+    if digest is not None and found.hash != digest:
+        raise DataError(
+            f"{folder}: its tokenizer is {found.describe()}, {manifest} says {name}, sha256 {str(digest)[:12]}; "
+            f"restore the files beside it"
+        )
+    return found

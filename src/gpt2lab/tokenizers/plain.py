@@ -1,0 +1,214 @@
+"""Tokenizers without merges: one id for each byte, or for each character of a text. No torch."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import pickle
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.json_form import byte_alphabet, json_without_merges
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BYTES_NAME = "bytes"
+CHARACTERS_NAME = "characters"
+CHARACTERS_FILE = "characters.json"
+META_FILE = "meta.pkl"  # nanoGPT's
+_ANYWHERE = re.compile("")
+_LARGEST_FILE = 16 * 1024 * 1024
+_NUM_BYTES = 256
+
+
+class BytesTokenizer(Tokenizer):
+    """The bytes of UTF-8 as ids 0 to 255, and <|endoftext|>."""
+
+    name, end_of_text, end_token = BYTES_NAME, _NUM_BYTES, END_TOKEN
+    size = _NUM_BYTES + 1
+    cuts = _ANYWHERE
+    bytes_per_token = 1
+
+    def __init__(self) -> None:
+        self.files = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode("utf-8"))
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the bytes of each text, (n,) uint8."""
+        import numpy as np
+
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        ends = {self.end_of_text: END_TOKEN.encode()}
+        return b"".join(ends.get(id) or bytes([id]) for id in ids).decode("utf-8", "replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return 1 for each byte and 0 for <|endoftext|>, (257,) int64."""
+        import numpy as np
+
+        return np.array([1] * _NUM_BYTES + [0], dtype=np.int64)
+
+    def tokenizer_json(self) -> bytes:
+        """Return the same tokenizer for Hugging Face's library: a BPE without merges over bytes."""
+        vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
+        return json_without_merges(vocabulary, END_TOKEN, of_bytes=True)
+
+
+BYTES = BytesTokenizer()
+
+
+class CharactersTokenizer(Tokenizer):
+    """One id for each of some characters, in their order, and <|endoftext|> after them."""
+
+    name, end_token = CHARACTERS_NAME, END_TOKEN
+    cuts = _ANYWHERE
+    bytes_per_token = 1
+
+    def __init__(self, characters: Sequence[str]) -> None:
+        self.characters = tuple(characters)
+        self.end_of_text = len(self.characters)
+        self.size = self.end_of_text + 1
+        content = {"characters": "".join(self.characters), "end_of_text": END_TOKEN}
+        self.files = {CHARACTERS_FILE: (json.dumps(content) + "\n").encode()}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text.
+
+        Raises: DataError naming the first character that has none.
+        """
+        ids: list[int] = self.encode_documents([text])[0].tolist()
+        return ids
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, (n,) uint32.
+
+        Raises: DataError naming the first character that has none.
+        """
+        import numpy as np
+
+        points, ids = _table(self.characters)
+        found = []
+        for text in texts:
+            wanted = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+            places = np.minimum(np.searchsorted(points, wanted), len(points) - 1)
+            unknown = np.flatnonzero(points[places] != wanted)
+            if len(unknown):
+                character = text[int(unknown[0])]
+                raise DataError(
+                    f"the character {character!r} (U+{ord(character):04X}) is not among the {len(points)} of this "
+                    f"tokenizer; make one of the full text (tokenizer train --kind characters), or use bytes"
+                )
+            found.append(ids[places])
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+        texts = (*self.characters, END_TOKEN)
+        return "".join(texts[id] for id in ids)
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return the bytes of each character in UTF-8, and 0 for <|endoftext|>, (size,) int64."""
+        import numpy as np
+
+        lengths = [len(one.encode("utf-8", "surrogatepass")) for one in self.characters]
+        return np.array([*lengths, 0], dtype=np.int64)
+
+    def tokenizer_json(self) -> bytes:
+        """Return the same for Hugging Face's library, which leaves out characters that have no id."""
+        vocabulary = {character: id for id, character in enumerate(self.characters)}
+        return json_without_merges(vocabulary, END_TOKEN, of_bytes=False)
+
+
+@functools.lru_cache(maxsize=4)
+def _table(characters: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the code points in ascending order, and the id of each, both (n,) uint32."""
+    import numpy as np
+
+    points = np.array([ord(one) for one in characters], dtype=np.uint32)
+    order = np.argsort(points)
+    return points[order], order.astype(np.uint32)
+
+
+def characters_of(texts: Iterable[str]) -> CharactersTokenizer:
+    """Return the tokenizer of all characters of some texts, in the order of their code points.
+
+    Raises: DataError if there are none.
+    """
+    found: set[str] = set()
+    for text in texts:
+        found.update(text)
+    if not found:
+        raise DataError("no characters: the texts are empty")
+    return CharactersTokenizer(sorted(found))
+
+
+def read_characters(path: Path) -> CharactersTokenizer:
+    """Read characters.json, or nanoGPT's meta.pkl, of which no code is run.
+
+    Raises: DataError if it is neither.
+    """
+    content = _read(path)
+    if path.suffix == ".pkl":
+        return _of_meta(content, path)
+    try:
+        characters = json.loads(content)["characters"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path}: not a list of characters ({error!r})") from error
+    if not isinstance(characters, str):
+        raise DataError(f"{path}: `characters` is no text")
+    return _checked(list(characters), path)
+
+
+def _of_meta(content: bytes, path: Path) -> CharactersTokenizer:
+    """Return the tokenizer of {"vocab_size": n, "itos": {id: character}, "stoi": {character: id}}."""
+    try:
+        meta = _DataOnly(io.BytesIO(content)).load()
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except Exception as error:  # damaged pickles raise anything
+        raise DataError(f"{path}: not a pickle of nanoGPT ({error!r})") from error
+    itos: Any = meta.get("itos") if isinstance(meta, dict) else None
+    if not isinstance(itos, dict) or set(itos) != set(range(len(itos))):
+        raise DataError(f"{path}: no `itos` with the characters of ids 0, 1, 2, ...")
+    characters = [itos[id] for id in range(len(itos))]
+    stoi = meta.get("stoi", {one: id for id, one in enumerate(characters)})
+    if meta.get("vocab_size", len(itos)) != len(itos) or stoi != dict(
+        zip(characters, range(len(itos)), strict=True)
+    ):
+        raise DataError(f"{path}: vocab_size, itos and stoi contradict each other")
+    return _checked(characters, path)
+
+
+def _checked(characters: list[Any], path: Path) -> CharactersTokenizer:
+    if not characters or not all(isinstance(one, str) and len(one) == 1 for one in characters):
+        raise DataError(f"{path}: its ids are not single characters")
+    if len(set(characters)) != len(characters):
+        raise DataError(f"{path}: a character has two ids")
+    return CharactersTokenizer(characters)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise DataError(f"{path}: over {_LARGEST_FILE} bytes; no list of characters")
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+class _DataOnly(pickle.Unpickler):
+    """Reads dicts, texts and numbers; a pickle that names anything that could be called is rejected."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise DataError(f"it would call {module}.{name}; nanoGPT's holds only texts and numbers")

@@ -1,0 +1,423 @@
+"""From text to a model in transformers with other tokenizers than GPT-2's; all that differs from a run's is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import launch
+from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.commands.data_show import describe as describe_tokens
+from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override, to_flat
+from gpt2lab.data.prepare.learning_text import learning_texts
+from gpt2lab.data.prepare.sources import open_source
+from gpt2lab.data.shards import open_data, write_manifest
+from gpt2lab.errors import DataError
+from gpt2lab.finetuning.recipe import FINETUNING
+from gpt2lab.tokenizers.chat_template import Turn, encode
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import open_tokenizer
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
+from gpt2lab.tokenizers.training import train_bpe
+from gpt2lab.training.pretrain import pretrain
+from launch import ask, call
+from tiny import CONTEXT, flags_of, write_items
+
+TEXT = [f"{text} é 你好 🙂" for text in TEXTS] * 3
+
+
+def letters(folder: Path) -> list[str]:
+    """Return all characters of the texts, of the items, and of ASCII."""
+    items = (folder / "items.jsonl").read_text()
+    return sorted({*"".join(TEXT), *items, *map(chr, range(128))})
+
+
+def build(name: str, folder: Path) -> Tokenizer:
+    if name == "trained":
+        return train_bpe(TEXT, 300)
+    if name == "characters":
+        return characters_of(letters(folder))
+    if name == "bytes":
+        return BYTES
+    assert name == "70,000 ids"
+    return CharactersTokenizer([*map(chr, range(0x20000, 0x20000 + 70_000)), *letters(folder)])
+
+
+def make(name: str, folder: Path) -> Tokenizer:
+    """Prepare data with a tokenizer below `folder`, and train a run of four steps on it."""
+    write_jsonl(folder / "corpus" / "a.jsonl", TEXT)
+    write_items(folder / "items.jsonl")
+    tokenizer = build(name, folder)
+    run_prepare(folder / "corpus", folder / "data", tokenizer=tokenizer)
+    run_prepare(folder / "corpus", folder / "gpt2")
+    run_prepare(folder / "corpus", folder / "bytes", tokenizer=BYTES)
+    pretrain(parse([*flags_of(folder, "a"), "--sample_prompt=Document 1"]))
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=["trained", "characters", "bytes", "70,000 ids"])
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Tokenizer]:
+    """Return a folder with data, the run `a` and its tokenizer; treat as read-only."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return folder, make(request.param, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same of one tokenizer, for what does not depend on it."""
+    folder = tmp_path_factory.mktemp("trained")
+    make("trained", folder)
+    return folder
+
+
+def last(run: Path, kind: str) -> dict[str, Any]:
+    return launch.events(run, kind)[-1]
+
+
+def test_model_checkpoints_and_records_follow_the_tokenizer(made: tuple[Path, Tokenizer]) -> None:
+    folder, tokenizer = made
+    run = folder / "runs" / "a"
+    config = json.loads((run / "config.json").read_text())
+    assert config["num_tokens"] == tokenizer.size
+    assert config["vocab_size"] == math.ceil(tokenizer.size / 128) * 128
+    first, *_ = launch.events(run, "eval")
+    # Of random weights: padding rows take no part, so all ids of text are equally likely.
+    assert first["val_loss"] == pytest.approx(math.log(tokenizer.size), rel=0.01)
+    assert first["bits_per_byte"] > 0
+    assert first["val_se_unit"] == "document"
+    for place in (run, run / "step_00000004"):
+        assert {name: (place / name).read_bytes() for name in tokenizer.files} == tokenizer.files
+    manifest = json.loads((run / "step_00000004" / "manifest.json").read_text())
+    assert manifest["tokenizer"] == tokenizer.record()
+    assert set(tokenizer.files) < {*manifest["files"]} or not tokenizer.files
+    assert last(run, "sample")["text"].startswith("Document 1")
+    assert f"tokenizer {tokenizer.describe()}" in (run / "log.txt").read_text()
+    shown = describe_tokens(run, tokens_of_step(run, 2), as_text=True)
+    windows = tokens_of_step(run, 2).windows
+    assert all(tokenizer.decode(ids) in shown for ids in windows.tolist())
+    assert windows.dtype == (np.uint32 if tokenizer.size > 2**16 else np.uint16)
+
+
+def test_bits_per_byte_are_of_the_same_text(made: tuple[Path, Tokenizer]) -> None:
+    """The loss of all targets in bits over the bytes of their text, recomputed from the shards."""
+    folder, tokenizer = made
+    found = ask("evaluate.py", "a", "--val=data", "--val_tokens=160", "--json", folder=folder)
+    count = found["val_tokens"]
+    (path,) = (folder / "data").glob("*_val_*.npy")
+    ids = np.load(path)
+    windows = (len(ids) - 1) // CONTEXT
+    chosen = np.arange(count // CONTEXT) * windows // (count // CONTEXT)
+    targets = np.concatenate([ids[k * CONTEXT + 1 : (k + 1) * CONTEXT + 1] for k in chosen])
+    text = tokenizer.byte_lengths()[targets].sum()
+    expected = found["val_loss"] * count / math.log(2) / text
+    assert found["bits_per_byte"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_checkpoint_alone_samples_and_is_evaluated(
+    made: tuple[Path, Tokenizer], tmp_path: Path
+) -> None:
+    folder, _ = made
+    shutil.copytree(folder / "runs" / "a" / "step_00000004", tmp_path / "alone")
+    words = ("--prompt=Document 1", "--max_new_tokens=9", "--seed=5")
+    alone = call("sample.py", tmp_path / "alone", *words)
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout == ask("sample.py", "a", *words, folder=folder)
+    scores = ("--hellaswag", f"--hellaswag_path={folder / 'items.jsonl'}", "--json")
+    found = ask("evaluate.py", str(tmp_path / "alone"), *scores, folder=folder)
+    logged = last(folder / "runs" / "a", "hellaswag")
+    assert found["hellaswag"] == {name: logged[name] for name in found["hellaswag"]}
+
+
+def test_the_export_is_the_same_model_and_the_same_text(
+    made: tuple[Path, Tokenizer], tmp_path: Path
+) -> None:
+    folder, tokenizer = made
+    out = tmp_path / "x"
+    ask("export_hf.py", "a", f"--out={out}", folder=folder)
+    theirs, loaded = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    ours = load_weights(find_target("a", folder / "runs"))
+    text = TEXT[3][: CONTEXT // 2]
+    ids = loaded(text, return_tensors="pt")["input_ids"]
+    assert ids[0].tolist() == tokenizer.encode(text)
+    assert loaded.decode(ids[0]) == text
+    with torch.no_grad():
+        expected = ours.logits(ids)[..., : tokenizer.size]
+        torch.testing.assert_close(theirs(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert theirs.config.eos_token_id == tokenizer.end_of_text == loaded.eos_token_id
+    assert f"tokenizer | {tokenizer.describe()}" in (out / "README.md").read_text()
+    # It is read as any model on the hub: same loss, same text, and training can go on from it.
+    numbers = [
+        ask("evaluate.py", name, "--val=data", "--val_tokens=320", "--json", folder=folder)
+        for name in ("a", str(out))
+    ]
+    assert numbers[0]["val_loss"] == pytest.approx(numbers[1]["val_loss"], rel=1e-6)
+    assert numbers[0]["bits_per_byte"] == pytest.approx(numbers[1]["bits_per_byte"], rel=1e-6)
+
+
+def test_two_ranks_train_the_same(folder: Path, tmp_path: Path) -> None:
+    flags = [*flags_of(folder, "a"), "--sample_prompt=Document 1", f"--checkpoint_dir={tmp_path}"]
+    done = launch.train_in_forks(flags, world=2)
+    assert done.returncode == 0, done.stderr
+    for kind, name in (("eval", "val_loss"), ("eval", "bits_per_byte"), ("hellaswag", "acc")):
+        one, two = (
+            [event[name] for event in launch.events(run, kind)]
+            for run in (folder / "runs" / "a", tmp_path / "a")
+        )
+        assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_training_goes_on_from_an_export(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    ask("export_hf.py", "a", f"--out={out}", folder=folder)
+    flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag]
+    pretrain(parse([*flags, f"--init_from={out}", f"--checkpoint_dir={tmp_path / 'runs'}"]))
+    run = tmp_path / "runs" / "b"
+    before = last(folder / "runs" / "a", "eval")["val_loss"]
+    assert launch.events(run, "eval")[0]["val_loss"] == pytest.approx(before, rel=1e-5)
+    assert open_tokenizer(str(run)) == open_tokenizer(str(folder / "data"))
+
+
+def test_nanogpts_characters_train_and_sample(tmp_path: Path) -> None:
+    """Its two files and meta.pkl, as they lie there."""
+    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
+    characters = sorted(set(text))
+    ids = {one: id for id, one in enumerate(characters)}
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "val"):
+        np.array([ids[one] for one in text], "<u2").tofile(folder / f"{name}.bin")
+    meta = {"vocab_size": len(ids), "itos": dict(enumerate(characters)), "stoi": ids}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    assert call("data.py", "import", folder).returncode == 0
+    flags = [flag for flag in flags_of(tmp_path, "a") if "hellaswag" not in flag]
+    pretrain(parse([*flags, "--sample_prompt=First", "--sample_tokens=8"]))
+    (sample, *_) = launch.events(tmp_path / "runs" / "a", "sample")
+    assert sample["text"].startswith("First")
+    assert set(sample["text"]) <= set(text)
+    config = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
+    assert (config["num_tokens"], config["vocab_size"]) == (len(ids) + 1, 128)
+    done = call("sample.py", "a", f"--checkpoint_dir={tmp_path / 'runs'}", "--prompt=é")
+    assert (done.returncode, "U+00E9" in done.stderr) == (2, True)
+
+
+# -- another tokenizer than the run's is refused -----------------------------------------------------------------------
+
+
+def test_a_resume_with_other_data_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    resume = ["--run_name=a", f"--checkpoint_dir={tmp_path / 'runs'}", "--resume=latest"]
+    resume += ["--max_steps=6", "--allow_change=max_steps,data"]
+    before = sorted(tmp_path.rglob("*"))
+    for data in ("bytes", "unknown"):
+        if data == "unknown":
+            write_unknown(folder / "bytes", folder / data)
+        with pytest.raises(DataError, match=r"but a was trained with bpe-300, 300 ids") as error:
+            pretrain(parse([*resume, f"--data_dir={folder / data}"]))
+        assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    pretrain(parse([*resume, f"--data_dir={folder / 'data'}"]))  # its own
+    assert max(launch.steps(tmp_path / "runs" / "a")) == 6
+
+
+def write_unknown(source: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    manifest = json.loads((folder / "shards.json").read_text())
+    (folder / "shards.json").unlink()
+    write_manifest(folder, {**manifest, "tokenizer": {"name": "unknown", "sha256": None}})
+
+
+def test_a_damaged_tokenizer_stops_a_checkpoint_from_being_used(
+    folder: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "step_00000004"
+    shutil.copytree(folder / "runs" / "a" / copy.name, copy)
+    content = (copy / "tokenizer.json").read_bytes()
+    (copy / "tokenizer.json").write_bytes(content.replace(b"the", b"teh"))
+    done = call("sample.py", copy, "--prompt=x")
+    assert done.returncode == 2
+    assert "tokenizer.json" in done.stderr
+
+
+@pytest.mark.parametrize("begin", ["init_from", "evaluate"])
+def test_weights_are_not_used_on_other_ids(folder: Path, tmp_path: Path, begin: str) -> None:
+    if begin == "evaluate":
+        code, line = ask("evaluate.py", "a", f"--val={folder / 'bytes'}", folder=folder)
+        assert (code, "bytes: its ids are bytes, 257 ids" in line) == (2, True)
+        return
+    flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag and "data" not in flag]
+    flags = [*flags, f"--init_from={folder / 'runs' / 'a'}", f"--checkpoint_dir={tmp_path}"]
+    for data, problem in (("bytes", "they would mean other text"), ("gpt2", "another tokenizer?")):
+        with pytest.raises(DataError, match=problem):
+            pretrain(parse([*flags, f"--data_dir={folder / data}"]))
+    assert list(tmp_path.iterdir()) == []
+    pretrain(parse([*flags, f"--data_dir={folder / 'data'}"]))
+    end = last(folder / "runs" / "a", "eval")
+    assert launch.events(tmp_path / "b", "eval")[0]["val_loss"] == end["val_loss"]
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["num_tokens"] == 300
+
+
+def test_an_older_checkpoint_is_of_gpt2(tmp_path: Path) -> None:
+    """Checkpoints from before other tokenizers have neither a record nor num_tokens."""
+    old = {name: value for name, value in to_flat(Config()).items() if name != "num_tokens"}
+    model = override(Config(), old).model
+    assert (model.num_tokens, model.id_limit) == (50_257, 50_257)
+    assert replace(model, vocab_size=256).id_limit == 256
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(
+    folder: Path, tmp_path: Path
+) -> None:
+    shape = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=320"]
+    common = ["--device=cpu", "--dtype=fp32", "--compile=off", f"--checkpoint_dir={tmp_path}"]
+    common += ["--hellaswag_path=None", "--sample_tokens=2", "--max_steps=2"]
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", [text * 40 for text in TEXT[:60]])
+    tokenizer = open_tokenizer(str(folder / "data"))
+    run_prepare(tmp_path / "corpus", tmp_path / "data", tokenizer=tokenizer)
+    base = [*shape, f"--data_dir={tmp_path / 'data'}", "--total_batch_size=320", "--val_tokens=320"]
+    pretrain(parse([*common, *base, "--mini_batch_size=1", "--run_name=base"]))
+    pairs = [{"instruction": f"What is {n}?", "output": f"It is {n} foxes."} for n in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tune = [f"--init_from={tmp_path / 'base'}", f"--instructions={tmp_path / 'pairs.jsonl'}"]
+    pretrain(
+        parse(
+            [*common, *tune, "--mini_batch_size=1", "--total_batch_size=640", "--run_name=tuned"],
+            "finetune",
+        ),
+        recipe=FINETUNING,
+    )
+    assert open_tokenizer(str(tmp_path / "tuned")) == tokenizer
+    shown = describe_tokens(tmp_path / "tuned", tokens_of_step(tmp_path / "tuned", 1), as_text=True)
+    assert "### Instruction:\nWhat is" in shown
+    ids = tokens_of_step(tmp_path / "tuned", 1).windows
+    assert ids.max() < tokenizer.size
+    assert (ids[:, 0] == tokenizer.end_of_text).all()
+    assert last(tmp_path / "tuned", "eval")["bits_per_byte"] > 0
+    words = (f"--checkpoint_dir={tmp_path}", "--max_new_tokens=4")
+    done = call("chat.py", "tuned", *words, stdin="Hello\n")
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    out = tmp_path / "exported"
+    assert call("export_hf.py", "tuned", f"--out={out}", words[0]).returncode == 0
+    talk = [{"role": "user", "content": "What is 3?"}]
+    loaded = AutoTokenizer.from_pretrained(out)
+    expected, _ = encode([Turn("user", "What is 3?")], tokenizer)
+    assert loaded.apply_chat_template(talk, return_dict=False) == expected
+    assert "warning" not in call("chat.py", out, *words, stdin="Hello\n").stderr
+    done = call("evaluate.py", "tuned", words[0], "--json")
+    logged = last(tmp_path / "tuned", "eval")["val_loss"]
+    assert json.loads(done.stdout)["val_loss"] == pytest.approx(logged, rel=1e-6)
+
+
+# -- from end to end ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [4096, 32_768])
+def test_from_text_to_transformers_with_the_commands(tmp_path: Path, vocab_size: int) -> None:
+    """Learn a tokenizer, prepare, train, sample, export, and score HellaSwag: each by its own command."""
+    write_items(tmp_path / "items.jsonl")
+
+    def run(name: str, *words: str) -> str:
+        done = call(name, *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    learn = ("train", "python-stdlib", f"--vocab_size={vocab_size}", "--max_bytes=15M", "--out=tok")
+    assert f"bpe-{vocab_size}, {vocab_size:,} ids" in run("tokenizer.py", *learn)
+    shown = run("tokenizer.py", "show", "tok", "gpt2", "--source", "python-stdlib")
+    density = {line.split()[0]: float(line.split()[-1]) for line in shown.splitlines()[1:]}
+    assert density["tok"] > 1.3 * density["gpt2"]  # it has seen Python
+    run("prepare_data.py", "python-stdlib", "--tokenizer=tok", "--max_tokens=400k", "--out=data")
+    flags = ["--max_steps=30", "--max_lr=0.01", "--hellaswag_freq=30"]
+    pretrain(parse([*flags_of(tmp_path, "a", "--total_batch_size=1024"), *flags]))
+    losses = [event["val_loss"] for event in launch.events(tmp_path / "runs" / "a", "eval")]
+    assert losses[0] == pytest.approx(math.log(vocab_size), rel=0.01)
+    assert losses[-1] < losses[0] - 0.3
+    runs = "--checkpoint_dir=runs"
+    assert run("sample.py", "a", runs, "--prompt=def ", "--max_new_tokens=8").startswith("def ")
+    run("export_hf.py", "a", runs, "--out=x")
+    scored = json.loads(
+        run("evaluate.py", "x", runs, "--hellaswag", "--hellaswag_path=items.jsonl", "--json")
+    )
+    logged = last(tmp_path / "runs" / "a", "hellaswag")
+    assert scored["hellaswag"]["acc"] == logged["acc"]
+
+
+def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path: Path) -> None:
+    texts = [f"text {n}: {'word ' * (n % 9)}{n * n}" for n in range(800)]
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", texts)
+    run_prepare(tmp_path / "corpus", tmp_path / "data")
+    val = open_data(tmp_path / "data", vocab_size=50304).splits["val"]
+    ids = np.concatenate([np.load(shard.path) for shard in val])
+    parts = np.split(ids, np.flatnonzero(ids == GPT2.end_of_text))[1:]
+    held_out = {GPT2.decode(part[1:].tolist()) for part in parts}
+    source = open_source(str(tmp_path / "corpus"), text_column="text")
+    learned = list(learning_texts(source, max_bytes=10**9))
+    assert sorted([*learned, *held_out]) == sorted(texts)
+    assert len(held_out) > 10
+    few = list(learning_texts(source, max_bytes=1000))
+    assert 1000 <= sum(map(len, few)) < 1100
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--vocab_size=100",), "vocab_size 100 must be at least 257"),
+        (("--vocab_size=9000",), "the text is enough for"),
+        (("--out=corpus",), "exists already; choose another --out"),
+        (("--kind=characters", "--out=x.json"), "characters are written as a folder"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(
+    tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
+    out = () if any("--out" in word for word in words) else ("--out=tok",)
+    done = call("tokenizer.py", "train", "corpus", *out, *words, folder=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_characters_and_a_single_file_are_written(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
+    for words in (("--kind=characters", "--out=letters"), ("--vocab_size=280", "--out=t.json")):
+        done = call("tokenizer.py", "train", "corpus", *words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert open_tokenizer(str(tmp_path / "letters")) == characters_of(TEXT)
+    assert open_tokenizer(str(tmp_path / "t.json")).size == 280
+
+
+def test_the_planner_counts_the_datas_vocabulary(folder: Path) -> None:
+    words = ("--model=gpt2-nano", "--json", f"--checkpoint_dir={folder / 'runs'}")
+    found = []
+    for more in ((), (f"--data_dir={folder / 'data'}", "--steps=9", "--total_batch_size=64")):
+        done = call("estimate_time.py", *words, *more, "--context_length=16", folder=folder)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout)["model"])
+    plain, other = found
+    assert plain["parameters"] - other["parameters"] == (50_304 - 384) * 64
+    assert plain["flops_per_token"] > other["flops_per_token"]

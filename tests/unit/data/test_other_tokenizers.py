@@ -1,0 +1,215 @@
+"""Data of other tokenizers than GPT-2's: prepared, described, opened, refused where the tokenizer is another one."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import corpora
+from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.data.prepare.assemble import merge
+from gpt2lab.data.prepare.existing import Wanted, adopt
+from gpt2lab.data.shards import TokenData, open_data, tokenizer_of
+from gpt2lab.data.verify import measure, verify
+from gpt2lab.data.windows import WindowReader, hash_windows
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
+from gpt2lab.tokenizers.training import train_bpe
+
+TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
+# More ids than 16 bits hold; the letters of the text come last.
+MANY = CharactersTokenizer(
+    [*(chr(n) for n in range(0x20000, 0x20000 + 70_000)), *sorted(set("".join(TEXT)))]
+)
+TOKENIZERS: dict[str, Tokenizer] = {
+    "bytes": BYTES,
+    "characters": characters_of(TEXT),
+    "trained": train_bpe(TEXT, 300),
+    "70,000 ids": MANY,
+}
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return TOKENIZERS[request.param]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
+
+
+def documents_of(data: TokenData, split: str) -> list[str]:
+    """Return the texts of a split, through its own tokenizer."""
+    assert data.tokenizer is not None
+    ids = np.concatenate([np.load(shard.path) for shard in data.splits[split]])
+    starts = np.flatnonzero(ids == data.tokenizer.end_of_text)
+    parts = np.split(ids, starts)
+    assert len(parts[0]) == 0
+    return [data.tokenizer.decode(part[1:].tolist()) for part in parts[1:]]
+
+
+def test_every_document_is_there_in_its_own_ids(
+    tokenizer: Tokenizer, source: Path, tmp_path: Path
+) -> None:
+    run_prepare(source, tmp_path / "out", tokenizer=tokenizer)
+    data = open_data(tmp_path / "out", vocab_size=2**17)
+    assert data.tokenizer == tokenizer == tokenizer_of(tmp_path / "out")
+    train, val = documents_of(data, "train"), documents_of(data, "val")
+    assert sorted({*train, *val}) == sorted(TEXT)
+    assert not {*train} & {*val}
+    manifest = json.loads((tmp_path / "out" / "shards.json").read_text())
+    assert manifest["tokenizer"] == tokenizer.record()
+    assert {np.load(shard.path).dtype.str for shard in data.splits["train"]} == {tokenizer.dtype}
+    facts = measure(tmp_path / "out")
+    texts = sum(len(text.encode()) for text in (*train, *val))
+    assert sum(split.text_bytes or 0 for split in facts.values()) == texts
+    assert len(facts["train"].lengths) == len(train)
+    assert verify(tmp_path / "out") == []
+    assert f"tokenizer {tokenizer.describe()}" in data.describe(0)
+
+
+def test_the_same_documents_are_held_out_whatever_the_tokenizer(
+    source: Path, tmp_path: Path
+) -> None:
+    held_out = []
+    for name, tokenizer in {"gpt2": GPT2, **TOKENIZERS}.items():
+        run_prepare(source, tmp_path / name, tokenizer=tokenizer)
+        held_out.append(set(documents_of(open_data(tmp_path / name, vocab_size=2**17), "val")))
+    smallest = min(held_out, key=len)
+    assert smallest
+    assert all(smallest <= one for one in held_out)  # by their keys; how many is a matter of tokens
+
+
+@pytest.mark.parametrize("name", ["trained", "70,000 ids"])
+def test_workers_and_parts_change_no_byte(name: str, tmp_path: Path) -> None:
+    for number in range(4):
+        write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", TEXT[number::4] * 20)
+    tokenizer = TOKENIZERS[name]
+    how = {"tokenizer": tokenizer, "group_bytes": 20_000, "shard_tokens": 7000}
+    run_prepare(tmp_path / "corpus", tmp_path / "one", num_workers=1, **how)  # type: ignore[arg-type]
+    run_prepare(tmp_path / "corpus", tmp_path / "two", num_workers=2, **how)  # type: ignore[arg-type]
+    for part in (1, 2):
+        run_prepare(tmp_path / "corpus", tmp_path / f"part{part}", part=(part, 2), **how)  # type: ignore[arg-type]
+    merge(tmp_path / "merged", [tmp_path / "part2", tmp_path / "part1"])
+    expected = corpora.snapshot(tmp_path / "one")
+    assert len(expected) > 4
+    assert set(tokenizer.files) <= set(expected)
+    assert corpora.snapshot(tmp_path / "two") == expected
+    assert corpora.snapshot(tmp_path / "merged") == expected
+
+
+def test_parts_of_two_tokenizers_are_not_joined(tmp_path: Path) -> None:
+    for number in range(2):
+        write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", TEXT[number::2] * 20)
+    for part, name in ((1, "trained"), (2, "bytes")):
+        run_prepare(
+            tmp_path / "corpus",
+            tmp_path / f"part{part}",
+            part=(part, 2),
+            group_bytes=40_000,
+            tokenizer=TOKENIZERS[name],
+        )
+    with pytest.raises(DataError, match="with other options"):
+        merge(tmp_path / "merged", [tmp_path / "part1", tmp_path / "part2"])
+
+
+def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source: Path, tmp_path: Path) -> None:
+    run_prepare(source, tmp_path / "out", tokenizer=BYTES)
+    assert run_prepare(source, tmp_path / "out", tokenizer=BYTES) is None
+    with pytest.raises(DataError, match="holds something else already"):
+        run_prepare(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("harm", ["another", "missing"])
+def test_a_changed_tokenizer_file_is_refused(source: Path, tmp_path: Path, harm: str) -> None:
+    out = tmp_path / "out"
+    run_prepare(source, out, tokenizer=TOKENIZERS["characters"])
+    if harm == "missing":
+        (out / "characters.json").unlink()
+    else:
+        swapped = CharactersTokenizer(characters_of(TEXT).characters[::-1])
+        (out / "characters.json").write_bytes(swapped.files["characters.json"])
+    with pytest.raises(DataError, match="restore the"):
+        open_data(out, vocab_size=50304)
+    assert "restore the" in verify(out)[0]
+
+
+def test_a_character_that_the_tokenizer_lacks_stops_the_preparation(
+    source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match="is not among the 3 of this tokenizer"):
+        run_prepare(source, tmp_path / "out", tokenizer=CharactersTokenizer("abc"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_id_above_the_tokenizers_is_refused(source: Path, tmp_path: Path) -> None:
+    run_prepare(source, tmp_path / "out", tokenizer=BYTES)
+    with pytest.raises(DataError, match=r"must be below min\(vocab_size, 257\) = 200"):
+        open_data(tmp_path / "out", vocab_size=200)
+
+
+def test_windows_of_32_bit_ids(source: Path, tmp_path: Path) -> None:
+    run_prepare(source, tmp_path / "out", tokenizer=MANY)
+    data = open_data(tmp_path / "out", vocab_size=2**17)
+    (shard,) = data.splits["train"]
+    reader = WindowReader((shard,), context_length=8, id_limit=MANY.size)
+    windows = reader.read(np.array([0, 0]), np.array([0, 8]))
+    ids = np.load(shard.path)
+    assert windows.dtype == np.uint32
+    assert windows.max() >= 70_000
+    assert windows.tolist() == [ids[:9].tolist(), ids[8:17].tolist()]
+    (places,) = reader.find_document_ends(MANY.end_of_text)
+    assert places.tolist() == np.flatnonzero(ids == MANY.end_of_text).tolist()
+    assert hash_windows(windows) != hash_windows(windows.astype(np.uint16))
+    reader.close()
+    with pytest.raises(DataError, match="ids must be below 70000"):
+        WindowReader((shard,), context_length=8, id_limit=70_000).read(
+            np.zeros(1, int), np.zeros(1, int)
+        )
+
+
+def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path: Path) -> None:
+    characters = "\n abcdef"
+    ids = np.arange(4000) % len(characters)
+    for name in ("train", "val"):
+        ids.astype("<u2").tofile(tmp_path / f"{name}.bin")
+    meta = {
+        "vocab_size": 8,
+        "itos": dict(enumerate(characters)),
+        "stoi": {c: i for i, c in enumerate(characters)},
+    }
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    adopt(tmp_path)
+    data = open_data(tmp_path, vocab_size=128)
+    assert data.tokenizer == CharactersTokenizer(characters)
+    assert measure(tmp_path)["val"].text_bytes == 4000
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_files_of_another_program_take_a_named_tokenizer(tmp_path: Path, elsewhere: bool) -> None:
+    (tmp_path / "t").mkdir()
+    tokenizer = TOKENIZERS["trained"]
+    for name, content in tokenizer.files.items():
+        (tmp_path / "t" / name).write_bytes(content)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for split in ("train", "val"):
+        ids = [id for text in TEXT for id in (tokenizer.end_of_text, *tokenizer.encode(text))]
+        np.save(folder / f"x_{split}_000000.npy", np.array(ids, np.uint16))
+    out = tmp_path / "out" if elsewhere else None
+    adopt(folder, Wanted(tokenizer=str(tmp_path / "t")), out)
+    data = open_data(out or folder, vocab_size=384)
+    assert data.tokenizer == tokenizer
+    assert data.end_of_text.id == tokenizer.end_of_text
+    facts = measure(out or folder)["val"]
+    assert facts.text_bytes == sum(len(text.encode()) for text in TEXT)
+    assert len(facts.lengths) == len(TEXT)
+    with pytest.raises(DataError, match="bytes's end at 256"):
+        adopt(folder, Wanted(tokenizer="bytes"), tmp_path / "other")

@@ -1,0 +1,309 @@
+"""All tokenizers through one interface: exact text, bytes of ids, files that identify them, errors in one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.opening import find_in, of_record, open_tokenizer
+from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
+from gpt2lab.tokenizers.training import train_bpe
+
+TEXTS = [
+    "Hello, I'm a model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345",
+    f"what looks like {END_TOKEN} is text",
+    "",
+    " leading and trailing  \n\n",
+    "caf\u0065\u0301 \x00 \u2028 end",
+]
+CORPUS = [*TEXTS, *(f"number {n} of {n * n} words, {'again ' * (n % 5)}" for n in range(400))]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return train_bpe(CORPUS, 400)
+
+
+@pytest.fixture(params=["gpt2", "bytes", "characters", "trained"])
+def tokenizer(request: pytest.FixtureRequest, trained: Tokenizer) -> Tokenizer:
+    known = {"gpt2": GPT2, "bytes": BYTES, "characters": characters_of(CORPUS), "trained": trained}
+    return known[request.param]
+
+
+def write(tokenizer: Tokenizer, folder: Path) -> Path:
+    folder.mkdir()
+    for name, content in tokenizer.files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_text_comes_back_and_no_text_ends_a_document(tokenizer: Tokenizer) -> None:
+    for text, ids in zip(TEXTS, tokenizer.encode_documents(TEXTS), strict=True):
+        assert ids.tolist() == tokenizer.encode(text)
+        assert tokenizer.decode(ids.tolist()) == text
+        assert "".join(tokenizer.stream(ids.tolist())) == text
+        assert tokenizer.end_of_text not in ids
+        assert max(ids, default=0) < tokenizer.size
+
+
+def test_lengths_of_ids_are_bytes_of_text(tokenizer: Tokenizer) -> None:
+    lengths = tokenizer.byte_lengths()
+    assert (lengths.shape, lengths.dtype) == ((tokenizer.size,), np.int64)
+    assert lengths[tokenizer.end_of_text] == 0
+    for text in TEXTS:
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+def test_a_text_may_be_cut_where_the_tokenizer_says(tokenizer: Tokenizer) -> None:
+    assert tokenizer.cuts is not None
+    text = " ".join(TEXTS)
+    places = [match.start() for match in tokenizer.cuts.finditer(text)]
+    assert len(places) > 10
+    for place in places:
+        parts = [*tokenizer.encode(text[:place]), *tokenizer.encode(text[place:])]
+        assert parts == tokenizer.encode(text)
+
+
+def test_files_of_another_tokenizer_are_rejected(tmp_path: Path) -> None:
+    folder = write(characters_of("abc"), tmp_path / "it")
+    record = characters_of("abd").record()
+    with pytest.raises(DataError, match=r"its tokenizer is characters, 4 ids.* restore the files"):
+        of_record(record, folder, "shards.json")
+    with pytest.raises(DataError, match="does not say which tokenizer"):
+        of_record(None, folder, "shards.json")
+    assert of_record({"name": "unknown", "sha256": None}, folder, "shards.json") is None
+
+
+def test_its_files_are_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = write(tokenizer, tmp_path / "it")
+    record = json.loads(json.dumps(tokenizer.record()))
+    found = of_record(record, folder, "shards.json")
+    assert found == tokenizer
+    assert found is not None
+    assert (found.size, found.end_of_text, found.hash) == (
+        tokenizer.size,
+        tokenizer.end_of_text,
+        tokenizer.hash,
+    )
+    again = pickle.loads(pickle.dumps(tokenizer))  # what a process that tokenises gets
+    assert again == tokenizer
+    assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    if tokenizer.files:
+        assert open_tokenizer(str(folder)) == tokenizer
+        assert of_record(GPT2.record(), folder, "shards.json") == GPT2
+        (folder / min(tokenizer.files)).unlink()
+        with pytest.raises(DataError, match=f"files of its tokenizer {tokenizer.name} are missing"):
+            of_record(record, folder, "shards.json")
+
+
+def test_hugging_face_reads_each_of_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.tokenizer_json())
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    for text in TEXTS:
+        if END_TOKEN in text:
+            continue
+        ids = tokenizer.encode(text)
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert theirs.convert_tokens_to_ids(tokenizer.end_token) == tokenizer.end_of_text
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")) == tokenizer
+
+
+def test_gpt2_keeps_its_record_and_ids() -> None:
+    assert GPT2.record() == {"name": "gpt2", "sha256": VOCABULARY_HASH}
+    assert GPT2.files == {}
+    assert GPT2.dtype == "<u2"
+    assert GPT2.encode(TEXTS[0]) == gpt2_encoding().encode_ordinary(TEXTS[0])
+
+
+def test_gpt2_is_recognised_in_any_form(tmp_path: Path, trained: Tokenizer) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(GPT2.tokenizer_json())
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")) is GPT2
+    merges, ids = vocabulary_files()
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "vocab.json").write_bytes(ids.read_bytes())
+    (old / "merges.txt").write_bytes(merges.read_bytes())
+    assert open_tokenizer(str(old)) is GPT2
+    model = json.loads(trained.tokenizer_json())["model"]
+    (old / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (old / "merges.txt").write_text(
+        "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"])
+    )
+    found = open_tokenizer(str(old))
+    assert found.encode(TEXTS[0]) == trained.encode(TEXTS[0])
+    assert (found.size, found.end_of_text) == (400, 0)
+
+
+def test_ids_above_16_bits_need_32() -> None:
+    assert CharactersTokenizer([chr(n) for n in range(0x10000, 0x10000 + 65_535)]).dtype == "<u2"
+    many = CharactersTokenizer([chr(n) for n in range(0x10000, 0x10000 + 65_536)])
+    assert many.dtype == "<u4"
+    assert many.encode(chr(0x10000 + 65_535)) == [65_535]
+    assert many.end_of_text == 65_536
+
+
+def test_the_end_of_text_is_said_where_it_is_not_clear(trained: Tokenizer, tmp_path: Path) -> None:
+    values = json.loads(trained.tokenizer_json())
+    path = tmp_path / "tokenizer.json"
+
+    def with_tokens(*names: str) -> str:
+        values["added_tokens"] = [
+            {**values["added_tokens"][0], "id": 0 if n == 0 else 399 + n, "content": name}
+            for n, name in enumerate(names)
+        ]
+        values["model"]["vocab"] = {
+            token: id for token, id in values["model"]["vocab"].items() if id
+        } | {names[0]: 0}
+        path.write_text(json.dumps(values))
+        return str(path)
+
+    with pytest.raises(DataError, match="none of the usual names; say it with --end_of_text"):
+        open_tokenizer(with_tokens("<stop>"))
+    assert open_tokenizer(str(path), "<stop>").end_of_text == 0
+    with pytest.raises(DataError, match="has </s> and <eos>; say it with --end_of_text"):
+        open_tokenizer(with_tokens("</s>", "<eos>"))
+    first, second = open_tokenizer(str(path), "</s>"), open_tokenizer(str(path), "<eos>")
+    assert (first.end_of_text, second.end_of_text) == (0, 400)
+    assert first.hash != second.hash
+    with pytest.raises(DataError, match="no token '<nothing>'"):
+        open_tokenizer(str(path), "<nothing>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<eos>"}}')
+    assert find_in(tmp_path) == second
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "not a tokenizer.json"),
+        (b"[]", "no `model`"),
+        (b'{"model": {"type": "BPE", "dropout": 0.1}}', "drop out at random"),
+    ],
+)
+def test_what_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=problem) as error:
+        open_tokenizer(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no such tokenizer; known: gpt2 \| bytes"):
+        open_tokenizer("gtp2")
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        open_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match=r"its end of text is <\|endoftext\|>; leave out"):
+        open_tokenizer("bytes", "</s>")
+
+
+# -- characters ------------------------------------------------------------------------------------------------------
+
+
+def meta_of(characters: str) -> dict[str, object]:
+    return {
+        "vocab_size": len(characters),
+        "itos": dict(enumerate(characters)),
+        "stoi": {one: id for id, one in enumerate(characters)},
+    }
+
+
+def test_nanogpts_characters_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "meta.pkl"
+    path.write_bytes(pickle.dumps(meta_of("\n !abc")))
+    found = open_tokenizer(str(path))
+    assert found.encode("abc!\n") == [3, 4, 5, 2, 0]
+    assert (found.size, found.end_of_text) == (7, 6)
+    assert find_in(tmp_path) == found == CharactersTokenizer("\n !abc")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (str(Path(sys.argv[0]).parent / "harm"), "w")
+
+
+def test_a_pickle_that_would_run_code_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "meta.pkl"
+    path.write_bytes(pickle.dumps({"itos": Harmful()}))
+    with pytest.raises(DataError, match=r"it would call (_?io)\.open"):
+        open_tokenizer(str(path))
+    for content in (b"", b"\x80\x04garbage", pickle.dumps([1]), pickle.dumps(meta_of("abc"))[:-3]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"meta\.pkl: "):
+            open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": 9}, {"stoi": {"a": 1}}, {"itos": {0: "ab"}}, {"itos": {1: "a"}}]
+)
+def test_characters_that_contradict_each_other_are_rejected(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    path = tmp_path / "meta.pkl"
+    path.write_bytes(pickle.dumps(meta_of("abc") | change))
+    with pytest.raises(DataError, match=r"meta\.pkl: "):
+        open_tokenizer(str(path))
+
+
+def test_a_character_without_an_id_is_named() -> None:
+    with pytest.raises(DataError, match=r"the character 'é' \(U\+00E9\) is not among the 3"):
+        CharactersTokenizer("abc").encode("abécé")
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def test_training_depends_neither_on_order_nor_on_threads(trained: Tokenizer) -> None:
+    shuffled = list(CORPUS)
+    random.Random(0).shuffle(shuffled)
+    assert train_bpe(shuffled, 400).hash == trained.hash
+    code = (
+        "import sys; sys.path.insert(0, 'tests/unit/tokenizers')\n"
+        "from test_interface import CORPUS\n"
+        "from gpt2lab.tokenizers.training import train_bpe\n"
+        "print(train_bpe(CORPUS, 400).hash)"
+    )
+    root = Path(__file__).resolve().parents[3]
+    for threads in ("1", "3"):
+        answer = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=root,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "src", "RAYON_NUM_THREADS": threads},
+            check=True,
+        )
+        assert answer.stdout.strip() == trained.hash
+
+
+def test_training_says_what_does_not_fit() -> None:
+    with pytest.raises(DataError, match="must be at least 257"):
+        train_bpe(CORPUS, 256)
+    with pytest.raises(DataError, match=r"enough for 2\d\d ids, not 5,000"):
+        train_bpe(["a b c d"], 5000)
+    assert train_bpe(["abc"], 257).decode([0]) == END_TOKEN
+
+
+def test_tokenizers_are_opened_without_torch() -> None:
+    code = (
+        "import sys; from gpt2lab.tokenizers import opening, training, plain; "
+        "opening.open_tokenizer('bytes'); "
+        "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env={"PYTHONPATH": "src"},
+        cwd=Path(__file__).resolve().parents[3],
+    )
