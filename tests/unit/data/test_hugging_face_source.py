@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import launch
 from corpora import TEXTS, assert_divided, run_prepare, snapshot
 from gpt2lab.data.prepare import readers, sources
 from gpt2lab.data.prepare.assemble import merge
@@ -79,6 +83,25 @@ def test_a_lost_connection_keeps_the_groups_that_are_done(
         first + len(read) < 2 * 12 - 4
     )  # of 12 row groups: those that were done are not read again
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (2, 3), (999, 6)])
+def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures: int, attempts: int) -> None:
+    done = subprocess.run(
+        [sys.executable, str(launch.WORKERS / "hub_outage.py"), str(failures)],
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+        env={**os.environ, "PYTHONPATH": str(launch.REPOSITORY / "src")},
+    )
+    *said, requests = done.stdout.splitlines()
+    assert int(requests) == attempts
+    if failures < 999:
+        assert said == ["text 0", "text 1", "text 2"]
+    else:
+        (line,) = said
+        assert line.startswith("SourceLostError: hf://datasets/org/set@")
+        assert "/a.jsonl: cannot be read any more (" in line
 
 
 @pytest.mark.parametrize(
