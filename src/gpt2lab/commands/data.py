@@ -93,9 +93,12 @@ class Import:
         None,
         f"unknown | {TOKENIZER}; default what the files say, gpt2 for .npy and nanoGPT's",
     )
+    end_token: str | None = option(
+        None, "end-of-text token of a tokenizer.json, where that names none"
+    )
     val_files: tuple[str, ...] = option(
         (),
-        "names of the validation files, such as '*_00000.ds'; default those with val in the name",
+        "names of the validation files, such as '00000_*.ds'; default those with val in the name",
     )
     train_files: tuple[str, ...] = option((), "names of the training files; default all others")
     end_of_text: Literal["before", "after", "none"] | None = option(
@@ -123,6 +126,7 @@ class Import:
             dtype=self.dtype,
             offset=self.offset,
             tokenizer=self.tokenizer,
+            end_token=self.end_token,
             end_of_text=self.end_of_text,
             end_of_text_id=self.end_of_text_id,
             train_files=self.train_files,

@@ -34,7 +34,7 @@ class PrepareData:
     )
     max_tokens: int | None = option(None, "stop after this many tokens")
     tokenizer: str = option("gpt2", TOKENIZER)
-    end_of_text: str | None = option(
+    end_token: str | None = option(
         None, "end-of-text token of --tokenizer, where its files do not say which"
     )
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
@@ -49,7 +49,7 @@ class PrepareData:
     num_workers: int | None = option(None, "tokenising processes; default one per core")
     group_bytes: int = option(
         1_000_000_000,
-        "stored bytes of the groups of files that machines share out; no other decides",
+        "stored bytes per group of source files, the unit of work; another value gives other shards",
     )
     part: str = option(
         "1/1", "i/n: prepare the i-th of n parts; join them with scripts/data.py merge"
@@ -77,7 +77,7 @@ def _prepare(flags: PrepareData) -> int:
     from gpt2lab.data.prepare.sources import open_source
 
     part = _parse_part(flags.part)
-    tokenizer = open_tokenizer(flags.tokenizer, flags.end_of_text)
+    tokenizer = open_tokenizer(flags.tokenizer, flags.end_token)
     source = open_source(
         flags.source,
         text_column=flags.text_column,

@@ -39,6 +39,7 @@ class Train:
     val_tokens: int | None = option(
         None, "as you will give it to prepare_data.py: what that holds out is not learned from"
     )
+    max_tokens: int | None = option(None, "as you will give it to prepare_data.py")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(None, "subset of a Hugging Face dataset")
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
@@ -67,6 +68,7 @@ class Train:
             source,
             max_bytes=self.max_bytes,
             val_tokens=self.val_tokens,
+            max_tokens=self.max_tokens,
             skip_bad=self.skip_bad,
             with_held_out=not is_bpe,  # a character that was never seen could not be encoded
             **({} if is_bpe else {"cuts": BYTES.cuts}),
@@ -86,7 +88,7 @@ class Show:
 
     tokenizers: Positional[tuple[str, ...]] = argument(TOKENIZER)
     source: str | None = option(None, "text to count on, as prepare_data.py takes it; up to 10 MB")
-    end_of_text: str | None = option(None, "end-of-text token, where the files do not say which")
+    end_token: str | None = option(None, "end-of-text token, where the files do not say which")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
 
     def execute(self) -> int:
@@ -98,7 +100,7 @@ class Show:
         texts = list(self._texts())
         rows = []
         for name in self.tokenizers:
-            found = open_tokenizer(name, self.end_of_text)
+            found = open_tokenizer(name, self.end_token)
             density = "n/a"
             if texts:
                 tokens = sum(len(ids) for ids in found.encode_documents(texts))

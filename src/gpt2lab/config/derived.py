@@ -98,11 +98,11 @@ def count_steps(
 def fit_vocabulary(config: Config, num_tokens: int | None, *, is_typed: bool) -> Config:
     """Return the settings for a tokenizer of so many ids: its rows are the next multiple of 128, unless they are typed.
 
-    None: the tokenizer is not known; of rows that were typed all then count as ids.
+    None: the tokenizer is not known, and all rows count as ids.
     """
     model = config.model
     if num_tokens is None:
-        num_tokens = model.vocab_size if is_typed else model.num_tokens
+        num_tokens = model.vocab_size
     elif not is_typed:
         model = dataclasses.replace(model, vocab_size=-(-num_tokens // 128) * 128)
     return dataclasses.replace(config, model=dataclasses.replace(model, num_tokens=num_tokens))

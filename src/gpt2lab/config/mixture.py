@@ -16,6 +16,8 @@ from gpt2lab import fmt
 from gpt2lab.config.schema import DataConfig
 from gpt2lab.errors import ConfigError
 
+_MOST_TOKENS = 10**18
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -119,7 +121,9 @@ def _read_phase(word: str, names: Sequence[str] | None = None) -> Phase:
     tokens, _, weights = word.rpartition(":")
     try:
         phase = Phase(fmt.parse_count(tokens), tuple(float(text) for text in weights.split(",")))
-    except (ValueError, ZeroDivisionError):
+        if phase.from_tokens > _MOST_TOKENS:
+            raise ValueError(tokens)
+    except (ValueError, ZeroDivisionError, OverflowError):
         raise ConfigError(
             f"data_weights_at {word}: not TOKENS:WEIGHT,WEIGHT,..., such as 900M:0.2,0.8"
         ) from None

@@ -214,11 +214,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: damaged or edited (its own hash does not match); prepare the data again"
         )
-    _check_manifest(path, manifest)
+    check_manifest(path, manifest)
     return manifest
 
 
-def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """Reject a manifest without a key, or with a value of another kind: its hash may have been made anew by hand."""
     _check_fields(path, "", manifest, {"tokenizer": _DICT, "files": _LIST})
     _check_fields(path, "tokenizer: ", manifest["tokenizer"], {"name": _TEXT})
@@ -421,13 +421,15 @@ def measure_shard(
     import numpy as np
 
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
+    width = ID_BYTES[dtype]
     lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
     with open(path, "rb") as file:
         digest.update(file.read(offset))
         while block := file.read(_BLOCK):
             digest.update(block)
-            ids = np.frombuffer(block, dtype)
-            largest = max(largest, int(ids.max()))
+            # A file that grows while it is read may end within an id; its size is compared afterwards.
+            ids = np.frombuffer(block[: len(block) // width * width], dtype)
+            largest = max(largest, int(ids.max(initial=0)))
             if end_of_text is not None:
                 documents += int(np.count_nonzero(ids == end_of_text))
             if largest < len(lengths):

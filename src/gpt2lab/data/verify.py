@@ -85,19 +85,21 @@ def measure_overlap(data: TokenData) -> float:
     """Return the share of the validation split's 16-grams that occur in training, by a million of them at most.
 
     Texts share licences and idioms, so it is not zero for a clean split; far above that of other training documents, it
-    means that validation has been seen. Reads the training split once, in 64 MB of memory.
+    means that validation has been seen. Shorter documents are not looked for. Reads each split once, in little memory.
 
     Raises: DataError if a shard cannot be read.
     """
-    wanted = np.concatenate([_hash_ngrams(ids) for ids in _blocks(data.splits["val"])])
-    wanted = wanted[:: -(-len(wanted) // _GRAMS)] if len(wanted) else wanted
+    end, stride = data.end_of_text.id, -(-data.tokens("val") // _GRAMS)
+    wanted = np.concatenate(
+        [_hash_ngrams(ids, end)[::stride] for ids in _blocks(data.splits["val"])]
+    )
     distinct, counts = np.unique(wanted, return_counts=True)
     found = np.zeros(len(distinct), dtype=bool)
     may_occur = np.zeros(1 << _FILTER_BITS, dtype=bool)
     shift = np.uint64(64 - _FILTER_BITS)
     may_occur[distinct >> shift] = True
     for ids in tqdm(_blocks(data.splits["train"]), unit="block", leave=False):
-        grams = _hash_ngrams(ids)
+        grams = _hash_ngrams(ids, end)
         grams = grams[may_occur[grams >> shift]]
         if len(grams) and len(distinct):
             places = np.minimum(np.searchsorted(distinct, grams), len(distinct) - 1)
@@ -120,8 +122,8 @@ def _open(shard: Shard) -> np.ndarray:
         raise DataError(f"{shard.path}: cannot be read ({error})") from error
 
 
-def _hash_ngrams(ids: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of the n-gram that begins at each id, (max(0, n - 15),) uint64.
+def _hash_ngrams(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
+    """Return 64-bit hashes of the n-grams that lie within a document, (m,) uint64.
 
     A polynomial over scrambled ids: as many places as fit are doubled four times.
     """
@@ -131,7 +133,11 @@ def _hash_ngrams(ids: np.ndarray) -> np.ndarray:
     while width < NGRAM:
         grams = grams[:-width] * np.uint64(factor) + grams[width:]
         factor, width = factor * factor % 2**64, 2 * width
-    return grams * np.uint64(0x94D049BB133111EB)
+    grams = grams * np.uint64(0x94D049BB133111EB)
+    if end_of_text is None:
+        return grams
+    ends = np.concatenate([[0], np.cumsum(ids == end_of_text)])
+    return grams[ends[NGRAM : NGRAM + len(grams)] == ends[1 : 1 + len(grams)]]
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def describe(name_a: str, name_b: str, differences: list[Difference]) -> str:
         verdict = "within noise" if d.within_noise else "beyond noise"
         units = f"{d.n:,} {d.unit}s"
         if round(d.effective_n) != d.n:
-            units += f" (as {d.effective_n:,.0f} equal ones)"
+            units += f" (effective n {d.effective_n:,.0f})"
         steps = ["-" if step is None else f"{step:,}" for step in (d.step_a, d.step_b)]
         numbers = [f"{d.a:.4f}", f"{d.b:.4f}", f"{d.difference:+.4f}"]
         if d.se is None or d.p is None:
@@ -159,6 +159,6 @@ def describe(name_a: str, name_b: str, differences: list[Difference]) -> str:
     header = ("", "step A", "step B", "A", "B", "B - A", "se", "p", "units", "")
     return (
         f"A  {name_a}\nB  {name_b}\n\n{fmt.table(header, rows)}\n\n"
-        f"within noise: p >= {NOISE:g}, p being how often models that are equal differ as much. "
+        f"within noise: p >= {NOISE:g}, p: how often two equal models would differ by as much. "
         f"Units are paired; accuracies by McNemar's exact test, losses by Student's t or, of few units, by all signs."
     )

@@ -84,7 +84,9 @@ def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) ->
     """
     shards, offsets = order.locate(samples)
     T, count = order.context_length, len(samples)
-    parts: list[tuple[int, int, int, tuple[int, int]]] = []  # window, begin, end, (shard, document)
+    # A document may go on in the next shard: documents are numbered through all of them.
+    before = np.cumsum([0, *map(len, ends)]).tolist()
+    parts: list[tuple[int, int, int, int]] = []  # window, begin, end, document
     for window, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
         places = ends[shard] if ends else np.empty(0, np.int64)
         first, last = np.searchsorted(places, [offset + 1, offset + T])
@@ -94,7 +96,7 @@ def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) ->
             T,
         ]  # a target's index is its place - offset - 1
         for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
-            parts.append((window, begin, end, (shard, first + number)))
+            parts.append((window, begin, end, before[shard] + int(first) + number if ends else 0))
     documents = {
         document: number for number, document in enumerate(dict.fromkeys(p[3] for p in parts))
     }

@@ -28,6 +28,7 @@ from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
+from gpt2lab.data.shards import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError
 from gpt2lab.planner import calibration, hardware, machine, reports
 from gpt2lab.planner.ask import Ask, Predictor
@@ -298,7 +299,7 @@ def _without_process_group() -> dict[str, str]:
 def data_for(config: Config, place: Path) -> list[str]:
     """Return the flags of the job's data where they are, else of shards of random ids: content does not change time."""
     folders = [paths.from_repository(folder) for folder in read_sources(config.data).folders]
-    if all(any(f.glob("*_train_*.npy")) and any(f.glob("*_val_*.npy")) for f in folders):
+    if all((f / MANIFEST).exists() or any(f.glob("*_train_*.npy")) for f in folders):
         words = normal_words("data_dir", config.data.data_dir, paths.from_repository)
         later = config.data.data_weights_at
         return ["--data_dir", *words, *(["--data_weights_at", *later] if later else [])]

@@ -37,7 +37,7 @@ class HuggingFaceTokenizer(Tokenizer):
         values = _parse(content, where)
         ids = _ids_of(values, where)
         if end_token not in ids:
-            raise DataError(f"{where}: no token {end_token!r}; give another --end_of_text")
+            raise DataError(f"{where}: no token {end_token!r}; give another --end_token")
         self.size = 1 + max(ids.values())
         self.name = f"{str(values['model'].get('type', 'bpe')).lower()}-{self.size}"
         self.end_token, self.end_of_text = end_token, ids[end_token]
@@ -85,7 +85,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.end_of_text in ids:
             raise DataError(
                 f"{self._where}: takes {self.end_token!r} within a text for the end of the text, because the token is "
-                f"not marked special; give another --end_of_text, or another tokenizer"
+                f"not marked special; give another --end_token, or another tokenizer"
             )
         return ids
 
@@ -116,6 +116,11 @@ def of_json(content: bytes, end_token: str | None, where: str) -> Tokenizer:
     values = _parse(content, where)
     if end_token in (None, END_TOKEN) and (own := _find_own(values)) is not None:
         return own
+    if _drops_text(values):
+        raise DataError(
+            f"{where}: leaves out characters that it has no token for, without a trace; use a tokenizer of bytes "
+            f"(ByteLevel or byte_fallback), or one with an unknown token"
+        )
     return HuggingFaceTokenizer(content, end_token or _find_end(values, where), where)
 
 
@@ -183,7 +188,7 @@ def _find_end(values: dict[str, Any], where: str) -> str:
     found = [name for name in USUAL_END_TOKENS if name in ids]
     if len(found) != 1:
         have = f"has {' and '.join(found)}" if found else "has none of the usual names"
-        raise DataError(f"{where}: which token ends a text? It {have}; say it with --end_of_text")
+        raise DataError(f"{where}: which token ends a text? It {have}; say it with --end_token")
     return found[0]
 
 
@@ -200,13 +205,24 @@ def _splits_as_gpt2(values: dict[str, Any]) -> bool:
     )
 
 
+def _drops_text(values: dict[str, Any]) -> bool:
+    """Tell whether characters without a token vanish: there are no tokens of bytes, and no unknown token."""
+    model = values["model"]
+    has_unknown = model.get("unk_token") is not None or model.get("unk_id") is not None
+    splitters = values.get("pre_tokenizer") or {}
+    kinds = {one.get("type") for one in (splitters, *splitters.get("pretokenizers", ()))}
+    return not (has_unknown or model.get("byte_fallback") or "ByteLevel" in kinds)
+
+
 def _find_own(values: dict[str, Any]) -> Tokenizer | None:
     """Return GPT-2's tokenizer, bytes or characters if a tokenizer.json is just another form of it."""
     if _is_gpt2(values):
         return gpt2.GPT2
     model, splitter = values["model"], values.get("pre_tokenizer") or {}
     vocabulary = model.get("vocab")
-    if model.get("merges") or values.get("normalizer") or not isinstance(vocabulary, dict):
+    if model.get("merges") or values.get("normalizer"):
+        return None
+    if not vocabulary or not isinstance(vocabulary, dict):
         return None
     *symbols, end = sorted(vocabulary, key=lambda token: vocabulary[token])
     if end != END_TOKEN or [vocabulary[one] for one in (*symbols, end)] != [
@@ -255,7 +271,8 @@ def _byte_lengths(content: bytes, size: int) -> np.ndarray:
         return lengths
     encoder = _encoder(content)
     # What an id adds after another one: at the beginning of a text some decoders drop a space.
-    first = next(id for id in sorted(by_id) if encoder.decode([id]).strip().isalpha())
+    words = (id for id in sorted(by_id) if encoder.decode([id]).strip().isalpha())
+    first = next(words, min(by_id))
     before = len(encoder.decode([first]).encode())
     for id, token in by_id.items():
         if _BYTE_FALLBACK.fullmatch(token):

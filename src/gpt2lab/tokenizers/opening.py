@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
             raise DataError(f"{name}: no such tokenizer; known: {TOKENIZER}")
         found = _open(path, end_token)
     if end_token is not None and end_token != found.end_token:
-        raise DataError(f"{name}: its end of text is {found.end_token}; leave out --end_of_text")
+        raise DataError(f"{name}: its end of text is {found.end_token}; leave out --end_token")
     return found
 
 
@@ -70,6 +71,17 @@ def find_in(folder: Path, end_token: str | None = None) -> Tokenizer | None:
     if (folder / VOCABULARY_FILE).exists() and (folder / MERGES_FILE).exists():
         return read_merges(folder, end_token or _end_token_of(folder))
     return None
+
+
+def _find_by_hash(folder: Path, digest: object) -> Tokenizer | None:
+    """Return the tokenizer in a folder that has this hash, else the first; there may be files of two."""
+    for name in (CHARACTERS_FILE, META_FILE, TOKENIZER_FILE):
+        with contextlib.suppress(DataError):
+            if (folder / name).exists() and (
+                found := _open(folder / name, _end_token_of(folder))
+            ).hash == digest:
+                return found
+    return find_in(folder)
 
 
 def _end_token_of(folder: Path) -> str | None:
@@ -128,7 +140,7 @@ def of_record(record: Any, folder: Path, manifest: str) -> Tokenizer | None:
     name, digest = str(record["name"]), record.get("sha256")
     if name == UNKNOWN:
         return None
-    found = _BUILT_IN[name] if name in _BUILT_IN else find_in(folder)
+    found = _BUILT_IN[name] if name in _BUILT_IN else _find_by_hash(folder, digest)
     if found is None:
         raise DataError(f"{folder}: the files of its tokenizer {name} are missing; restore them")
     if digest is not None and found.hash != digest:

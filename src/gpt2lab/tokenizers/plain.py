@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import pickle
+import pickletools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -173,6 +174,7 @@ def read_characters(path: Path) -> CharactersTokenizer:
 def _of_meta(content: bytes, path: Path) -> CharactersTokenizer:
     """Return the tokenizer of {"vocab_size": n, "itos": {id: character}, "stoi": {character: id}}."""
     try:
+        _check_memo(content)
         meta = _DataOnly(io.BytesIO(content)).load()
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
@@ -182,6 +184,8 @@ def _of_meta(content: bytes, path: Path) -> CharactersTokenizer:
     if not isinstance(itos, dict) or set(itos) != set(range(len(itos))):
         raise DataError(f"{path}: no `itos` with the characters of ids 0, 1, 2, ...")
     characters = [itos[id] for id in range(len(itos))]
+    if not all(isinstance(one, str) for one in characters):
+        raise DataError(f"{path}: its ids are not single characters")
     stoi = meta.get("stoi", {one: id for id, one in enumerate(characters)})
     if meta.get("vocab_size", len(itos)) != len(itos) or stoi != dict(
         zip(characters, range(len(itos)), strict=True)
@@ -205,6 +209,13 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _check_memo(content: bytes) -> None:
+    """Reject a pickle whose places in memory are numbered beyond its own length: the library makes room for all."""
+    for operation, argument, _ in pickletools.genops(content):
+        if operation.name.endswith("PUT") and int(argument or 0) > len(content):
+            raise DataError("its memory is larger than the file; not nanoGPT's")
 
 
 class _DataOnly(pickle.Unpickler):

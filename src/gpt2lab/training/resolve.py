@@ -85,7 +85,8 @@ def resolve(
     config, notes = _fit_parallel(command, config, world_size)
     of_weights = _tokenizer_of(checkpoint, initial)
     data = recipe.open_data(config, of_weights)
-    trained_on = checkpoint.manifest["data_fingerprint"] if checkpoint else None
+    origin = checkpoint or (initial.target.checkpoint if initial else None)
+    trained_on = origin.manifest["data_fingerprint"] if origin else None
     if data.fingerprint != trained_on:
         name = run_dir.name if initial is None else initial.target.name
         require_same(of_weights, data.tokenizer, model=name, data=paths.for_people(data.folder))
@@ -422,10 +423,18 @@ def _check_length(start: Start) -> None:
 
 
 def _check_source_epochs(start: Start) -> None:
-    """Compare the whole run with --max_source_epochs; other data begin at their first sample."""
-    skipped = start.checkpoint.step if start.checkpoint and "data" in start.changes else 0
-    samples = (start.plan.max_steps - skipped) * start.plan.batch.samples
-    check_epochs(read_sources(start.config.data), start.order, samples=samples)
+    """Compare the whole run with --max_source_epochs and --data_weights_at.
+
+    Raises: ConfigError if it reads a source too often, or ends before the weights change.
+    """
+    sources, samples = read_sources(start.config.data), start.last_sample()
+    check_epochs(sources, start.order, samples=samples)
+    end, last = samples * start.config.model.context_length, sources.phases[-1].from_tokens
+    if last >= end:
+        raise ConfigError(
+            f"data_weights_at {last}: never comes, because the run ends after {end:,} tokens of these data; "
+            f"give a smaller number, or leave it out"
+        )
 
 
 def _raise_problems(problems: list[str]) -> None:

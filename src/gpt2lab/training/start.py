@@ -58,15 +58,23 @@ class Start:
         """Write the data for people."""
         return self.data.describe(self.order.unused_targets)
 
+    def last_sample(self) -> int:
+        """Return the number of the sample after the run's last; other data begin at sample 0."""
+        per_step = self.plan.batch.samples
+        if self.checkpoint is None:
+            return self.plan.max_steps * per_step
+        done, manifest = self.checkpoint.step, self.checkpoint.manifest
+        first = 0 if "data" in self.changes else manifest.get("samples", done * per_step)
+        return first + (self.plan.max_steps - done) * per_step
+
     def epochs_by_source(self) -> dict[str, float]:
         """Return the passes over each source of a mixture in the full run; {} of a single folder."""
-        samples = self.plan.max_steps * self.plan.batch.samples
+        samples = self.last_sample()
         return self.order.epochs_before(samples) if isinstance(self.order, Mixture) else {}
 
     def describe_sources(self) -> list[str]:
         """Write a line for each source of a mixture, with its passes in this run."""
-        samples = self.plan.max_steps * self.plan.batch.samples
-        return describe_sources(self.data, self.order, samples=samples)
+        return describe_sources(self.data, self.order, samples=self.last_sample())
 
     @property
     def is_complete(self) -> bool:

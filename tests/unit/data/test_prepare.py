@@ -189,7 +189,7 @@ def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_pa
     )
     assert result is not None
     lengths = sorted(map(len, documents_of(tmp_path / "out", "val")))
-    assert lengths[-1] == 60_000 // 50
+    assert lengths[-1] == 60_000 // 12  # 2 %, if there were more documents to choose from
     back = result.manifest["split"]["held_back_tokens"]
     assert back == len(expected_stream(texts)) - result.total("tokens")
     assert back > 0

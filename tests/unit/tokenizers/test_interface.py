@@ -170,10 +170,10 @@ def test_the_end_of_text_is_said_where_it_is_not_clear(trained: Tokenizer, tmp_p
         path.write_text(json.dumps(values))
         return str(path)
 
-    with pytest.raises(DataError, match="none of the usual names; say it with --end_of_text"):
+    with pytest.raises(DataError, match="none of the usual names; say it with --end_token"):
         open_tokenizer(with_tokens("<stop>"))
     assert open_tokenizer(str(path), "<stop>").end_of_text == 0
-    with pytest.raises(DataError, match="has </s> and <eos>; say it with --end_of_text"):
+    with pytest.raises(DataError, match="has </s> and <eos>; say it with --end_token"):
         open_tokenizer(with_tokens("</s>", "<eos>"))
     first, second = open_tokenizer(str(path), "</s>"), open_tokenizer(str(path), "<eos>")
     assert (first.end_of_text, second.end_of_text) == (0, 400)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.data.prepare import write
 from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
 from gpt2lab.data.shards import (
@@ -53,8 +53,10 @@ def assemble(
     shard_tokens = request["shard_tokens"]
     listed = [(group.folder / file["name"], file) for group in groups for file in group.files]
     val: Iterable[np.ndarray] = (group.val() for group in groups)
-    if cut is None:
-        files = _link(listed, folder, dataset)
+    if cut is None and request["part"] == [1, 1]:
+        files = _link(_joined_with_small(listed, shard_tokens), folder, dataset, tokenizer)
+    elif cut is None:  # merge joins small shards over all parts
+        files = _link([[one] for one in listed], folder, dataset, tokenizer)
     else:
         ids = _joined([path for path, _ in listed])
         files = _write(_blocks(ids[:-cut]), folder, dataset, "train", shard_tokens, tokenizer)
@@ -122,7 +124,8 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
         open_shard(path)  # a missing one is named
         if sha256_of(path) != file["sha256"]:
             raise DataError(f"{path}: damaged (its sha256 is not the one in {MANIFEST})")
-    files = _link(of_split["train"], folder, dataset)
+    listed = _joined_with_small(of_split["train"], first["request"]["shard_tokens"])
+    files = _link(listed, folder, dataset, tokenizer)
     val = _blocks(_joined([path for path, _ in of_split["val"]]))
     files += _write(val, folder, dataset, "val", first["request"]["shard_tokens"], tokenizer)
     _write_tokenizer(tokenizer, folder)
@@ -166,7 +169,13 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
                 f"{folder}: a part of an earlier version, divided in another way; prepare it again"
             )
         check_prepared(folder, manifest)
-        same = (manifest["origin"], manifest["tokenizer"], {**request, "part": [None, count]})
+        rule = {**manifest["split"], "held_back_tokens": None}
+        same = (
+            manifest["origin"],
+            manifest["tokenizer"],
+            rule,
+            {**request, "part": [None, count]},
+        )
         if common is not None and same != common:
             raise DataError(f"{folder}: of another source or with other options than {parts[0]}")
         if number in found:
@@ -223,19 +232,59 @@ def check_prepared(folder: Path, manifest: dict[str, Any]) -> None:
             )
 
 
+_Listed = tuple[Path, dict[str, Any]]  # a shard and its entry in the manifest
+
+
+def _joined_with_small(listed: Sequence[_Listed], shard_tokens: int) -> list[list[_Listed]]:
+    """Return shards with those that are too small to train on joined to the one before them, the first to the second.
+
+    A group with little text writes such a shard; ShardWriter joins the others itself.
+    """
+    least = min(shard_tokens, write.SMALLEST_LAST_SHARD)
+    runs: list[list[_Listed]] = []
+    for one in listed:
+        tokens_before = sum(file["tokens"] for _, file in runs[-1]) if runs else 0
+        if runs and (one[1]["tokens"] < least or tokens_before < least):
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
 def _link(
-    listed: Sequence[tuple[Path, dict[str, Any]]], folder: Path, dataset: str
+    listed: Sequence[Sequence[_Listed]], folder: Path, dataset: str, tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
     """Give training shards their place in `folder` and their number; return their entries of the manifest."""
     files = []
-    for number, (path, file) in enumerate(listed):
+    for number, run in enumerate(listed):
         name = shard_name(dataset, "train", number)
-        try:
-            os.link(path, folder / name)
-        except OSError:  # another disk, or one without links
-            shutil.copyfile(path, folder / name)
-        files.append({**file, "name": name})
+        if len(run) == 1:
+            ((path, file),) = run
+            _link_or_copy(path, folder / name)
+            files.append({**file, "name": name})
+        else:
+            blocks = (
+                _open_ids(path)[a : a + _BLOCK]
+                for path, file in run
+                for a in range(0, file["tokens"], _BLOCK)
+            )
+            total = sum(file["tokens"] for _, file in run)
+            files += _write(blocks, folder, dataset, "train", total, tokenizer, first=number)
     return files
+
+
+def _open_ids(path: Path) -> np.ndarray:
+    ids: np.ndarray = np.load(path, mmap_mode="r")
+    return ids
+
+
+def _link_or_copy(path: Path, target: Path) -> None:
+    try:
+        os.link(path, target)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(path, target)
+        with open(target, "rb") as file:  # the original may be deleted next
+            os.fsync(file.fileno())
 
 
 def _write(
@@ -245,8 +294,11 @@ def _write(
     split: str,
     shard_tokens: int,
     tokenizer: Tokenizer,
+    first: int = 0,
 ) -> list[dict[str, Any]]:
-    name_of = functools.partial(shard_name, dataset, split)
+    def name_of(number: int) -> str:
+        return shard_name(dataset, split, first + number)
+
     with contextlib.closing(
         ShardWriter(folder, split, shard_tokens=shard_tokens, name_of=name_of, tokenizer=tokenizer)
     ) as writer:

@@ -44,6 +44,13 @@ def run_on_ray(
         raise ConfigError(
             f"--ray {address}: no Ray cluster there ({reason}); start one with: ray start --head"
         ) from error
+    largest = max((node["Resources"].get("CPU", 0) for node in ray.nodes()), default=0)
+    if cores > largest:
+        ray.shutdown()
+        raise ConfigError(
+            f"--num_workers {cores}: of the cluster's machines the largest offers {largest:g} processors to a task; "
+            f"give at most that"
+        )
     remote = ray.remote(num_cpus=cores, max_retries=_ATTEMPTS - 1)(_run)
     waiting = {remote.remote(task, folder, cores): task for task in tasks}
     done: dict[int, Finished] = {}

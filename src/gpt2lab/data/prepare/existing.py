@@ -23,6 +23,7 @@ from gpt2lab.data.shards import (
     RAW_SUFFIX,
     SPLITS,
     EndOfText,
+    check_manifest,
     end_of_text_of,
     measure_shard,
     names_on_disk,
@@ -33,7 +34,7 @@ from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.files import sha256_of, write_durably
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.opening import find_in, open_tokenizer, record_of
+from gpt2lab.tokenizers.opening import open_tokenizer, record_of
 from gpt2lab.tokenizers.plain import META_FILE, read_characters
 
 # A name says its split by one of these words, between other characters than letters and digits.
@@ -50,6 +51,7 @@ class Wanted:
     dtype: str | None = None  # a key of formats.DTYPES
     offset: int = 0  # bytes before the first id of a raw file
     tokenizer: str | None = None
+    end_token: str | None = None  # of that tokenizer
     end_of_text: Place | None = None
     end_of_text_id: int | None = None
     train_files: tuple[str, ...] = ()  # patterns of names; none: all that are not for validation
@@ -71,7 +73,7 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
     splits = [split for split in SPLITS for _ in names[split]]
     files = [_read(folder / name, wanted) for split in SPLITS for name in names[split]]
     layout = _common_layout(files)
-    tokenizer = _tokenizer_of(folder, files, wanted.tokenizer)
+    tokenizer = _tokenizer_of(folder, files, wanted)
     assumed = _assumed_end_of_text(files, tokenizer, wanted)
     measured = _measure(files, assumed.id, tokenizer)
     end_of_text = _confirmed_end_of_text(files, measured, assumed, wanted.end_of_text)
@@ -98,7 +100,10 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
     try:
         target.mkdir(parents=True, exist_ok=True)
         _put_beside(target, tokenizer)
+        check_manifest(target / MANIFEST, manifest)
         write_manifest(target, manifest)
+    except FileExistsError as error:
+        raise DataError(f"{error.filename}: written by another import meanwhile") from error
     except OSError as error:
         (target / MANIFEST).unlink(missing_ok=True)
         raise DataError(f"{target / MANIFEST}: cannot be written ({error.strerror})") from error
@@ -107,12 +112,12 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
 
 def _put_beside(target: Path, tokenizer: Tokenizer | None) -> None:
     """Write the files of a tokenizer beside shards.json, unless they are there."""
-    if tokenizer is None or not tokenizer.files or find_in(target) == tokenizer:
-        return
-    for name, content in tokenizer.files.items():
-        if (target / name).exists():
-            raise DataError(f"{target / name}: of another tokenizer than --tokenizer; move it away")
-        write_durably(target / name, content)
+    for name, content in (tokenizer.files if tokenizer else {}).items():
+        path = target / name
+        if not path.exists():
+            write_durably(path, content)
+        elif path.read_bytes() != content:
+            raise DataError(f"{path}: of another tokenizer than --tokenizer; move it away")
 
 
 def _check_places(folder: Path, target: Path) -> None:
@@ -251,14 +256,15 @@ def _common_layout(files: list[TokenFile]) -> Layout:
     return files[0].layout
 
 
-def _tokenizer_of(folder: Path, files: list[TokenFile], typed: str | None) -> Tokenizer | None:
+def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: Wanted) -> Tokenizer | None:
     """Return the typed tokenizer, or that which the files are known to be of; None for an unknown one."""
+    typed = wanted.tokenizer
     for file in files:
         _check_tokenizer(file, typed)
     if typed == UNKNOWN:
         return None
     if typed is not None:
-        return open_tokenizer(typed)
+        return open_tokenizer(typed, wanted.end_token)
     if (folder / META_FILE).exists() and files[0].layout == "raw":  # nanoGPT's characters
         with contextlib.suppress(DataError):
             return read_characters(folder / META_FILE)

@@ -104,9 +104,27 @@ def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Gro
         for end, share in zip(ends, shares, strict=True)
     ]
     dealt = groupby(zip(places, shares, strict=True), key=lambda pair: pair[0])
+    groups = [tuple(share for _, share in pairs) for _, pairs in dealt]
     return tuple(
-        Group(number, tuple(share for _, share in pairs)) for number, (_, pairs) in enumerate(dealt)
+        Group(number, some)
+        for number, some in enumerate(_join_small(groups, group_bytes // _MIXING))
     )
+
+
+def _join_small(groups: Sequence[tuple[Share, ...]], least: int) -> list[tuple[Share, ...]]:
+    """Join groups below `least` bytes, such as a small file before a large one, to a neighbour."""
+    joined: list[tuple[Share, ...]] = []
+    held: tuple[Share, ...] = ()
+    for group in groups:
+        held += group
+        if sum(share.size for share in held) >= least:
+            joined.append(held)
+            held = ()
+    if held and joined:
+        joined[-1] += held
+    elif held:
+        joined.append(held)
+    return joined
 
 
 def of_part(groups: Sequence[Group], part: tuple[int, int]) -> tuple[Group, ...]:

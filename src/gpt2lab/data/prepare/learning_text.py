@@ -21,11 +21,12 @@ def learning_texts(
     *,
     max_bytes: int,
     val_tokens: int | None = None,
+    max_tokens: int | None = None,
     skip_bad: bool = False,
     with_held_out: bool = False,
     cuts: re.Pattern[str] | None = CUTS,
 ) -> Iterator[str]:
-    """Yield texts of the documents that a preparation with the same `val_tokens` trains on, up to `max_bytes` in all.
+    """Yield texts of the documents that a preparation with the same token counts trains on, up to `max_bytes` in all.
 
     Of more text it takes shares of all files, mixed by their names. A long document comes in several texts, cut where
     `cuts` allows it. Documents are told apart as in a preparation, by the hash of their text; where that finds too few
@@ -33,7 +34,7 @@ def learning_texts(
 
     Raises: DataError on a record that cannot be read, unless `skip_bad`.
     """
-    plan = plan_preparation(source, Sizes(val_tokens=val_tokens))
+    plan = plan_preparation(source, Sizes(val_tokens=val_tokens, max_tokens=max_tokens))
     threshold = 0 if with_held_out else plan.tasks[0].rule.threshold
     seen = 0
     for group in deal(source.files, group_bytes=_GROUP_BYTES, shuffle=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -24,8 +23,8 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
 from gpt2lab.data.prepare.encode import Tokenisers
-from gpt2lab.data.prepare.groups import GROUP_BYTES, File, Group, Share, deal, of_part
-from gpt2lab.data.prepare.readers import Document, read
+from gpt2lab.data.prepare.groups import GROUP_BYTES, Group, Share, deal, of_part
+from gpt2lab.data.prepare.readers import digest_of
 from gpt2lab.data.prepare.sources import Source
 from gpt2lab.data.prepare.split import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
@@ -302,12 +301,13 @@ def _divide(
         for name in ("train_tokens", "val_tokens", "held_back")
     )
     total, rule, name = train + val + back, plan.tasks[0].rule, "documents below a threshold"
-    if total == 0:
+    is_part = len(finished) < plan.num_groups
+    if total == 0 and not is_part:
         raise DataError(f"{source.origin}: not a single document with text in it")
     if train >= 2 and 4 * val >= plan.val_tokens:
         return finished, _record(name, rule), None
     if plan.num_groups > 1:
-        if len(finished) < plan.num_groups or (train >= 2 and val >= 2):  # of a part, merge judges
+        if is_part or (train >= 2 and val >= 2):  # of a part, merge judges
             return finished, _record(name, rule), None
         raise DataError(
             f"{source.origin}: {train:,} tokens for training and {val:,} held out, because there are so few documents; "
@@ -319,7 +319,7 @@ def _divide(
         (group,) = again = _run_by(chosen, plan, run, folder / "documents")
         if min(group.facts["train_tokens"], group.facts["val_tokens"]) >= 2:
             return again, _record("whole documents", chosen), None
-    cut, none = max(2, int(VAL_FRACTION * total)), SplitRule(0, rule.cap)
+    cut, none = max(2, min(plan.val_tokens, total // 2)), SplitRule(0, rule.cap)
     if total < cut + 2:
         raise DataError(f"{source.origin}: only {total} tokens; too little text for two splits")
     return _run_by(none, plan, run, folder / "cut"), _record("cut", none), cut
@@ -353,6 +353,11 @@ def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
         if manifest.get("request") == request and _is_unchanged(source, folder, manifest):
             shutil.rmtree(_partial(folder), ignore_errors=True)  # of a start killed at its very end
             return True
+        if "request" in manifest and "groups" not in manifest:
+            raise DataError(
+                f"{folder}: prepared by an earlier version, which divided by position; it can still be trained on; "
+                f"choose another --out for a split by document, or move it away"
+            )
     raise DataError(
         f"{folder}: holds something else already; choose another --out, or move it away"
     )
@@ -371,18 +376,10 @@ def _is_unchanged(source: Source, folder: Path, manifest: dict[str, Any]) -> boo
     }
     for group in manifest["groups"] if newer else []:
         for name, number, count, digest in group["shares"]:
-            if name in newer and _digest(source, newer[name], number, count) != digest:
+            share = Share(newer[name], number, count) if name in newer else None
+            if share and digest_of(share, text_column=source.text_column) != digest:
                 return False
     return True
-
-
-def _digest(source: Source, file: File, number: int, count: int) -> str:
-    digest = hashlib.sha256()
-    for document in read(Share(file, number, count), text_column=source.text_column, digest=digest):
-        if isinstance(document, Document):
-            for _ in document.blocks:
-                pass
-    return digest.hexdigest()
 
 
 def _partial(folder: Path) -> Path:
@@ -394,7 +391,8 @@ class _Staging:
 
     def __init__(self, target: Path, request: dict[str, Any], plan: Plan) -> None:
         self._target, self._partial, self._plan = target, _partial(target), plan
-        self._request = json.dumps(request, sort_keys=True) + "\n"
+        rule = dataclasses.asdict(plan.tasks[0].rule)
+        self._request = json.dumps({**request, "rule": rule}, sort_keys=True) + "\n"
         self.folder = self._partial / "groups"
 
     def __enter__(self) -> _Staging:
@@ -443,12 +441,17 @@ class _Staging:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave finished groups to the next start, or delete the folder if there are none."""
-        self._lock.close()
         done = len(list(self.folder.glob("group_*"))) if self.folder.exists() else 0
         count = len(self._plan.tasks)
-        if not done or (done == count and isinstance(error, DataError)):  # it would end so again
+        useless = not done or (
+            done == count and isinstance(error, DataError)
+        )  # it would end so again
+        if useless:
             shutil.rmtree(self._partial, ignore_errors=True)
-        elif isinstance(error, (DataError, KeyboardInterrupt)):
+        self._lock.close()
+        if useless:
+            return
+        if isinstance(error, (DataError, KeyboardInterrupt)):
             kept = (
                 f"{done} of {count} groups are kept in {paths.for_people(self._partial)}: "
                 f"the same command line goes on from there"

@@ -19,7 +19,9 @@ from gpt2lab.data.prepare.groups import File, Share
 from gpt2lab.errors import DataError, SourceLostError
 
 _BLOCK = 1 << 20
+_PACKED_BLOCK = 1 << 16  # what of a damaged archive is lost before the damage
 _WHOLE_TEXT = 1 << 24  # bytes of a text that is held in memory
+_LONGEST_RECORD = 1 << 28  # bytes of a line, or characters of a field
 _PARQUET_BATCH_BYTES = 16_000_000  # of text that is decoded at once
 
 
@@ -42,6 +44,16 @@ class BadRecordsError(DataError):
 Stream = Generator["Document | BadRecordsError", None, None]
 
 
+def digest_of(share: Share, *, text_column: str) -> str:
+    """Read a share and return the sha256 that `read` computes of it."""
+    digest = hashlib.sha256()
+    for document in read(share, text_column=text_column, digest=digest):
+        if isinstance(document, Document):
+            for _ in document.blocks:
+                pass
+    return digest.hexdigest()
+
+
 def read(share: Share, *, text_column: str, digest: hashlib._Hash) -> Stream:
     """Yield the documents of a share; `digest`, a sha256, is updated by the text that was read.
 
@@ -54,15 +66,17 @@ def read(share: Share, *, text_column: str, digest: hashlib._Hash) -> Stream:
         raise
     except Exception as error:
         if _is_remote(share):  # of many kinds, and never a record that may be left out
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise SourceLostError(
-                f"{share.file.url}: cannot be read any more ({reason})"
-            ) from error
+            raise _lost(share, error) from error
         if not isinstance(error, OSError):
             raise
         yield BadRecordsError(f"{share.file.url}: {error.strerror or error}")
     if _state(share) != before:
         raise DataError(f"{share.file.url}: changed while it was read; run the same line again")
+
+
+def _lost(share: Share, error: Exception) -> SourceLostError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return SourceLostError(f"{share.file.url}: cannot be read any more ({reason})")
 
 
 def _is_remote(share: Share) -> bool:
@@ -102,12 +116,13 @@ def _open_raw(share: Share) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def _decompress(raw: IO[bytes], share: Share) -> Iterator[IO[bytes]]:
     if share.file.packing is None:
-        yield raw
+        # A hub's file cannot limit the length of a line.
+        yield io.BufferedReader(raw, _BLOCK) if _is_remote(share) else raw  # type: ignore[type-var]
         return
     import pyarrow as pa
 
     with pa.CompressedInputStream(pa.PythonFile(raw, "r"), share.file.packing) as stream:
-        yield io.BufferedReader(stream, _BLOCK)
+        yield io.BufferedReader(stream, _PACKED_BLOCK)
 
 
 @contextlib.contextmanager
@@ -143,11 +158,18 @@ def _read_text(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
 
 def _blocks_of(share: Share, digest: hashlib._Hash) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    with _open(share) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            yield decoder.decode(block)
-        yield decoder.decode(b"", final=True)
+    try:
+        with _open(share) as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                yield decoder.decode(block)
+            yield decoder.decode(b"", final=True)
+    except (OSError, UnicodeDecodeError) as error:  # it could be read a moment ago
+        if _is_remote(share):
+            raise _lost(share, error) from error
+        raise DataError(
+            f"{share.file.url}: changed while it was read ({error}); run the same line again"
+        ) from error
 
 
 def _first_bad_byte(share: Share) -> int | None:
@@ -183,11 +205,18 @@ def _read_jsonl(share: Share, text_column: str, digest: hashlib._Hash) -> Stream
                 position = begin - 1 + len(file.readline())
             if share.count == 1:
                 end = sys.maxsize
-            while position < end and (line := file.readline()):
+            while position < end and (line := file.readline(_LONGEST_RECORD)):
                 number += 1
                 where = f"{name} line {number}" if begin == 0 else f"{name} byte {position}"
                 position += len(line)
                 digest.update(line)
+                if len(line) == _LONGEST_RECORD and not line.endswith(b"\n"):
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(_LONGEST_RECORD)
+                        position += len(line)
+                        digest.update(line)
+                    yield BadRecordsError(f"{where}: longer than {_LONGEST_RECORD:,} bytes")
+                    continue
                 if not line.strip():
                     continue
                 try:
@@ -204,14 +233,29 @@ def _read_jsonl(share: Share, text_column: str, digest: hashlib._Hash) -> Stream
 def _read_csv(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
     """Yield the rows of a file whose first row names the columns."""
     name, number = share.file.url, 1
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(_LONGEST_RECORD)
     try:
-        with _open(share) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+        with (
+            _open(share) as raw,
+            # A byte that is not UTF-8 becomes half of a surrogate pair, and costs its own row.
+            io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as file,
+        ):
             for number, row in enumerate(csv.DictReader(file), start=2):
                 digest.update(json.dumps(row).encode())
-                yield document_of(row, text_column, f"{name} row {number}")
-    except (UnicodeDecodeError, csv.Error, *_damage(share)) as error:  # type: ignore[misc]
+                document = document_of(row, text_column, f"{name} row {number}")
+                if isinstance(document, Document) and not _is_utf8(row[text_column]):
+                    document = BadRecordsError(f"{document.where}: not UTF-8")
+                yield document
+    except (csv.Error, *_damage(share)) as error:  # type: ignore[misc]
         yield BadRecordsError(f"{name}: not readable after row {number} ({error})")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_parquet(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
@@ -327,21 +371,35 @@ _READERS: dict[str, Callable[[Share, str, Any], Stream]] = {
 
 
 def text_per_byte(file: File, text_column: str) -> float:
-    """Return how many bytes of text a stored byte of a file holds, judged by its beginning or its footer alone."""
+    """Return how many bytes of text a stored byte of a file holds, judged by its beginning or its footer alone.
+
+    Raises: SourceLostError if a hub cannot be read.
+    """
     share = Share(file)
-    if file.kind == "parquet":
-        return _text_per_byte_of_parquet(share, text_column)
     try:
+        if file.kind == "parquet":
+            return _text_per_byte_of_parquet(share, text_column)
         with _open_raw(share) as raw, _decompress(raw, share) as content:
             sample, stored = content.read(_BLOCK), raw.tell()
     except _damage(share):
         return 1.0
-    text = len(sample)
+    except Exception as error:
+        if _is_remote(share):
+            raise _lost(share, error) from error
+        raise
+    read = len(sample)
     if file.kind == "jsonl":
-        lines = sample.splitlines()
+        lines = sample[: sample.rfind(b"\n") + 1].splitlines(keepends=True)
         documents = (document_of(_parsed(line), text_column, "") for line in lines)
-        text = sum(len(b) for d in documents if isinstance(d, Document) for b in d.blocks)
-    return text / max(1, stored)
+        text = sum(
+            len(b.encode("utf-8", "replace"))
+            for d in documents
+            if isinstance(d, Document)
+            for b in d.blocks
+        )
+        if text:  # else a single line is longer than the sample, or nothing can be read
+            return text / sum(map(len, lines)) * read / max(1, stored)
+    return read / stored if read else 1.0
 
 
 def _parsed(line: bytes) -> object:

@@ -29,13 +29,15 @@ class Source:
     origin: str  # recorded in shards.json; no path of this machine
     files: tuple[File, ...]
     text_column: str
+    revision: str | None = None  # of a hub's data set
     note: str | None = None  # for people: files that are not read
     skips_bad: bool = False  # a bad file is no document of this source
 
     @property
     def identity(self) -> str:
         """Names the documents as far as that is known before they are read."""
-        return f"{identity_of(self.files)}, column {self.text_column}"
+        at = f", revision {self.revision}" if self.revision else ""
+        return f"{identity_of(self.files)}, column {self.text_column}{at}"
 
     def texts(self) -> Iterator[str]:
         """Yield the texts that can be read, in order."""
@@ -46,14 +48,17 @@ class Source:
                     yield "".join(document.blocks)
 
     def text_bytes(self) -> int:
-        """Estimate the bytes of text from the sizes of the files and the beginning of one of each kind."""
-        ratios: dict[tuple[str, str | None], float] = {}
-        total = 0.0
+        """Estimate the bytes of text from the sizes of the files and the beginning of the largest of each kind.
+
+        Raises: SourceLostError if a hub cannot be read.
+        """
+        by_kind: dict[tuple[str, str | None], list[File]] = {}
         for file in self.files:
-            kind = (file.kind, file.packing)
-            if kind not in ratios:
-                ratios[kind] = text_per_byte(file, self.text_column)
-            total += ratios[kind] * file.size
+            by_kind.setdefault((file.kind, file.packing), []).append(file)
+        total = 0.0
+        for files in by_kind.values():
+            largest = max(files, key=lambda file: file.size)
+            total += text_per_byte(largest, self.text_column) * sum(file.size for file in files)
         return round(total)
 
 
@@ -135,7 +140,8 @@ def _hugging_face(
     pinned = _HUB_FILE.fullmatch(urls[0])
     origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")
     origin += f", revision {pinned['revision']}" if pinned else ""
-    return Source(folder, dataset, origin, files, text_column)
+    revision = pinned["revision"] if pinned else None
+    return Source(folder, dataset, origin, files, text_column, revision)
 
 
 def _files_at(urls: Sequence[str]) -> tuple[File, ...]:

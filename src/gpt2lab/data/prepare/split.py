@@ -13,6 +13,7 @@ import numpy as np
 from gpt2lab.data.prepare.encode import Encoded
 
 KEYS = 2**64
+_FEWEST = 12  # documents of which a standard error still means something
 _TRACKED = 4096  # documents of the smallest keys that are remembered
 
 
@@ -31,7 +32,8 @@ class Divider:
         self.tokens = 0  # used so far, of both splits
         self.held_back = 0  # tokens of held-out documents beyond the cap
         self._rule, self._budget = rule, budget
-        self._in_val, self._used = False, 0  # of the document that the last chunk belongs to
+        self._in_val, self._key = False, 0  # of the document that the last chunk belongs to
+        self._used: dict[int, int] = {}  # tokens used of each held-out key: copies share one cap
         self._documents: dict[int, int] = {}  # key: tokens, of the smallest keys
         self._last_key: int | None = None
 
@@ -51,9 +53,11 @@ class Divider:
         of_val = np.where(latest >= 0, held_out[latest], self._in_val)  # (c,)
         kept = lengths.copy()
         for chunk in np.flatnonzero(of_val).tolist():
-            used = 0 if begins[chunk] else self._used
+            if begins[chunk]:
+                self._key = int(encoded.keys[chunk])
+            used = self._used.get(self._key, 0)
             kept[chunk] = min(int(lengths[chunk]), self._rule.cap - used)
-            self._used = used + int(kept[chunk])
+            self._used[self._key] = used + int(kept[chunk])
         self._in_val = bool(of_val[-1])
         before = self.tokens + np.cumsum(kept) - kept
         count = len(kept) if self._budget is None else int((before < self._budget).sum())
@@ -91,22 +95,29 @@ def rule_for(wanted: int, expected: int | None) -> SplitRule:
 
 
 def rule_by_documents(wanted: int, smallest: list[tuple[int, int]], total: int) -> SplitRule | None:
-    """Return the rule that holds out whole documents of the smallest keys until they have `wanted` tokens.
+    """Return the rule that holds out whole documents of the smallest keys, about `wanted` tokens of them in all.
 
-    For a text of so few documents that the threshold that fits on average holds out next to nothing, or all. None if no
-    document can be held out while half of the text is left.
+    For a text of so few documents that the threshold that fits on average holds out next to nothing, or all. No more
+    than three times `wanted` is taken from training, unless the first document alone is longer; where these documents
+    are few, each may fill up to a twelfth of the split. None if no document can be held out while half of the text
+    is left.
     """
-    cap, val, lost = cap_of(wanted), 0, 0
-    threshold = None
+    cap, threshold = cap_of(wanted), None
+    lengths: list[int] = []  # of the documents held out
     for key, tokens in smallest:
-        if lost + tokens > total // 2:
+        taken = sum(lengths) + tokens
+        if taken > total // 2 or (lengths and taken > 3 * wanted):
             break
-        lost += tokens
-        val += min(tokens, cap)
+        lengths.append(tokens)
         threshold = key + 1
-        if val >= wanted:
+        if sum(min(length, cap) for length in lengths) >= wanted:
             break
-    return None if threshold is None else SplitRule(threshold, cap)
+    if threshold is None:
+        return None
+    largest = wanted // _FEWEST
+    while cap < largest and sum(min(length, cap) for length in lengths) < wanted:
+        cap = min(2 * cap, largest)
+    return SplitRule(threshold, cap)
 
 
 def cap_of(wanted: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.prepare.encode import Tokenisers
 from gpt2lab.data.prepare.groups import Group
-from gpt2lab.data.prepare.readers import Stream, read
+from gpt2lab.data.prepare.readers import Stream, digest_of, read
 from gpt2lab.data.prepare.split import Divider, SplitRule
 from gpt2lab.data.prepare.write import ShardWriter
 from gpt2lab.errors import DataError
@@ -27,6 +27,7 @@ from gpt2lab.files import sync_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 
 _FACTS = "group.json"
+_BLOCK = 1 << 22  # tokens
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def run_task(
     """
     final = staging / task.folder
     if final.is_dir():
-        return read_finished(final)
+        if _is_current(task, final):
+            return read_finished(final)
+        shutil.rmtree(final)
     # Of a name of its own: on a cluster a task that is taken for dead may still be running.
     temporary = staging / f".{task.folder}.{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
@@ -80,13 +83,29 @@ def run_task(
         write_durably(temporary / _FACTS, (json.dumps(facts) + "\n").encode())
         sync_folder(temporary)
         faultpoint("data.before_group", task.group.number)
-        with contextlib.suppress(FileExistsError):
+        try:
             os.rename(temporary, final)
+        except OSError:
+            if not final.is_dir():  # else another worker was faster, with the same bytes
+                raise
         sync_folder(staging)
         faultpoint("data.after_group", task.group.number)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return read_finished(final)
+
+
+def _is_current(task: Task, folder: Path) -> bool:
+    """Tell whether a group that is done has the text that its files have now; only files that are newer are read."""
+    finished = read_finished(folder)
+    made = (folder / _FACTS).stat().st_mtime
+    for share, (*_, digest) in zip(task.group.shares, finished.facts["shares"], strict=True):
+        file = share.file.url
+        if "://" in file or os.stat(file).st_mtime < made:
+            continue
+        if digest is None or digest_of(share, text_column=task.text_column) != digest:
+            return False
+    return True
 
 
 def read_finished(folder: Path) -> Finished:
@@ -180,7 +199,8 @@ class _Shuffler:
         if self._path.stat().st_size == 0:
             return
         ids = np.memmap(self._path, self._tokenizer.dtype, "r")
-        starts = np.flatnonzero(ids == self._tokenizer.end_of_text)
+        end, blocks = self._tokenizer.end_of_text, range(0, len(ids), _BLOCK)
+        starts = np.concatenate([a + np.flatnonzero(ids[a : a + _BLOCK] == end) for a in blocks])
         ends = np.append(starts[1:], len(ids))
         for place in np.random.RandomState(self._number).permutation(len(starts)).tolist():
             self._sink.add(np.asarray(ids[starts[place] : ends[place]]))

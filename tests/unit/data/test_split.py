@@ -1,0 +1,177 @@
+"""What is held out of odd corpora, and that no share of the work is lost or too small."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corpora import TEXTS, assert_divided, run_prepare, snapshot, write_jsonl
+from gpt2lab.data.prepare import pipeline, work, write
+from gpt2lab.data.prepare.assemble import merge
+from gpt2lab.data.prepare.encode import Chunk, Tokenisers, encode_chunks
+from gpt2lab.data.prepare.groups import File, deal
+from gpt2lab.data.prepare.pipeline import Sizes, plan_preparation
+from gpt2lab.data.prepare.sources import open_source
+from gpt2lab.data.prepare.split import KEYS, Divider, SplitRule, rule_by_documents
+from gpt2lab.data.shards import write_manifest
+from gpt2lab.errors import DataError
+from gpt2lab.tokenizers.gpt2 import GPT2
+
+MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(600)]
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_first_file_does_not_decide_how_much_is_held_out(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, text in enumerate(MANY[:200]):
+        (folder / f"{number:03d}.txt").write_text(text if number else "")
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert open_source(str(folder), text_column="text").text_bytes() == size
+
+
+def test_lines_longer_than_the_sample_are_estimated_by_their_size(tmp_path: Path) -> None:
+    texts = ["word " * 300_000 for _ in range(4)]
+    path = write_jsonl(tmp_path / "corpus.jsonl", texts)
+    estimate = open_source(str(path), text_column="text").text_bytes()
+    assert estimate == pytest.approx(sum(map(len, texts)), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "wanted"), [(10, 100_000, 50_000), (60, 150_000, 450_000)]
+)
+def test_few_long_documents_lose_little_of_their_text(count: int, tokens: int, wanted: int) -> None:
+    total = count * tokens
+    rule = rule_by_documents(wanted, [(key, tokens) for key in range(count)], total)
+    assert rule is not None
+    held = rule.threshold
+    assert 1 <= held * tokens <= max(tokens, 3 * wanted)
+    assert rule.cap == wanted // 12
+
+
+def test_no_document_is_held_out_if_half_of_the_text_would_not_be_left() -> None:
+    assert rule_by_documents(100, [(1, 700), (2, 300)], 1000) is None
+
+
+def test_copies_of_a_held_out_document_share_one_cap() -> None:
+    divider = Divider(SplitRule(threshold=KEYS, cap=1024), budget=None)
+    copies = encode_chunks([Chunk("copied " * 150, begins=True)] * 20, GPT2)
+    others = encode_chunks([Chunk("another " * 150, begins=True)], GPT2)
+    held = [divider.divide(one)[1] for one in (copies, others, copies)]
+    assert [len(ids) for ids in held] == [1024, len(others.ids), 0]
+    assert divider.held_back == 2 * len(copies.ids) - 1024
+
+
+def test_the_end_of_a_single_text_is_as_long_as_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("".join(MANY))
+    result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=321)
+    assert result is not None
+    assert result.total("tokens", "val") == 321
+
+
+# -- groups ------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_file_beside_a_large_one_has_no_group_of_its_own() -> None:
+    files = [File(name, size, name, "text") for name, size in (("a", 2_000), ("b", 5 * 10**9))]
+    for order in (files, files[::-1]):
+        groups = deal(order, group_bytes=10**9, shuffle=False)
+        assert [len(group.shares) for group in groups] == [2]
+
+
+def test_groups_with_little_text_have_no_shards_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "SMALLEST_LAST_SHARD", 300)
+    folder = tmp_path / "corpus"
+    write_jsonl(folder / "a.jsonl", MANY[:200])
+    (folder / "b.jsonl").write_text("\n" * 6_000 + json.dumps({"text": MANY[200]}) + "\n")
+    write_jsonl(folder / "c.jsonl", MANY[201:400])
+    sizes = {"group_bytes": 6_000, "shard_tokens": 5_000, "val_tokens": 700}
+    run_prepare(folder, tmp_path / "one", **sizes)
+    assert_divided(tmp_path / "one", MANY[:400])
+    manifest = json.loads((tmp_path / "one" / "shards.json").read_text())
+    assert all(file["tokens"] >= 300 for file in manifest["files"])
+    for i in (1, 2, 3):
+        run_prepare(folder, tmp_path / f"p{i}", part=(i, 3), **sizes)
+    merge(tmp_path / "merged", [tmp_path / f"p{i}" for i in (1, 2, 3)])
+    assert snapshot(tmp_path / "merged") == snapshot(tmp_path / "one")
+
+
+def test_parts_divided_by_other_rules_do_not_merge(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "corpus.jsonl", MANY)
+    sizes = {"group_bytes": 6_000, "val_tokens": 700}
+    parts = [tmp_path / "p1", tmp_path / "p2"]
+    for number, part in enumerate(parts, 1):
+        run_prepare(source, part, part=(number, 2), **sizes)
+    manifest = json.loads((parts[1] / "shards.json").read_text())
+    manifest["split"]["threshold"] -= 1
+    (parts[1] / "shards.json").unlink()
+    write_manifest(parts[1], manifest)
+    with pytest.raises(DataError, match="of another source or with other options"):
+        merge(tmp_path / "out", parts)
+
+
+def test_a_file_that_changed_after_its_group_was_done_is_prepared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "corpus"
+    for name in "abc":
+        write_jsonl(folder / f"{name}.jsonl", [f"{name} {text}" for text in MANY[:100]])
+    sizes = {"group_bytes": 6_000, "val_tokens": 700}
+
+    def interrupted(*args: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "assemble", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_prepare(folder, tmp_path / "out", **sizes)
+    path = folder / "a.jsonl"
+    path.write_text(path.read_text().replace("a ", "z "))
+    run_prepare(folder, tmp_path / "out", **sizes)
+    run_prepare(folder, tmp_path / "fresh", **sizes)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "fresh")
+
+
+# -- records -----------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path: Path) -> None:
+    rows = [f"{i},text number {i}".encode() for i in range(3000)]
+    rows[2900] = b"2900,caf\xe9"
+    (tmp_path / "corpus.csv").write_bytes(b"id,text\n" + b"\n".join(rows) + b"\n")
+    with pytest.raises(DataError, match=r"corpus.csv row 2902: not UTF-8"):
+        run_prepare(tmp_path / "corpus.csv", tmp_path / "no")
+    result = run_prepare(tmp_path / "corpus.csv", tmp_path / "out", skip_bad=True)
+    assert result is not None
+    assert result.manifest["left_out"] == {"bad": 1, "empty": 0}
+    assert result.total("documents") == 2999
+
+
+def test_two_workers_may_finish_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster a task that was taken for dead may still be running."""
+    source = open_source(str(write_jsonl(tmp_path / "c.jsonl", MANY)), text_column="text")
+    (task,) = plan_preparation(source, Sizes(val_tokens=700)).tasks
+    original, staging = work._write, tmp_path / "groups"
+    staging.mkdir()
+
+    def slow(*args: object) -> object:
+        facts = original(*args)  # type: ignore[arg-type]
+        monkeypatch.setattr(work, "_write", original)
+        with contextlib.closing(Tokenisers(1, GPT2)) as others:
+            work.run_task(task, staging, others, lambda count: None)
+        return facts
+
+    monkeypatch.setattr(work, "_write", slow)
+    with contextlib.closing(Tokenisers(1, GPT2)) as tokenisers:
+        finished = work.run_task(task, staging, tokenisers, lambda count: None)
+    assert sum(file["tokens"] for file in finished.files) == finished.facts["train_tokens"]
+    assert [path.name for path in staging.iterdir()] == ["group_00000"]
+    assert np.load(finished.folder / "val.npy").size == finished.facts["val_tokens"]
