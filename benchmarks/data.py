@@ -21,7 +21,7 @@ import numpy as np
 from gpt2lab import fmt
 from gpt2lab.data.prepare.pipeline import Sizes, prepare
 from gpt2lab.data.prepare.sources import open_source
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 
 _SHARD_TOKENS = 10_000_000
 _TUTORIAL_CHUNK = 16  # documents handed to a process at once, as there
@@ -172,6 +172,7 @@ def _ours(corpus: Path, workers: int) -> tuple[int, float]:
         corpus.parent / f"ours_{os.getpid()}",
         Sizes(shard_tokens=_SHARD_TOKENS),
         num_workers=workers,
+        tokenizer=GPT2,
     )
     assert result is not None
     held_back = result.manifest["split"]["held_back_tokens"]  # tokenised, but in neither split

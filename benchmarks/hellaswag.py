@@ -20,6 +20,7 @@ from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, s
 from gpt2lab.evaluation.hellaswag_items import STYLES, Style
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
 from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.tokenizers.gpt2 import GPT2
 
 _ROUNDS = 10  # each method does a tenth of its work in turn, so that a machine's moods meet both
 
@@ -52,7 +53,7 @@ def compare_with_tutorial(
     strategy = Strategy(runtime, SystemConfig(dtype=dtype))
     config = preset(model_name).model
     model = build_model(config, seed=1, device=runtime.device).eval()
-    questions = load_questions(path).subset(items)
+    questions = load_questions(path, GPT2).subset(items)
     sequences = {style: questions.sequences(style) for style in STYLES}
     T = config.context_length
 

@@ -14,6 +14,7 @@ from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.generation import draw
 from gpt2lab.model.gpt import build_model
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 
 _EVERY = 32  # of the re-run's lengths, one in so many is timed
 
@@ -40,7 +41,9 @@ def compare_with_rerun(
     def cached() -> float:
         began, count = time.monotonic(), 0
         generator = torch.Generator().manual_seed(0)
-        for _ in draw(model, [], max_new_tokens=tokens, generators=[generator]):
+        for _ in draw(
+            model, [], max_new_tokens=tokens, generators=[generator], end_of_text=END_OF_TEXT
+        ):
             count += 1
         return count / (time.monotonic() - began)
 
@@ -54,7 +57,9 @@ def compare_with_rerun(
         return 1 / (seconds / len(range(_EVERY // 2, tokens, _EVERY)))
 
     with strategy.autocast():
-        for _ in draw(model, [], max_new_tokens=4, generators=[torch.Generator()]):
+        for _ in draw(
+            model, [], max_new_tokens=4, generators=[torch.Generator()], end_of_text=END_OF_TEXT
+        ):
             pass  # warm
         pairs = [(cached(), again()) for _ in range(rounds)]
     return {

@@ -14,6 +14,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.data.order import Order
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.finetuning.rows import Rows, open_instructions
+from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.training.pretrain import pretrain
 
 CONTEXT = 64
@@ -70,4 +71,4 @@ def finetune(flags: list[str]) -> None:
 
 def rows_of(folder: Path, packing: str, **more: object) -> dict[str, Rows]:
     settings = {"instructions": str(folder / "pairs.jsonl"), "packing": packing, **more}
-    return open_instructions(override(Config(), {"context_length": CONTEXT, **settings})).rows
+    return open_instructions(override(Config(), {"context_length": CONTEXT, **settings}), GPT2).rows

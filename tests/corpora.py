@@ -10,7 +10,8 @@ import numpy as np
 
 from gpt2lab.data.prepare.pipeline import Result, Sizes, prepare
 from gpt2lab.data.prepare.sources import open_source
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
+from gpt2lab.tokenizers.interface import Tokenizer
 
 TEXTS = [f"Document {i}: the {'quick ' * (i % 7)}fox jumps over {i * i} dogs.\n" for i in range(60)]
 
@@ -30,12 +31,14 @@ def run_prepare(
     max_tokens: int | None = None,
     group_bytes: int = 1_000_000_000,
     text_column: str = "text",
+    tokenizer: Tokenizer = GPT2,
     **more: Any,
 ) -> Result | None:
     return prepare(
         open_source(str(source), text_column=text_column),
         out,
         Sizes(shard_tokens, val_tokens, max_tokens, group_bytes),
+        tokenizer=tokenizer,
         **more,
     )
 

@@ -374,10 +374,10 @@ def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path: Path) -
     parts = np.split(ids, np.flatnonzero(ids == GPT2.end_of_text))[1:]
     held_out = {GPT2.decode(part[1:].tolist()) for part in parts}
     source = open_source(str(tmp_path / "corpus"), text_column="text")
-    learned = list(learning_texts(source, max_bytes=10**9))
+    learned = list(learning_texts(source, max_bytes=10**9, cuts=GPT2.cuts))
     assert sorted([*learned, *held_out]) == sorted(texts)
     assert len(held_out) > 10
-    few = list(learning_texts(source, max_bytes=1000))
+    few = list(learning_texts(source, max_bytes=1000, cuts=GPT2.cuts))
     assert 1000 <= sum(map(len, few)) < 1100
 
 
@@ -388,6 +388,8 @@ def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path: Path) -
         (("--vocab_size=9000",), "the text is enough for"),
         (("--out=corpus",), "exists already; choose another --out"),
         (("--kind=characters", "--out=x.json"), "characters are written as a folder"),
+        (("--kind=characters", "--vocab_size=300"), "--vocab_size: --kind characters takes every"),
+        (("--kind=characters", "--max_tokens=300"), "--max_tokens: --kind characters takes every"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_learned_leaves_nothing(
@@ -409,6 +411,13 @@ def test_characters_and_a_single_file_are_written(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert open_tokenizer(str(tmp_path / "letters")) == characters_of(TEXT)
     assert open_tokenizer(str(tmp_path / "t.json")).size == 280
+    shown = call("tokenizer.py", "show", "gpt2", "t.json", "--end_token=a", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    ends = [line.split()[3:5] for line in shown.stdout.splitlines()[-2:]]
+    assert ends == [
+        ["<|endoftext|>", "(50256)"],
+        ["a", "(65)"],
+    ]  # ids of the bytes are in their order
 
 
 def test_the_planner_counts_the_datas_vocabulary(folder: Path) -> None:

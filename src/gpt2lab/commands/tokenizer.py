@@ -29,7 +29,9 @@ class Train:
 
     source: Positional[str] = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
     out: Path = argument("folder to create, or a .json file for tokenizer.json alone")
-    vocab_size: int = option(32_768, "ids in all, <|endoftext|> and the 256 bytes among them")
+    vocab_size: int | None = option(
+        None, "ids in all, <|endoftext|> and the 256 bytes among them; default 32768"
+    )
     kind: Literal["bpe", "characters"] = option(
         "bpe", "characters: one id for each that occurs, as many as there are"
     )
@@ -49,21 +51,22 @@ class Train:
         """Learn, write, and print what it is."""
         from gpt2lab.data.prepare.learning_text import learning_texts
         from gpt2lab.data.prepare.sources import open_source
+        from gpt2lab.tokenizers.gpt2 import CUTS
         from gpt2lab.tokenizers.plain import BYTES, characters_of
         from gpt2lab.tokenizers.training import train_bpe
 
         out = paths.from_working_directory(self.out)
         if out.exists():
             raise ConfigError(f"{out}: exists already; choose another --out")
-        if self.kind == "characters" and out.suffix == ".json":
-            raise ConfigError(f"{out}: characters are written as a folder; choose another --out")
+        is_bpe = self.kind == "bpe"
+        if not is_bpe:
+            self._check_characters(out)
         source = open_source(
             self.source,
             text_column=self.text_column,
             subset=self.subset,
             revision=self.revision,
         )
-        is_bpe = self.kind == "bpe"
         texts = learning_texts(
             source,
             max_bytes=self.max_bytes,
@@ -71,15 +74,24 @@ class Train:
             max_tokens=self.max_tokens,
             skip_bad=self.skip_bad,
             with_held_out=not is_bpe,  # a character that was never seen could not be encoded
-            **({} if is_bpe else {"cuts": BYTES.cuts}),
+            cuts=CUTS if is_bpe else BYTES.cuts,
         )
-        found = train_bpe(texts, self.vocab_size) if is_bpe else characters_of(texts)
+        found = train_bpe(texts, self.vocab_size or 32_768) if is_bpe else characters_of(texts)
         try:
             _write(found, out)
         except OSError as error:
             raise ConfigError(f"{out}: {error.strerror}; choose another --out") from error
         print(f"{paths.for_people(out)}: {found.describe()}, end of text {found.end_of_text}")
         return 0
+
+    def _check_characters(self, out: Path) -> None:
+        if out.suffix == ".json":
+            raise ConfigError(f"{out}: characters are written as a folder; choose another --out")
+        for name in ("vocab_size", "val_tokens", "max_tokens"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"--{name}: --kind characters takes every character of the text; leave it out"
+                )
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,8 @@ class Show:
         texts = list(self._texts())
         rows = []
         for name in self.tokenizers:
-            found = open_tokenizer(name, self.end_token)
+            is_file = Path(name).expanduser().exists()
+            found = open_tokenizer(name, self.end_token if is_file else None)
             density = "n/a"
             if texts:
                 tokens = sum(len(ids) for ids in found.encode_documents(texts))
@@ -115,12 +128,14 @@ class Show:
     def _texts(self) -> Iterator[str]:
         from gpt2lab.data.prepare.learning_text import learning_texts
         from gpt2lab.data.prepare.sources import open_source
+        from gpt2lab.tokenizers.gpt2 import CUTS
 
         if self.source is None:
             return iter(())
         source = open_source(self.source, text_column=self.text_column)
-        texts = learning_texts(source, max_bytes=_SHOWN_BYTES, with_held_out=True, skip_bad=True)
-        return texts
+        return learning_texts(
+            source, max_bytes=_SHOWN_BYTES, with_held_out=True, skip_bad=True, cuts=CUTS
+        )
 
 
 Command = Train | Show  # tyro's verbs are the names in lower case

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from gpt2lab.model.gpt import GPT
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 from gpt2lab.tokenizers.interface import Tokenizer
 
 
@@ -18,10 +17,10 @@ def draw(
     *,
     max_new_tokens: int,
     generators: Sequence[torch.Generator],
+    end_of_text: int,
     temperature: float = 1.0,
     top_k: int = 50,
     top_p: float = 1.0,
-    end_of_text: int = END_OF_TEXT,
 ) -> Iterator[list[int]]:
     """Continue `prompt` once for each generator; yield the next id of all texts, `end_of_text` for those that ended.
 

@@ -18,7 +18,6 @@ from typing import Any, Literal
 from gpt2lab import paths
 from gpt2lab.errors import DataError
 from gpt2lab.files import replace_durably
-from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 
 Style = Literal["harness", "tutorial"]
@@ -162,7 +161,7 @@ def _text(row: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
-def tokenize(item: Item, style: Style, tokenizer: Tokenizer = GPT2) -> Question:
+def tokenize(item: Item, style: Style, tokenizer: Tokenizer) -> Question:
     """Write one item as token ids.
 
     `harness`: activity label, capitalised second half, brackets cleaned, context and ending encoded as one text.

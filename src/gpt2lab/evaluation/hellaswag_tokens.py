@@ -65,7 +65,7 @@ class Questions:
         )
 
 
-def load_questions(path: Path, tokenizer: Tokenizer = GPT2) -> Questions:
+def load_questions(path: Path, tokenizer: Tokenizer) -> Questions:
     """Return the items of a file as token ids, from the cache if it holds exactly these items in these ids.
 
     The cache lies beside the items, or in the user's cache folder if that place cannot be written. A stale or damaged

@@ -14,7 +14,6 @@ from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 
 
 def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
@@ -31,9 +30,7 @@ def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
     return torch.where(is_start, places, 0).cummax(dim=1).values
 
 
-def hidden_of_rows(
-    model: GPT, tokens: torch.Tensor, end_of_text: int = END_OF_TEXT
-) -> torch.Tensor:
+def hidden_of_rows(model: GPT, tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
     """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation stood in a row of its own."""
     starts = conversation_starts(tokens, end_of_text)
     places = torch.arange(tokens.size(1), device=tokens.device)
@@ -45,7 +42,7 @@ def hidden_of_rows(
 class PackedGPT(nn.Module):
     """A GPT to train on rows of conversations."""
 
-    def __init__(self, model: GPT, end_of_text: int = END_OF_TEXT) -> None:
+    def __init__(self, model: GPT, end_of_text: int) -> None:
         super().__init__()
         self.model, self.end_of_text = model, end_of_text
 

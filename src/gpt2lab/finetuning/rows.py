@@ -38,7 +38,7 @@ class Rows:
 
     ids: np.ndarray
     owner: np.ndarray
-    tokenizer: Tokenizer = GPT2
+    tokenizer: Tokenizer
 
     def __len__(self) -> int:
         """Count the rows."""
@@ -76,7 +76,7 @@ class Encoded:
     digest: str  # of its turns
 
 
-def open_instructions(config: Config, tokenizer: Tokenizer | None = GPT2) -> InstructionData:
+def open_instructions(config: Config, tokenizer: Tokenizer | None) -> InstructionData:
     """Read, encode and split the conversations of `--instructions`, and build their rows.
 
     `tokenizer`: of the model to tune; None if it is not known.
@@ -181,7 +181,7 @@ def build_rows(
     T: int,
     *,
     packing: Literal["on", "off"],
-    tokenizer: Tokenizer = GPT2,
+    tokenizer: Tokenizer,
 ) -> Rows:
     """Put conversations into rows of T + 1 ids, as many as fit into each, or with packing off one.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 
 NAME = "gpt2lab-instruction/1"  # part of the data's fingerprint
@@ -36,7 +35,7 @@ def as_prompt(text: str) -> str:
     return f"### Instruction:\n{text}\n\n### Response:\n"
 
 
-def encode(turns: Sequence[Turn], tokenizer: Tokenizer = GPT2) -> tuple[list[int], list[bool]]:
+def encode(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Return the ids of a conversation, and which belong to answers, each with the <|endoftext|> after it.
 
     Prompt and answer are encoded separately, so that the ids of a prompt do not depend on the answer.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gpt2lab.data.prepare import encode
 from gpt2lab.data.prepare.encode import cut, encode_chunks
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 
 # What GPT-2's pattern treats specially: contractions, digits, all kinds of white space, marks, scripts, controls.
 AWKWARD = st.text(
@@ -27,7 +27,7 @@ def test_chunks_give_the_ids_of_the_full_text(text: str, length: int, block: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "CHUNK_CHARS", length)
         texts = [text[i : i + block] for i in range(0, len(text), block)]
-        found = list(cut(texts, where="here"))
+        found = list(cut(texts, where="here", cuts=GPT2.cuts))
     assert "".join(chunk.text for chunk in found) == text
     assert (
         [chunk.begins for chunk in found] == [True] + [False] * (len(found) - 1)
@@ -35,11 +35,11 @@ def test_chunks_give_the_ids_of_the_full_text(text: str, length: int, block: int
         else not found
     )
     whole = [END_OF_TEXT, *gpt2_encoding().encode_ordinary(text)] if text else []
-    assert encode_chunks(found).ids.tolist() == whole
+    assert encode_chunks(found, GPT2).ids.tolist() == whole
 
 
 def test_text_with_many_places_to_cut_is_cut() -> None:
-    found = list(cut(["word " * 1_000_000], where="here"))
+    found = list(cut(["word " * 1_000_000], where="here", cuts=GPT2.cuts))
     assert len(found) == 5
     assert max(len(chunk.text) for chunk in found) < encode.CHUNK_CHARS + 10
 
@@ -50,10 +50,10 @@ def test_what_has_no_white_space_for_millions_of_characters_is_rejected(
     monkeypatch.setattr(encode, "CHUNK_CHARS", 100)
     monkeypatch.setattr(encode, "LONGEST_WORD", 1000)
     with pytest.raises(DataError, match=r"b\.txt: .* without white space; is this text"):
-        list(cut(["A" * 5000], where="b.txt"))
+        list(cut(["A" * 5000], where="b.txt", cuts=GPT2.cuts))
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
-    (chunk,) = cut(["a\ud800b"], where="here")
+    (chunk,) = cut(["a\ud800b"], where="here", cuts=GPT2.cuts)
     expected = gpt2_encoding().encode_ordinary("a\ufffdb")
-    assert encode_chunks([chunk]).ids.tolist() == [END_OF_TEXT, *expected]
+    assert encode_chunks([chunk], GPT2).ids.tolist() == [END_OF_TEXT, *expected]

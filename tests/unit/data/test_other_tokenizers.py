@@ -16,7 +16,7 @@ from gpt2lab.data.prepare.existing import Wanted, adopt
 from gpt2lab.data.shards import TokenData, open_data, tokenizer_of
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
-from gpt2lab.errors import DataError
+from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
@@ -213,3 +213,6 @@ def test_files_of_another_program_take_a_named_tokenizer(tmp_path: Path, elsewhe
     assert len(facts.lengths) == len(TEXT)
     with pytest.raises(DataError, match="bytes's end at 256"):
         adopt(folder, Wanted(tokenizer="bytes"), tmp_path / "other")
+    with pytest.raises(ConfigError, match="--end_token <end>: needs --tokenizer with its file"):
+        adopt(folder, Wanted(end_token="<end>"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()

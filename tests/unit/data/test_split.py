@@ -158,7 +158,7 @@ def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path: Path) -> None:
 def test_two_workers_may_finish_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a cluster a task that was taken for dead may still be running."""
     source = open_source(str(write_jsonl(tmp_path / "c.jsonl", MANY)), text_column="text")
-    (task,) = plan_preparation(source, Sizes(val_tokens=700)).tasks
+    (task,) = plan_preparation(source, Sizes(val_tokens=700), tokenizer=GPT2).tasks
     original, staging = work._write, tmp_path / "groups"
     staging.mkdir()
 

@@ -16,7 +16,7 @@ from gpt2lab.config.schema import ModelConfig
 from gpt2lab.evaluation.completion import Completer, Style
 from gpt2lab.evaluation.generation import _pick, draw, sample_text
 from gpt2lab.model.gpt import GPT, build_model
-from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
 from launch import ask
 from tiny import VOCAB
@@ -87,7 +87,14 @@ def test_a_text_that_outgrows_the_context_keeps_its_newer_half(folder: Path) -> 
 
     def greedy(prompt: list[int], count: int) -> list[int]:
         generators = [torch.Generator()]
-        more = draw(model, prompt, max_new_tokens=count, generators=generators, temperature=0)
+        more = draw(
+            model,
+            prompt,
+            max_new_tokens=count,
+            generators=generators,
+            temperature=0,
+            end_of_text=END_OF_TEXT,
+        )
         return [drawn[0] for drawn in more]
 
     prompt = list(range(40, 70))
@@ -148,7 +155,7 @@ def test_a_text_that_ended_does_not_end_the_others(folder: Path, monkeypatch: An
 
     monkeypatch.setattr(model, "head", certain)
     generators = [torch.Generator(), torch.Generator()]
-    found = list(draw(model, [1], max_new_tokens=9, generators=generators))
+    found = list(draw(model, [1], max_new_tokens=9, generators=generators, end_of_text=50256))
     assert found == [[17, 18], [50256, 18], [50256, 18], [50256, 50256]]
 
 
@@ -284,7 +291,10 @@ def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_
 
 def continued(model: GPT, prompt: list[int], *, seed: int = 0, **settings: Any) -> list[int]:
     generators = [torch.Generator().manual_seed(seed)]
-    return [id for (id,) in draw(model, prompt, generators=generators, **settings)]
+    return [
+        id
+        for (id,) in draw(model, prompt, generators=generators, end_of_text=END_OF_TEXT, **settings)
+    ]
 
 
 def test_padding_ids_are_never_drawn_however_high_their_logits(padded_model, monkeypatch) -> None:

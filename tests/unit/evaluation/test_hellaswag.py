@@ -18,7 +18,7 @@ from gpt2lab.evaluation.hellaswag_items import STYLES
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.model.gpt import GPT, build_model
-from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from tiny import write_items
 
 
@@ -48,7 +48,7 @@ def measure(
 ) -> Results:
     runtime = runtime or on_cpu()
     result = HellaSwag(
-        load_questions(path),
+        load_questions(path, GPT2),
         context_length=model.config.context_length,
         strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
         runtime=runtime,
@@ -145,7 +145,9 @@ def test_any_batch_size_picks_the_same_and_scores_within_rounding(
 
 
 def test_batches_hold_each_row_once_and_do_not_waste(tmp_path: Path) -> None:
-    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40)).sequences("harness")
+    pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2).sequences(
+        "harness"
+    )
     rows = make_rows(pieces, context_length=64, first_slot=0)
     batches = cut_batches(rows, batch_tokens=300)
     assert sorted(slot for batch in batches for row in batch for slot in row.slots) == list(
@@ -156,7 +158,7 @@ def test_batches_hold_each_row_once_and_do_not_waste(tmp_path: Path) -> None:
 
 
 def test_the_subset_is_the_same_every_time(tmp_path: Path) -> None:
-    questions = load_questions(write_items(tmp_path / "items.jsonl", count=40))
+    questions = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2)
     subset = questions.subset(10)
     assert len(subset) == 10
     assert subset.fingerprint == questions.subset(10).fingerprint != questions.fingerprint
@@ -177,7 +179,7 @@ def test_a_long_context_is_cut_on_the_left(model: GPT, tmp_path: Path) -> None:
     for count in (300, 301):
         row["ctx_a"] = row["ctx"] = "word " * count + "end."
         (tmp_path / "long.jsonl").write_text(json.dumps(row))
-        pieces = load_questions(tmp_path / "long.jsonl").sequences("harness")
+        pieces = load_questions(tmp_path / "long.jsonl", GPT2).sequences("harness")
         assert len(make_rows(pieces, context_length=64, first_slot=0)) == 4
         sums.append(measure(model, tmp_path / "long.jsonl").details["harness_nats"])
     np.testing.assert_array_equal(sums[0], sums[1])
@@ -197,7 +199,7 @@ def test_an_evaluation_asked_to_stop_has_no_result(model: GPT, tmp_path: Path) -
     runtime = on_cpu()
     strategy = Strategy(runtime, SystemConfig(dtype="fp32"))
     scorer = HellaSwag(
-        load_questions(write_items(tmp_path / "items.jsonl")),
+        load_questions(write_items(tmp_path / "items.jsonl"), GPT2),
         context_length=64,
         strategy=strategy,
         runtime=runtime,

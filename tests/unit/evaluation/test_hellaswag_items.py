@@ -17,7 +17,7 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation import hellaswag_tokens
 from gpt2lab.evaluation.hellaswag_items import Item, fetch_hellaswag, read_items, tokenize
 from gpt2lab.evaluation.hellaswag_tokens import Questions, load_questions
-from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training import resolve as starts
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve, with_hellaswag
@@ -89,7 +89,7 @@ def test_the_two_texts_of_an_item() -> None:
     endings = ("[step] Stir [it] well.", "a", "b  c", "d [title] e")
     item = Item("X. then [x]", ("X.", "then [x]"), "Tea", endings, 0)
     decode = gpt2_encoding().decode
-    harness, tutorial = tokenize(item, "harness"), tokenize(item, "tutorial")
+    harness, tutorial = tokenize(item, "harness", GPT2), tokenize(item, "tutorial", GPT2)
     assert decode(harness.context) == "Tea: X. Then"
     # The harness moves the space at the context's end to the ending, and counts the ending without either.
     assert [decode(ids) for ids in harness.endings] == ["   Stir well.", "  a", "  b c", "  d. e"]
@@ -116,23 +116,23 @@ def equal(a: Questions, b: Questions) -> bool:
 
 def test_items_are_tokenised_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path = write_items(tmp_path / "items.jsonl")
-    first = load_questions(path)
+    first = load_questions(path, GPT2)
     assert (tmp_path / ".items.jsonl.tokens").exists()
     request.getfixturevalue("no_tokenizing")
-    assert equal(load_questions(path), first)
+    assert equal(load_questions(path, GPT2), first)
     write_items(path, count=5)
     with pytest.raises(AssertionError, match="tokenised again"):
-        load_questions(path)
+        load_questions(path, GPT2)
 
 
 def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
     path, cache = write_items(tmp_path / "items.jsonl"), tmp_path / ".items.jsonl.tokens"
-    first = load_questions(path)
+    first = load_questions(path, GPT2)
     whole = cache.read_bytes()
     flipped = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]
     for content in (b"", b"\n", whole[:-1], flipped, b"\xff" * 100):
         cache.write_bytes(content)
-        assert equal(load_questions(path), first)
+        assert equal(load_questions(path, GPT2), first)
         assert cache.read_bytes() == whole
 
 
@@ -142,11 +142,11 @@ def test_where_nothing_can_be_written_it_works_all_the_same(
     path = write_items(tmp_path / "items.jsonl")
     (tmp_path / ".items.jsonl.tokens").mkdir()  # in the way of the file
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    first = load_questions(path)
+    first = load_questions(path, GPT2)
     assert [file.suffix for file in (tmp_path / "cache" / "gpt2lab").iterdir()] == [".tokens"]
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert equal(load_questions(path), first)
+    assert equal(load_questions(path, GPT2), first)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         *(".items.jsonl.tokens", "cache", "file", "items.jsonl")
     ]

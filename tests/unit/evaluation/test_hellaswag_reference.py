@@ -24,6 +24,7 @@ from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.tokenizers.gpt2 import GPT2
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -42,7 +43,7 @@ def scored(items: Path, description: dict[str, Any], **options: Any) -> Results:
     runtime = Runtime()
     runtime.use(SystemConfig(device="cpu"))
     result = HellaSwag(
-        load_questions(items),
+        load_questions(items, GPT2),
         context_length=description["context_length"],
         strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
         runtime=runtime,

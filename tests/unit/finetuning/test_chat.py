@@ -70,7 +70,7 @@ def test_what_was_said_is_the_context_until_it_no_longer_fits() -> None:
         answer = "".join(chat.ask(question))
         said.append(Turn("user", question))
         ids, at_most = echo.asked[-1]
-        assert ids == encode(said[-len(chat.turns) + 1 :])[0]
+        assert ids == encode(said[-len(chat.turns) + 1 :], GPT2)[0]
         assert at_most == 12
         assert len(ids) + at_most <= CONTEXT
         said.append(Turn("assistant", answer.strip()))
@@ -135,7 +135,7 @@ def test_an_export_keeps_the_template(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
     for count in (2, 3, 5):
         ids = tokenizer.apply_chat_template(messages[:count], return_dict=False)
-        assert list(ids) == encode(turns[:count])[0]
+        assert list(ids) == encode(turns[:count], GPT2)[0]
 
 
 # -- answers, compared with those held out ---------------------------------------------------------------------------
@@ -153,13 +153,13 @@ def test_the_last_exchange_of_a_row_is_found_again() -> None:
             Turn("assistant", "D d d"),
         ],
     ]
-    part = [Encoded(*encode(turns), digest=str(n)) for n, turns in enumerate(spoken)]
+    part = [Encoded(*encode(turns, GPT2), digest=str(n)) for n, turns in enumerate(spoken)]
     for packing in ("on", "off"):
-        rows: Rows = build_rows(part, CONTEXT, packing=packing)  # type: ignore[arg-type]
+        rows: Rows = build_rows(part, CONTEXT, packing=packing, tokenizer=GPT2)  # type: ignore[arg-type]
         found = last_exchanges(rows)
         for turns, (prompt, answer) in zip(spoken, found, strict=True):
-            assert prompt == encode(turns[:-1])[0]
-            assert [*prompt, *answer] == encode(turns)[0][:-1]
+            assert prompt == encode(turns[:-1], GPT2)[0]
+            assert [*prompt, *answer] == encode(turns, GPT2)[0][:-1]
 
 
 def test_answers_are_compared_where_asked(folder: Path) -> None:
@@ -197,6 +197,6 @@ def test_a_completer_stops_where_it_is_told(folder: Path) -> None:
         dtype="fp32",
         style=Style(max_new_tokens=20, temperature=0.0, top_k=0, seed=0),
     )
-    ids = encode([Turn("user", "Hi")])[0]
+    ids = encode([Turn("user", "Hi")], GPT2)[0]
     assert "".join(completer.stream(ids, number=0, place=0)) == "Hello there"
     assert "".join(completer.stream(ids, number=0, place=0, at_most=1)) == "Hello"

@@ -27,7 +27,7 @@ from gpt2lab.model.gpt import GPT, Block
 from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
 from gpt2lab.tokenizers.chat_template import Turn, encode
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def loss_and_gradient(model: GPT, rows: Rows, pieces: int = 1) -> tuple[float, t
     total = 0.0
     model.zero_grad()
     for x, y in zip(ids[:, :-1].chunk(pieces), targets.chunk(pieces), strict=True):
-        loss = PackedGPT(model)(x, y) / rows.targets()
+        loss = PackedGPT(model, END_OF_TEXT)(x, y) / rows.targets()
         loss.backward()
         total += loss.item()
     return total, torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
@@ -62,7 +62,7 @@ def loss_and_gradient(model: GPT, rows: Rows, pieces: int = 1) -> tuple[float, t
 
 def test_only_answers_and_their_ends_are_targets() -> None:
     turns = [Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yo <|endoftext|>")]
-    ids, is_answer = encode([*turns, Turn("user", "More"), Turn("assistant", "No")])
+    ids, is_answer = encode([*turns, Turn("user", "More"), Turn("assistant", "No")], GPT2)
     text = gpt2_encoding().decode(ids)
     assert text == (
         "<|endoftext|>Be brief.\n\n### Instruction:\nHi\n\n### Response:\nYo <|endoftext|><|endoftext|>"
@@ -102,7 +102,11 @@ def test_packed_conversations_do_not_see_each_other(folder: Path, model: GPT) ->
     def losses(rows: Rows, *, apart: bool) -> dict[int, torch.Tensor]:
         ids = torch.from_numpy(rows.ids.astype(np.int64))
         with torch.no_grad():
-            hidden = hidden_of_rows(model, ids[:, :-1]) if apart else model.hidden(ids[:, :-1])
+            hidden = (
+                hidden_of_rows(model, ids[:, :-1], END_OF_TEXT)
+                if apart
+                else model.hidden(ids[:, :-1])
+            )
             each = token_losses(model.head(hidden), ids[:, 1:])
         owner = torch.from_numpy(rows.owner[:, 1:])
         return {n: each[owner == n] for n in range(int(owner.max()) + 1)}
@@ -160,7 +164,8 @@ def test_an_epoch_trains_every_answer_once_on_any_number_of_processes(
 ) -> None:
     rows = rows_of(folder, packing)["train"]
     order = order_of(rows)
-    rows = Rows(rows.ids[: len(rows) // 2 * 2], rows.owner[: len(rows) // 2 * 2])
+    even = len(rows) // 2 * 2
+    rows = Rows(rows.ids[:even], rows.owner[:even], rows.tokenizer)
     order = order_of(rows)
     seen = {}
     for world in (1, 2):
@@ -199,7 +204,9 @@ def test_the_demo_conversations_are_usable() -> None:
     conversations = read_conversations("demo")
     assert len(conversations) >= 60
     assert len({one.turns for one in conversations}) == len(conversations)
-    data = open_instructions(override(Config(), {"instructions": "demo", "context_length": 128}))
+    data = open_instructions(
+        override(Config(), {"instructions": "demo", "context_length": 128}), GPT2
+    )
     assert not data.warnings
 
 
@@ -214,7 +221,7 @@ def test_held_out_conversations_that_begin_with_a_learned_one_are_counted(tmp_pa
     def warnings(talks: list[list[dict[str, str]]]) -> tuple[str, ...]:
         path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
         changes = {"instructions": str(path), "context_length": 128, "val_fraction": 0.5}
-        return open_instructions(override(Config(), changes)).warnings
+        return open_instructions(override(Config(), changes), GPT2).warnings
 
     (warning,) = warnings([*short, *(talk + more for talk in short)])
     assert re.fullmatch(r"\d+ held-out conversations begin with one that is learned", warning)
@@ -294,7 +301,7 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> N
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     settings = {"instructions": str(path), "context_length": CONTEXT}
-    data = open_instructions(override(Config(), settings))
+    data = open_instructions(override(Config(), settings), GPT2)
     assert data.conversations == {"train": 3, "val": 1}
     empty, long = data.warnings
     assert empty == f"1 conversations with an empty answer left out, first {path}:5"
@@ -302,7 +309,7 @@ def test_empty_and_long_ones_are_left_out_counted_and_named(tmp_path: Path) -> N
     assert re.search(rf"first {path}:6 has \d+$", long)
     path.write_text("\n".join(map(json.dumps, lines[4:])))
     with pytest.raises(DataError, match="of 0 usable conversations none is left for train"):
-        open_instructions(override(Config(), settings))
+        open_instructions(override(Config(), settings), GPT2)
     path.write_text("\n\n")
     with pytest.raises(DataError, match=r"holds no conversations; a line holds \"messages\""):
-        open_instructions(override(Config(), settings))
+        open_instructions(override(Config(), settings), GPT2)

@@ -26,7 +26,7 @@ from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
 from gpt2lab.optim.optimizers import BETAS, EPS, build_optimizers
-from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
+from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
 from gpt2lab.training.train_step import train_step
 from launch import ask
 
@@ -141,7 +141,7 @@ def without_padding(model: GPT) -> GPT:
 
 def batches(folder: Path, steps: int) -> list[GlobalBatch]:
     settings = {"instructions": str(folder / "pairs.jsonl"), "packing": "off"}
-    data = open_instructions(override(Config(), {"context_length": CONTEXT, **settings}))
+    data = open_instructions(override(Config(), {"context_length": CONTEXT, **settings}), GPT2)
     rows, plan = data.rows["train"], BatchPlan(4, 2, 2, 1, CONTEXT)
     order = order_of(rows)
     loader = RowLoader(order, rows, plan, rank=0, device=torch.device("cpu"))
@@ -184,7 +184,7 @@ def test_losses_are_those_of_peft(folder: Path) -> None:
         weight_decay=0.0,
     )
     strategy = Strategy(Runtime(), SystemConfig(dtype="fp32"))
-    trained, found, expected = PackedGPT(model), [], []
+    trained, found, expected = PackedGPT(model, GPT2.end_of_text), [], []
     for batch in steps:
         stats = train_step(
             trained, optimizers, batch, rate, strategy=strategy, grad_clip=0.0, seed=1

@@ -31,6 +31,7 @@ from gpt2lab.model.lora import add_lora
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.memory import PARTS, PRETRAINING, Memory, StepMemory
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 from gpt2lab.training.train_step import train_step
 from one_process import CPU, Alone, batch_of, shape
 
@@ -281,7 +282,11 @@ def real_peak(
     if tuning.lora_r:
         add_lora(model, tuning)
     strategy = Alone(dtype, recompute=recompute)
-    wrapped = strategy.prepare(model, PackedGPT) if tuning.instructions else strategy.prepare(model)
+    wrapped = (
+        strategy.prepare(model, lambda m: PackedGPT(m, END_OF_TEXT))
+        if tuning.instructions
+        else strategy.prepare(model)
+    )
     optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
     return peak_of_step(wrapped, optimizers, batch_of(config, B, A), strategy)
 

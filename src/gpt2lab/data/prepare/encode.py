@@ -19,7 +19,6 @@ import numpy as np
 
 from gpt2lab.data.prepare.readers import BadRecordsError, Stream
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 
 CHUNK_CHARS = 1 << 20
@@ -36,9 +35,7 @@ class Chunk:
     begins: bool
 
 
-def cut(
-    blocks: Iterable[str], *, where: str, cuts: re.Pattern[str] | None = GPT2.cuts
-) -> Iterator[Chunk]:
+def cut(blocks: Iterable[str], *, where: str, cuts: re.Pattern[str] | None) -> Iterator[Chunk]:
     """Cut a document, read in blocks of any length, into chunks of about a million characters.
 
     `cuts`: where the tokenizer allows it; None means nowhere. The ids of the chunks, joined, are exactly those of the
@@ -166,7 +163,7 @@ def _work(pipe: Connection, tokenizer: Tokenizer) -> None:
                 pipe.send(error)
 
 
-def encode_chunks(chunks: list[Chunk], tokenizer: Tokenizer = GPT2) -> Encoded:
+def encode_chunks(chunks: list[Chunk], tokenizer: Tokenizer) -> Encoded:
     """Return some chunks as ids.
 
     Raises: DataError if the tokenizer has no ids for a text.

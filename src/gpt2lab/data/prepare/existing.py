@@ -259,6 +259,8 @@ def _common_layout(files: list[TokenFile]) -> Layout:
 def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: Wanted) -> Tokenizer | None:
     """Return the typed tokenizer, or that which the files are known to be of; None for an unknown one."""
     typed = wanted.tokenizer
+    if wanted.end_token is not None and typed in (None, UNKNOWN):
+        raise ConfigError(f"--end_token {wanted.end_token}: needs --tokenizer with its file")
     for file in files:
         _check_tokenizer(file, typed)
     if typed == UNKNOWN:

@@ -11,7 +11,7 @@ from gpt2lab.data.prepare.groups import deal
 from gpt2lab.data.prepare.pipeline import Sizes, plan_preparation
 from gpt2lab.data.prepare.readers import BadRecordsError, Document, read
 from gpt2lab.data.prepare.sources import Source
-from gpt2lab.tokenizers.gpt2 import CUTS
+from gpt2lab.tokenizers.gpt2 import GPT2
 
 _GROUP_BYTES = 64_000_000
 
@@ -24,7 +24,7 @@ def learning_texts(
     max_tokens: int | None = None,
     skip_bad: bool = False,
     with_held_out: bool = False,
-    cuts: re.Pattern[str] | None = CUTS,
+    cuts: re.Pattern[str] | None,
 ) -> Iterator[str]:
     """Yield texts of the documents that a preparation with the same token counts trains on, up to `max_bytes` in all.
 
@@ -34,7 +34,9 @@ def learning_texts(
 
     Raises: DataError on a record that cannot be read, unless `skip_bad`.
     """
-    plan = plan_preparation(source, Sizes(val_tokens=val_tokens, max_tokens=max_tokens))
+    # The one that is learned will hold about as many bytes a token as GPT-2's.
+    sizes = Sizes(val_tokens=val_tokens, max_tokens=max_tokens)
+    plan = plan_preparation(source, sizes, tokenizer=GPT2)
     threshold = 0 if with_held_out else plan.tasks[0].rule.threshold
     seen = 0
     for group in deal(source.files, group_bytes=_GROUP_BYTES, shuffle=True):

@@ -127,7 +127,7 @@ def plan_preparation(
     part: tuple[int, int] = (1, 1),
     skip_bad: bool = False,
     shuffle: bool = False,
-    tokenizer: Tokenizer = GPT2,
+    tokenizer: Tokenizer,
 ) -> Plan:
     """Deal the source into groups and decide which documents are held out.
 
@@ -203,7 +203,7 @@ def prepare(
     part: tuple[int, int] = (1, 1),
     skip_bad: bool = False,
     shuffle: bool = False,
-    tokenizer: Tokenizer = GPT2,
+    tokenizer: Tokenizer,
     ray_address: str | None = None,
 ) -> Result | None:
     """Tokenise a source into `folder`; return None if the same data of the same tokenizer is there already.
