@@ -125,9 +125,9 @@ def plan_runs(
 
 def _start_of(command: Command) -> "Start":
     """Decide what the trainer would do; reject an old run that had other settings."""
-    from gpt2lab.training.resolve import resolve
+    from gpt2lab.training.resolve import fresh_settings, resolve
 
-    fresh = command.fresh()
+    fresh, _ = fresh_settings(command)
     run_dir = fresh.checkpoint.checkpoint_dir / str(fresh.checkpoint.run_name)
     if (run_dir / "config.json").exists():
         wanted, had = to_flat(fresh), to_flat(history.read_config(run_dir))

@@ -44,6 +44,19 @@ from gpt2lab.training.stop import find_deadlines
 _HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
 
 
+def fresh_settings(
+    command: Command, recipe: Recipe = PRETRAINING
+) -> tuple[Config, InitialWeights | None]:
+    """Return the settings of a start that resumes nothing, with what follows from --init_from and the data.
+
+    Raises: CheckpointError or DataError if those cannot be read; ConfigError if the command line contradicts them.
+    """
+    config, initial = command.fresh(), None
+    if config.init.init_from is not None:
+        config, initial = begin_from(command, config)
+    return recipe.defaults(command, config), initial
+
+
 def resolve(
     command: Command,
     recipe: Recipe = PRETRAINING,
@@ -73,11 +86,9 @@ def resolve(
         saved = override(Config(), checkpoint.manifest["config"])
         config = _resumed_settings(command, saved, run_dir)
     else:
-        config = typed
-        if config.init.init_from is not None:
-            config, initial = begin_from(command, config)
+        config, initial = fresh_settings(command, recipe)
+        if initial is not None:
             warnings = [*warnings, *initial.target.warnings]
-        config = recipe.defaults(command, config)
         if run_dir is None:
             run_dir = _fresh_folder(config)
             config = override(config, {"run_name": run_dir.name})
