@@ -42,20 +42,25 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds with its standard error, None of a single seed."""
+    """A mean over seeds, its standard error, and half its 95 % interval by Student's t; both None of a single seed."""
 
     value: float
     error: float | None
+    half_interval: float | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of the table; what some seed did not reach is None."""
+    """One setting of the table; what some seed did not reach is None.
+
+    Differences and ratios are to the baseline with the same seed, so that their intervals are those of a paired test.
+    """
 
     setting: str
     seeds: int
     tokens: int
     loss: Mean
+    loss_difference: Mean | None  # None if the baseline ended after other tokens
     tokens_to_loss: Mean | None
     tokens_ratio: Mean | None
     seconds_to_loss: Mean | None
@@ -103,9 +108,14 @@ def reach(curve: Curve, target: float) -> tuple[float, float] | None:
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Return mean and standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Mean(statistics.fmean(values), error)
+    """Return the mean of one value a seed, with its errors."""
+    n = len(values)
+    if n < 2:
+        return Mean(values[0], None, None)
+    from scipy.special import stdtrit  # 0.1 s that --help need not wait for
+
+    error = statistics.stdev(values) / math.sqrt(n)
+    return Mean(statistics.fmean(values), error, float(stdtrit(n - 1, 0.975)) * error)
 
 
 def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row]:
@@ -131,22 +141,27 @@ def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row
             ratios = [a[unit] / b[unit] for a, b in pairs]
             means.append(mean(ratios) if len(ratios) == len(own) else None)
         tokens, tokens_ratio, seconds, seconds_ratio = means
+        difference = None
+        if own[0].tokens[-1] == baseline[0].tokens[-1]:
+            paired = zip(own, baseline, strict=True)
+            difference = mean([mine.losses[-1] - base.losses[-1] for mine, base in paired])
         last = mean([curve.losses[-1] for curve in own])
-        row = (last, tokens, tokens_ratio, seconds, seconds_ratio, len(reached))
+        row = (last, difference, tokens, tokens_ratio, seconds, seconds_ratio, len(reached))
         rows.append(Row(setting, len(own), own[0].tokens[-1], *row))
     return rows
 
 
 def write_markdown(rows: Sequence[Row], *, target: float | None) -> str:
-    """Write the table, with standard errors over the seeds."""
+    """Write the table; what stands behind ± is half of a 95 % interval over the seeds."""
     goal = f"loss {target:g}" if target is not None else "the first's last loss"
-    header = ("setting", "seeds", "tokens", "last val loss", f"tokens to {goal}", "ratio")
-    lines = [[*header, "seconds to it", "ratio"]]
+    header = ("setting", "seeds", "tokens", "last val loss", "difference", f"tokens to {goal}")
+    lines = [[*header, "ratio", "seconds to it", "ratio"]]
     for row in rows:
         missing = f"not reached ({row.reached} of {row.seeds})"
         lines.append(
             [
                 *(row.setting, str(row.seeds), f"{row.tokens:,}", _show(row.loss, "{:.4f}")),
+                _show(row.loss_difference, "{:+.4f}"),
                 _show(row.tokens_to_loss, "{:,.0f}") if row.tokens_to_loss else missing,
                 _show(row.tokens_ratio, "{:.3f}"),
                 _show(row.seconds_to_loss, "{:,.1f}"),
@@ -154,14 +169,15 @@ def write_markdown(rows: Sequence[Row], *, target: float | None) -> str:
             ]
         )
     head, *body = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+    note = "±: half of the 95 % interval over seeds (Student's t); differences and ratios are taken seed by seed."
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body, "", note])
 
 
 def _show(found: Mean | None, form: str) -> str:
     if found is None:
         return "n/a"
-    error = "" if found.error is None else f" ± {form.format(found.error)}"
-    return form.format(found.value) + error
+    half = found.half_interval
+    return form.format(found.value) + (f" ± {form.format(half).lstrip('+')}" if half else "")
 
 
 def write_table(

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 import launch
+from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.commands import ablate
 from gpt2lab.commands.ablate import carry_out, plan_runs, read_settings
 from gpt2lab.commands.ablation_table import Curve, Mean, compare, mean, reach, write_table
 from gpt2lab.config.command_line import parse
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB
 
@@ -76,7 +78,7 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     fast = Curve((100, 200), (1.5, 3.0), (4.0, 3.0))
     half = Curve((100, 200), (1.5, 3.0), (4.5, 3.0))
     base, rival = compare({"a": [FALLING, slow], "b": [half, fast]}, target=None)
-    assert (base.tokens_ratio, base.tokens_to_loss) == (Mean(1.0, 0.0), Mean(300.0, 0.0))
+    assert (base.tokens_ratio, base.tokens_to_loss) == (Mean(1.0, 0, 0), Mean(300.0, 0, 0))
     first, second = (100 + 100 * (1.0 / 1.5)) / 300, 100 / 300
     assert rival.tokens_ratio is not None
     assert rival.tokens_ratio.value == pytest.approx((first + second) / 2)
@@ -84,6 +86,23 @@ def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
     assert rival.seconds_ratio is not None
     assert rival.seconds_ratio.value == pytest.approx((2.5 / 3.0 + 1.5 / 6.0) / 2)
     assert (rival.tokens, rival.reached) == (200, 2)
+    assert rival.loss_difference is None  # after fewer tokens
+    assert base.loss_difference == Mean(0, 0, 0)
+
+
+def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
+    """Differences -0.5, -0.75, -0.4: mean -0.55, sd 0.180278, and t(2 df) at 97.5 % is 4.302653."""
+
+    def ends(loss: float) -> Curve:
+        return Curve((100, 200), (1.0, 2.0), (9.0, loss))
+
+    base = [ends(3.0), ends(4.0), ends(5.0)]
+    _, rival = compare({"a": base, "b": [ends(2.5), ends(3.25), ends(4.6)]}, target=None)
+    found = rival.loss_difference
+    assert found is not None
+    assert found.value == pytest.approx(-0.55)
+    assert found.error == pytest.approx(0.180278 / 3**0.5, rel=1e-5)
+    assert found.half_interval == pytest.approx(4.302653 * 0.180278 / 3**0.5, rel=1e-5)
 
 
 def test_a_loss_that_a_seed_does_not_reach_has_no_mean() -> None:
@@ -91,8 +110,7 @@ def test_a_loss_that_a_seed_does_not_reach_has_no_mean() -> None:
     _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)
     assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (None, None, 1)
     assert rival.loss == mean([3.5, 9.0])
-    assert mean([1.0]) == Mean(1.0, None)
-    assert mean([1.0, 2.0, 3.0]) == Mean(2.0, pytest.approx(1 / 3**0.5))
+    assert mean([1.0]) == Mean(1.0, None, None)
 
 
 # -- the runs ----------------------------------------------------------------------------------------------------
@@ -160,6 +178,20 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(
             seeds=(1,),
             out=tmp_path,
         )
+
+
+def test_the_vocabulary_follows_the_data(
+    shared: list[str], started: list[str], tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
+    flags = [flag for flag in shared if not flag.startswith(("--vocab_size", "--data_dir"))]
+    flags.append(f"--data_dir={tmp_path / 'data'}")
+    settings = {"a": [], "b": ["--max_lr=0.01"]}
+    carry_out(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"), say=lambda line: None)
+    said: list[str] = []
+    carry_out(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"), say=said.append)
+    assert (len(started), said[-1]) == (2, "[2/2] b_seed1: complete")
 
 
 def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
