@@ -175,12 +175,12 @@ def _ours(corpus: Path, workers: int) -> tuple[int, float]:
         tokenizer=GPT2,
     )
     assert result is not None
-    held_back = result.manifest["split"]["held_back_tokens"]  # tokenised, but in neither split
+    held_back = result.manifest["split"]["held_back_tokens"]  # tokenized, but in neither split
     return result.total("tokens") + held_back, time.perf_counter() - began
 
 
 def _tutorial(corpus: Path, workers: int) -> tuple[int, float]:
-    """Tokenise by documents in a pool, into one array of a shard's size, saved whenever it is full."""
+    """Tokenize by documents in a pool, into one array of a shard's size, saved whenever it is full."""
     began = time.perf_counter()
     shard, filled, total, count = np.empty(_SHARD_TOKENS, np.uint16), 0, 0, 0
     with get_context("spawn").Pool(workers) as pool:

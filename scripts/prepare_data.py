@@ -1,4 +1,4 @@
-"""Tokenise text into the shards that the trainer reads."""
+"""Tokenize text into the shards that the trainer reads."""
 
 import sys
 

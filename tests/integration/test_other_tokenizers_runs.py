@@ -24,9 +24,10 @@ from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
+from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare.learning_text import learning_texts
 from gpt2lab.data.prepare.sources import open_source
-from gpt2lab.data.shards import open_data, write_manifest
+from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.tokenizers.chat_template import Turn, encode

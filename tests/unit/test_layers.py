@@ -46,6 +46,7 @@ WITHOUT_TORCH = [
     "runs.overview",
     "checkpoint.catalog",
     "checkpoint.listing",
+    "data.manifest",
     "data.shards",
     "data.formats",
     "data.order",

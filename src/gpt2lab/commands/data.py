@@ -174,7 +174,7 @@ def _size(folder: Path, manifest: dict[str, Any]) -> str:
 
 def _described(manifest: dict[str, Any]) -> str:
     """Say how the files of another program were taken: what was not typed can be checked here."""
-    from gpt2lab.data.shards import end_of_text_of
+    from gpt2lab.data.manifest import end_of_text_of
 
     files = manifest["files"]
     count = {split: sum(file["split"] == split for file in files) for split in ("train", "val")}

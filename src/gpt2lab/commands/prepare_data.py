@@ -1,4 +1,4 @@
-"""Tokenise text into the shards that the trainer reads.
+"""Tokenize text into the shards that the trainer reads.
 
 python scripts/prepare_data.py python-stdlib
 python scripts/prepare_data.py fineweb-edu
@@ -21,7 +21,7 @@ from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
 
 @dataclass(frozen=True)
 class PrepareData:
-    """Tokenise text into the shards that the trainer reads.
+    """Tokenize text into the shards that the trainer reads.
 
     After an interruption the same command line resumes where it stopped.
     """
@@ -46,7 +46,7 @@ class PrepareData:
     shuffle_documents: bool = option(
         False, "mix the documents of all files, in an order that depends on the files alone"
     )
-    num_workers: int | None = option(None, "tokenising processes; default one per core")
+    num_workers: int | None = option(None, "tokenizing processes; default one per core")
     group_bytes: int = option(
         1_000_000_000,
         "stored bytes per group of source files, the unit of work; another value gives other shards",

@@ -19,12 +19,9 @@ import numpy as np
 
 from gpt2lab import paths
 from gpt2lab.config.mixture import DataSources, Phase
+from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.data.order import VERSION, Order, Shuffle
-from gpt2lab.data.shards import (
-    TokenData,
-    fingerprint_of,
-    open_data,
-)
+from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.errors import ConfigError, DataError
 
 PATTERN = 4096  # places; a share is met to less than 1 / 4096

@@ -13,10 +13,15 @@ import numpy as np
 from tqdm import tqdm
 
 from gpt2lab import fmt, paths
-from gpt2lab.data.shards import (
+from gpt2lab.data.manifest import (
     MANIFEST,
     SPLITS,
     EndOfText,
+    read_manifest,
+    shards_folder,
+    tokenizer_of,
+)
+from gpt2lab.data.shards import (
     Shard,
     TokenData,
     document_ends,
@@ -24,9 +29,6 @@ from gpt2lab.data.shards import (
     measure_shard,
     open_data,
     open_listed,
-    read_manifest,
-    shards_folder,
-    tokenizer_of,
 )
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import Tokenizer

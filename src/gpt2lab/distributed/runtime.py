@@ -214,7 +214,7 @@ def use_fast_fp32_matmul() -> bool:
 def _use_deterministic_kernels() -> None:
     """Make torch choose kernels whose sums do not depend on the order of threads."""
     torch.use_deterministic_algorithms(True)
-    # No code here reads uninitialised memory, and filling it costs time.
+    # No code here reads uninitialized memory, and filling it costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

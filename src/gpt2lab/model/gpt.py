@@ -156,7 +156,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP; each reads a normalised copy of the residual stream and adds to it."""
+    """Attention, then MLP; each reads a normalized copy of the residual stream and adds to it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         caches: list[KVCache] | None = None,
     ) -> Tensor:
-        """Map ids (B, T) to the final normalised hidden states (B, T, C).
+        """Map ids (B, T) to the final normalized hidden states (B, T, C).
 
         `positions` (B, T) and `mask` (B, T, S; true = attends) allow several texts in one row; the default is one.
         """
@@ -251,10 +251,10 @@ class GPT(nn.Module):
 
 
 def empty_model(config: ModelConfig) -> GPT:
-    """Build a GPT on the CPU with uninitialised weights."""
+    """Build a GPT on the CPU with uninitialized weights."""
     with torch.device("meta"):  # no memory, no random numbers
         model = GPT(config)
-    assert not list(model.buffers()), "a buffer would be left uninitialised by to_empty"
+    assert not list(model.buffers()), "a buffer would be left uninitialized by to_empty"
     return model.to_empty(device="cpu")
 
 

@@ -15,8 +15,8 @@ from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, Optimizer, Parallel
 from gpt2lab.config.settings import find_problems, override, resolved
+from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import open_sources, training_order
-from gpt2lab.data.shards import tokenizer_of
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.planner import calibration

@@ -28,7 +28,7 @@ from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
-from gpt2lab.data.shards import MANIFEST
+from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError
 from gpt2lab.planner import calibration, hardware, machine, reports
 from gpt2lab.planner.ask import Ask, Predictor

@@ -14,8 +14,9 @@ from gpt2lab.config.command_line import Command
 from gpt2lab.config.derived import fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import Config
+from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import open_sources
-from gpt2lab.data.shards import TokenData, tokenizer_of
+from gpt2lab.data.shards import TokenData
 from gpt2lab.tokenizers.interface import Tokenizer
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A long document is tokenised in chunks: the ids must be those of the full text, whatever the text."""
+"""A long document is tokenized in chunks: the ids must be those of the full text, whatever the text."""
 
 from __future__ import annotations
 

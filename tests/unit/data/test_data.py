@@ -239,7 +239,7 @@ MEASURE_MEMORY = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from gpt2lab.data.shards import open_shard
+from gpt2lab.data.shards import (open_shard)
 from gpt2lab.data.windows import WindowReader
 
 def resident():

@@ -465,7 +465,7 @@ def test_a_folder_that_was_not_imported_says_how(tmp_path: Path) -> None:
 
 def rehash(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Edit shards.json by hand, and make its hash anew."""
-    from gpt2lab.data.shards import fingerprint_of
+    from gpt2lab.data.manifest import fingerprint_of
 
     path = folder / "shards.json"
     manifest = json.loads(path.read_text())

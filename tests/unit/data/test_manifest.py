@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.data.manifest import fingerprint_of, read_manifest
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.existing import Wanted, adopt
-from gpt2lab.data.shards import fingerprint_of, open_data, read_manifest
+from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.errors import DataError
 

@@ -11,9 +11,10 @@ import pytest
 
 import corpora
 from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.prepare.existing import Wanted, adopt
-from gpt2lab.data.shards import TokenData, open_data, tokenizer_of
+from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError

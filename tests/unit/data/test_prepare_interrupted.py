@@ -206,7 +206,7 @@ def test_killed_at_random_instants_by_workers_or_parent_gives_the_same_bytes(
         interrupted += 1
         if victim is not family and not (tmp_path / "out").exists():  # at the end none is needed
             assert process.returncode == 2
-            assert "a tokenising process died" in said.splitlines()[-1]
+            assert "a tokenizing process died" in said.splitlines()[-1]
         _, alive = psutil.wait_procs(workers, timeout=HANG_SECONDS)
         assert not alive, "a worker outlived its parent"
         assert interrupted < 60
@@ -224,7 +224,7 @@ def test_a_worker_killed_within_its_answer_ends_the_work_with_one_line(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encode, "_work", _die_within_the_answer)
-    with pytest.raises(DataError, match="a tokenising process died"):
+    with pytest.raises(DataError, match="a tokenizing process died"):
         run_prepare(corpus, tmp_path / "out", num_workers=2)
     assert not (tmp_path / "out").exists()
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from corpora import TEXTS, assert_divided, run_prepare, snapshot, write_jsonl
+from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare import pipeline, work, write
 from gpt2lab.data.prepare.assemble import merge
-from gpt2lab.data.prepare.encode import Chunk, Tokenisers, encode_chunks
+from gpt2lab.data.prepare.encode import Chunk, EncoderPool, encode_chunks
 from gpt2lab.data.prepare.groups import File, deal
 from gpt2lab.data.prepare.pipeline import Sizes, plan_preparation
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.prepare.split import KEYS, Divider, SplitRule, rule_by_documents
-from gpt2lab.data.shards import write_manifest
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2
 
@@ -165,13 +165,13 @@ def test_two_workers_may_finish_one_group(tmp_path: Path, monkeypatch: pytest.Mo
     def slow(*args: object) -> object:
         facts = original(*args)  # type: ignore[arg-type]
         monkeypatch.setattr(work, "_write", original)
-        with contextlib.closing(Tokenisers(1, GPT2)) as others:
+        with contextlib.closing(EncoderPool(1, GPT2)) as others:
             work.run_task(task, staging, others, lambda count: None)
         return facts
 
     monkeypatch.setattr(work, "_write", slow)
-    with contextlib.closing(Tokenisers(1, GPT2)) as tokenisers:
-        finished = work.run_task(task, staging, tokenisers, lambda count: None)
+    with contextlib.closing(EncoderPool(1, GPT2)) as pool:
+        finished = work.run_task(task, staging, pool, lambda count: None)
     assert sum(file["tokens"] for file in finished.files) == finished.facts["train_tokens"]
     assert [path.name for path in staging.iterdir()] == ["group_00000"]
     assert np.load(finished.folder / "val.npy").size == finished.facts["val_tokens"]

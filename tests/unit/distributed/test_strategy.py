@@ -190,7 +190,7 @@ def test_steps_norms_rejections_and_files_are_those_of_ddp(tmp_path: Path) -> No
 def test_evaluation_hellaswag_and_samples_are_those_of_one_process(
     tiny_data: Path, tmp_path: Path
 ) -> None:
-    # A copy: what was tokenised is kept beside the items.
+    # A copy: what was tokenized is kept beside the items.
     items = tmp_path / "items.jsonl"
     shutil.copy(Path(__file__).parents[2] / "golden" / "hellaswag_items.jsonl", items)
     more = (

@@ -16,7 +16,7 @@ import torch
 
 import launch
 from gpt2lab.config.command_line import parse
-from gpt2lab.data.shards import fingerprint_of
+from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.compare import compare
 from gpt2lab.evaluation.results import Results, read_results, write_results

@@ -104,7 +104,7 @@ def test_the_two_texts_of_an_item() -> None:
 @pytest.fixture
 def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def reject(*_: Any) -> None:
-        raise AssertionError("tokenised again")
+        raise AssertionError("tokenized again")
 
     monkeypatch.setattr(hellaswag_tokens, "tokenize", reject)
     return monkeypatch
@@ -114,14 +114,14 @@ def equal(a: Questions, b: Questions) -> bool:
     return a.fingerprint == b.fingerprint and np.array_equal(a.ending_chars, b.ending_chars)
 
 
-def test_items_are_tokenised_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_items_are_tokenized_once(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     path = write_items(tmp_path / "items.jsonl")
     first = load_questions(path, GPT2)
     assert (tmp_path / ".items.jsonl.tokens").exists()
     request.getfixturevalue("no_tokenizing")
     assert equal(load_questions(path, GPT2), first)
     write_items(path, count=5)
-    with pytest.raises(AssertionError, match="tokenised again"):
+    with pytest.raises(AssertionError, match="tokenized again"):
         load_questions(path, GPT2)
 
 

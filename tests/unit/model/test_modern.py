@@ -67,7 +67,7 @@ def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alon
     assert options_of(PLAIN) == ""
 
 
-def test_rotary_attention_with_normalised_heads_equals_a_naive_float64_reference() -> None:
+def test_rotary_attention_with_normalized_heads_equals_a_naive_float64_reference() -> None:
     """Pairs as complex numbers, each turned by its position times its frequency."""
     config = dataclasses.replace(PLAIN, n_head=3, n_embd=12, positions="rotary", qk_norm="rmsnorm")
     model = disturbed(config)

@@ -95,7 +95,7 @@ def test_its_files_are_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) 
         tokenizer.end_of_text,
         tokenizer.hash,
     )
-    again = pickle.loads(pickle.dumps(tokenizer))  # what a process that tokenises gets
+    again = pickle.loads(pickle.dumps(tokenizer))  # what a process that tokenizes gets
     assert again == tokenizer
     assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
     if tokenizer.files:

@@ -13,18 +13,11 @@ import numpy as np
 from tqdm import tqdm
 
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.data.manifest import FORMAT, MANIFEST, SPLITS, read_manifest, write_manifest
 from gpt2lab.data.prepare import write
 from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
-from gpt2lab.data.shards import (
-    FORMAT,
-    MANIFEST,
-    SPLITS,
-    open_shard,
-    read_manifest,
-    shard_name,
-    write_manifest,
-)
+from gpt2lab.data.shards import open_shard, shard_name
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of, sync_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import gpt2lab
-from gpt2lab.data.prepare.encode import Tokenisers
+from gpt2lab.data.prepare.encode import EncoderPool
 from gpt2lab.data.prepare.work import Finished, Task, read_finished, run_task
 from gpt2lab.errors import ConfigError, DataError
 
@@ -94,6 +94,6 @@ def _run(task: Task, folder: Path, cores: int) -> int:
         nonlocal counted
         counted += count
 
-    with contextlib.closing(Tokenisers(cores, task.tokenizer)) as tokenisers:
-        run_task(task, folder, tokenisers, on_tokens)
+    with contextlib.closing(EncoderPool(cores, task.tokenizer)) as pool:
+        run_task(task, folder, pool, on_tokens)
     return counted

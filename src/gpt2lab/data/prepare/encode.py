@@ -82,8 +82,8 @@ class Batch:
     empty: int
 
 
-class Tokenisers:
-    """Processes that tokenise; with one, this process does it."""
+class EncoderPool:
+    """Processes that tokenize; with one, this process does it."""
 
     def __init__(self, count: int, tokenizer: Tokenizer) -> None:
         self._count, self._tokenizer = count, tokenizer
@@ -125,7 +125,7 @@ class Tokenisers:
 
 
 class _Worker:
-    """A tokenising process, on a pipe whose far end it alone holds.
+    """A tokenizing process, on a pipe whose far end it alone holds.
 
     So the death of either side is an end of file for the other, even within a message. The executors of the standard
     library share one pipe for all results, and wait forever on the answer that a killed process had half written.
@@ -144,7 +144,7 @@ class _Worker:
             answer: Encoded | Exception = self.pipe.recv()
         except (EOFError, OSError) as error:
             raise DataError(
-                "a tokenising process died (out of memory?); run the same line again with fewer --num_workers"
+                "a tokenizing process died (out of memory?); run the same line again with fewer --num_workers"
             ) from error
         if isinstance(answer, Exception):
             raise answer

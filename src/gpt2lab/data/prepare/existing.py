@@ -17,19 +17,16 @@ from tqdm import tqdm
 
 from gpt2lab.data import formats
 from gpt2lab.data.formats import DTYPES, SUFFIXES, Layout, Place, TokenFile
-from gpt2lab.data.shards import (
+from gpt2lab.data.manifest import (
     FORMAT,
     MANIFEST,
-    RAW_SUFFIX,
     SPLITS,
     EndOfText,
     check_manifest,
     end_of_text_of,
-    measure_shard,
-    names_on_disk,
-    open_shard,
     write_manifest,
 )
+from gpt2lab.data.shards import RAW_SUFFIX, measure_shard, names_on_disk, open_shard
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.files import sha256_of, write_durably
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN

@@ -21,14 +21,15 @@ from tqdm import tqdm
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.data.manifest import MANIFEST, read_manifest
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
-from gpt2lab.data.prepare.encode import Tokenisers
+from gpt2lab.data.prepare.encode import EncoderPool
 from gpt2lab.data.prepare.groups import GROUP_BYTES, Group, Share, deal, of_part
 from gpt2lab.data.prepare.readers import digest_of
 from gpt2lab.data.prepare.sources import Source
 from gpt2lab.data.prepare.split import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
-from gpt2lab.data.shards import JOURNAL, MANIFEST, read_manifest
+from gpt2lab.data.shards import JOURNAL
 from gpt2lab.errors import DataError
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -206,7 +207,7 @@ def prepare(
     tokenizer: Tokenizer,
     ray_address: str | None = None,
 ) -> Result | None:
-    """Tokenise a source into `folder`; return None if the same data of the same tokenizer is there already.
+    """Tokenize a source into `folder`; return None if the same data of the same tokenizer is there already.
 
     The shards depend neither on `num_workers` (default: one per core), nor on parts or a Ray cluster, nor on
     interruptions. With `shuffle` documents are mixed, over all files as far as these are large.
@@ -283,8 +284,8 @@ class _Runner:
                     tasks, folder, on_tokens, address=self._ray_address, cores=self._num_workers
                 )
             tokenizer = tasks[0].tokenizer
-            with contextlib.closing(Tokenisers(self._num_workers, tokenizer)) as tokenisers:
-                return [run_task(task, folder, tokenisers, on_tokens) for task in tasks]
+            with contextlib.closing(EncoderPool(self._num_workers, tokenizer)) as pool:
+                return [run_task(task, folder, pool, on_tokens) for task in tasks]
 
 
 def _divide(

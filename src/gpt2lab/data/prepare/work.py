@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.data.prepare.encode import Tokenisers
+from gpt2lab.data.prepare.encode import EncoderPool
 from gpt2lab.data.prepare.groups import Group
 from gpt2lab.data.prepare.readers import Stream, digest_of, read
 from gpt2lab.data.prepare.split import Divider, SplitRule
@@ -64,9 +64,9 @@ class Finished:
 
 
 def run_task(
-    task: Task, staging: Path, tokenisers: Tokenisers, on_tokens: Callable[[int], object]
+    task: Task, staging: Path, pool: EncoderPool, on_tokens: Callable[[int], object]
 ) -> Finished:
-    """Read, tokenise and write a group below `staging`, unless that is done; `on_tokens` hears of progress.
+    """Read, tokenize and write a group below `staging`, unless that is done; `on_tokens` hears of progress.
 
     Raises: DataError; OSError if nothing can be written.
     """
@@ -79,7 +79,7 @@ def run_task(
     temporary = staging / f".{task.folder}.{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
-        facts = _write(task, temporary, tokenisers, on_tokens)
+        facts = _write(task, temporary, pool, on_tokens)
         write_durably(temporary / _FACTS, (json.dumps(facts) + "\n").encode())
         sync_folder(temporary)
         faultpoint("data.before_group", task.group.number)
@@ -123,7 +123,7 @@ def read_finished(folder: Path) -> Finished:
 
 
 def _write(
-    task: Task, folder: Path, tokenisers: Tokenisers, on_tokens: Callable[[int], object]
+    task: Task, folder: Path, pool: EncoderPool, on_tokens: Callable[[int], object]
 ) -> dict[str, Any]:
     divider = Divider(task.rule, budget=task.budget)
     digests: list[str] = []  # of the shares that were read to their end
@@ -141,7 +141,7 @@ def _write(
         ) as train,
         contextlib.closing(_Shuffler(folder, task, train) if task.shuffle else train) as sink,
         contextlib.closing(_documents(task, digests)) as documents,
-        contextlib.closing(tokenisers.encode(documents, skip_bad=task.skip_bad)) as batches,
+        contextlib.closing(pool.encode(documents, skip_bad=task.skip_bad)) as batches,
     ):
         for batch in batches:
             bad, empty, before = batch.bad, batch.empty, divider.tokens
