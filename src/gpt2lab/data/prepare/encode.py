@@ -218,7 +218,7 @@ def _jobs(
             empty += is_empty
         except BadRecordsError as error:  # also in the rest of a document that began well
             if not skip_bad:
-                raise
+                raise error.unless_skipped() from None
             bad += error.records
     if held:
         yield held, bad, empty

@@ -46,9 +46,9 @@ def learning_texts(
                     for text in _texts(document, threshold, cuts):
                         yield text
                         seen += len(text.encode())
-                except BadRecordsError:
+                except BadRecordsError as error:
                     if not (skip_bad or source.skips_bad):
-                        raise
+                        raise error.unless_skipped() from None
                 if seen >= max_bytes:
                     return
 
