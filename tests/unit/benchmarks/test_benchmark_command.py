@@ -32,7 +32,8 @@ def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_parallel_modes_side_by_side(tmp_path: Path) -> None:
-    words = ["--micro_batch", 1, "--micro_steps", 2, "--steps", 1, "--json", tmp_path / "p.json"]
+    words = ["--model", "gpt2-nano", "--micro_batch", 1, "--micro_steps", 2, "--steps", 1]
+    words += ["--json", tmp_path / "p.json"]
     code, said, error = script("benchmark.py", "parallel", *words)
     assert code == 0, error
     numbers = json.loads((tmp_path / "p.json").read_text())
