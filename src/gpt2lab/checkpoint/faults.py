@@ -13,7 +13,7 @@ import signal
 import time
 
 _SYNTAX = re.compile(
-    r"(?P<name>[\w.]+):(?P<action>kill9|freeze|raise|enospc|sleep(?P<seconds>[\d.]+))"
+    r"(?P<name>[\w.]+):(?P<action>kill9|term|freeze|raise|enospc|sleep(?P<seconds>[\d.]+))"
     r"@(?P<step>\d+|\*)(,rank=(?P<rank>\d+))?"
 )
 
@@ -21,7 +21,8 @@ _SYNTAX = re.compile(
 def faultpoint(name: str, step: int) -> None:
     """Do what the environment variable FAULT asks for at this place and step, if anything.
 
-    `kill9` and `freeze` end and stop the process, `sleep0.5` delays it, `raise` and `enospc` are errors.
+    `kill9` and `freeze` end and stop the process, `term` asks it to stop, `sleep0.5` delays it, `raise` and `enospc`
+    are errors.
 
     Raises: RuntimeError for `raise`; OSError(ENOSPC) for `enospc`; ValueError if FAULT is not understood.
     """
@@ -29,7 +30,7 @@ def faultpoint(name: str, step: int) -> None:
         match = _SYNTAX.fullmatch(wanted)
         if match is None:
             raise ValueError(
-                f"FAULT={wanted!r} is not NAME:kill9|freeze|raise|enospc|sleepSECONDS@STEP[,rank=R]"
+                f"FAULT={wanted!r} is not NAME:kill9|term|freeze|raise|enospc|sleepSECONDS@STEP[,rank=R]"
             )
         if match["rank"] not in (None, os.environ.get("RANK", "0")):
             continue
@@ -40,6 +41,8 @@ def faultpoint(name: str, step: int) -> None:
 def _fail(action: str, seconds: str | None, place: str) -> None:
     if action == "kill9":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif action == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif action == "raise":

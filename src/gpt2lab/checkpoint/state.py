@@ -27,6 +27,9 @@ class TrainState:
     skipped: tuple[dict[str, Any], ...] = ()
     history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
     unverified: tuple[str, ...] = ()  # shards read whose hashes were not compared before this save
+    due: tuple[
+        str, ...
+    ] = ()  # eval, hellaswag, sample: after this step, and not done before this save
 
     def advance(
         self,
@@ -45,6 +48,7 @@ class TrainState:
             tokens=self.tokens + tokens,
             train_seconds=self.train_seconds + seconds,
             val_loss=None,
+            due=(),
             non_finite_in_a_row=0 if skip_reason != NOT_FINITE else self.non_finite_in_a_row + 1,
             recent_losses=extend(self.recent_losses, loss),
         )
@@ -71,7 +75,9 @@ class TrainState:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> TrainState:
         """Build the state from `to_dict`'s values."""
-        lists = ("history", "skipped", "recent_losses", "unverified")
+        lists = ("history", "skipped", "recent_losses", "unverified", "due")
+        if "due" not in values and values.get("val_loss") is None:  # an earlier version's
+            values = {**values, "due": ["eval"]}
         return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
 
 

@@ -77,7 +77,7 @@ def record_of(
     tokens = config["total_batch_size"]
     micro = environment["mini_batch_size"]
     evals, scored, saves = (
-        [e for e in mine if e["event"] == kind and e["seconds"] > 0]
+        [e for e in mine if e["event"] == kind and (e["seconds"] or 0) > 0]
         for kind in ("eval", "hellaswag", "checkpoint")
     )
     world = environment["world_size"]

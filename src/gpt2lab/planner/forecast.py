@@ -82,9 +82,6 @@ def score_forecast(
     `others`: the share of the machine in other hands, unknown at a world size above 1.
     """
     with contextlib.suppress(OSError, GPT2LabError):
-        events = history.read_events(run_dir)
-        if not events or events[-1]["event"] != "done":
-            return
         if config.tuning.instructions is None:  # its steps and targets are not pretraining's
             _learn(run_dir, others=None if world_size > 1 else others)
         actual = complete(run_dir)
@@ -105,6 +102,8 @@ def complete(run_dir: Path) -> dict[str, Any] | None:
     if document is None or not isinstance(document.get("estimate"), dict):
         return None
     events = history.read_events(run_dir)
+    if not history.current(events, "step"):  # its record is lost
+        return None
     predicted = document["estimate"]
     peak = max((e["peak_memory_bytes"] for e in events if e["event"] == "step"), default=None)
     needed = (document.get("memory") or {}).get("total")

@@ -101,6 +101,23 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
     return by_step
 
 
+def recorded_after(events: list[dict[str, Any]], step: int) -> dict[str, dict[str, Any]]:
+    """Return {kind: event} of exactly this step, along the steps that led to the newest weights."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["event"] in ("begin", "resume", "rewind"):
+            found = found if step <= event["step"] else {}
+        elif event["step"] == step:
+            found[event["event"]] = event
+    return found
+
+
+def has_completed(run_dir: Path, step: int) -> bool:
+    """Tell whether a run came to its end at this step: its status is the last file that an end writes."""
+    status = read_json(run_dir / "status.json") or {}
+    return status.get("state") == "completed" and status.get("step") == step
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file of the run, None if it is missing or damaged."""
     try:

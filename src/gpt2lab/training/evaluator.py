@@ -37,8 +37,23 @@ class Evaluator:
         """Name the step just done, as every console line begins."""
         return f"step {state.step}/{self.progress.last_step}"
 
-    def evaluate(self, state: TrainState) -> TrainState:
-        """Return the state with the validation loss of the weights as they are, or as it was if all were asked to stop.
+    def is_possible(self, name: str) -> bool:
+        """Tell whether this run can measure `eval`, `hellaswag` or `sample`."""
+        needs = {"hellaswag": self.hellaswag, "sample": self.tokenizer}
+        return needs.get(name, True) is not None
+
+    def measure(self, name: str, state: TrainState) -> TrainState | None:
+        """Do what is called `name` with the weights as they are; None if all were asked to stop before it was done.
+
+        Raises: NonFiniteError.
+        """
+        if name == "eval":
+            return self.evaluate(state)
+        measure = {"hellaswag": self.evaluate_hellaswag, "sample": self.sample}[name]
+        return state if measure(state) else None
+
+    def evaluate(self, state: TrainState) -> TrainState | None:
+        """Return the state with the validation loss of the weights as they are, None if all were asked to stop.
 
         Raises: NonFiniteError.
         """
@@ -46,7 +61,7 @@ class Evaluator:
         with self.strategy.full_model(self.model) as model:
             result = self.validation.measure(model, interrupted=self.control.is_interrupted)
         if result is None:
-            return state
+            return None
         seconds = time.monotonic() - began
         if not math.isfinite(result.val_loss):
             raise NonFiniteError(
@@ -88,15 +103,14 @@ class Evaluator:
             return False
         return state.step - state.best_step >= patience * freq
 
-    def evaluate_hellaswag(self, state: TrainState) -> None:
-        """Measure HellaSwag accuracy of the weights as they are, if there are items."""
-        if self.hellaswag is None:
-            return
+    def evaluate_hellaswag(self, state: TrainState) -> bool:
+        """Measure HellaSwag accuracy of the weights as they are; tell whether it came to an end."""
+        assert self.hellaswag is not None
         began = time.monotonic()
         with self.strategy.full_model(self.model) as model:
             results = self.hellaswag.measure(model, interrupted=self.control.is_interrupted)
         if results is None:
-            return
+            return False
         seconds = time.monotonic() - began
         self.progress.record_event("hellaswag", seconds)
         summary = summarize(results)
@@ -110,6 +124,7 @@ class Evaluator:
         self.logger.say(
             f"{self.place(state)} | HellaSwag {scores} on {results.n:,} items | {fmt.duration(seconds)}"
         )
+        return True
 
     def keep(self, results: Results, step: int) -> None:
         """Have an evaluation kept unit by unit, for scripts/compare.py."""
@@ -117,15 +132,14 @@ class Evaluator:
         if problem:
             self.logger.warn(problem, step)
 
-    def sample(self, state: TrainState) -> None:
-        """Continue the run's prompt on rank 0; the other ranks wait at the next step."""
-        if self.tokenizer is None:
-            return
+    def sample(self, state: TrainState) -> bool:
+        """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""
+        tokenizer = self.tokenizer
+        assert tokenizer is not None
         with self.strategy.full_model(self.model) as model:
-            if self.runtime.rank == 0:
-                self._sample_from(model, state, self.tokenizer)
+            return self.runtime.on_rank_zero(lambda: self._sample_from(model, state, tokenizer))
 
-    def _sample_from(self, model: GPT, state: TrainState, tokenizer: Tokenizer) -> None:
+    def _sample_from(self, model: GPT, state: TrainState, tokenizer: Tokenizer) -> bool:
         began = time.monotonic()
         try:
             with self.strategy.autocast():
@@ -139,10 +153,11 @@ class Evaluator:
                 )
         except DataError as error:  # training needs neither a vocabulary nor ids for the prompt
             self.logger.warn(f"no text sample: {error}", state.step)
-            return
+            return True
         if text is None:
-            return
+            return False
         seconds = time.monotonic() - began
         self.progress.record_event("sample", seconds)
         self.logger.event("sample", state.step, text=text, seconds=seconds)
         self.logger.say(f"{self.place(state)} | sample: {text!r}")
+        return True

@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
@@ -23,6 +24,7 @@ from gpt2lab.errors import (
     ConfigError,
     GPT2LabError,
     OutOfMemoryError,
+    SaveError,
     TornUpdateError,
     to_gpt2lab_error,
 )
@@ -255,10 +257,8 @@ def _train(
             saver=Saver(components, session, signals),
             evaluator=Evaluator(components, session, _open_hellaswag(components)),
         )
-        reason = trainer.fit()
-        if folder:
-            state = "stopped" if reason else "completed"
-            folder.write_status(state, step=trainer.state.step, reason=reason, exit_code=0)
+        reason, step = trainer.fit(), trainer.state.step
+        runtime.on_rank_zero(lambda: _conclude(components, folder, logger, watch, reason, step))
     except BaseException as error:
         if folder:
             step = trainer.state.step if trainer else components.state.step
@@ -273,15 +273,36 @@ def _train(
     finally:
         heartbeat.close()
     if folder and signals.level < 2:  # who asks twice has no time for a report
+        logger.say(summary.describe_run(start.run_dir))
+    logger.close()
+
+
+def _conclude(
+    components: Components,
+    folder: RunFolder | None,
+    logger: MetricsLogger,
+    watch: Watch,
+    reason: str | None,
+    step: int,
+) -> None:
+    """Write on rank 0 how the start ended, when all else is on disk: a `completed` run is never resumed.
+
+    Raises: SaveError if events of this start are not on disk.
+    """
+    assert folder is not None
+    faultpoint("end.after_done", step)
+    if problem := logger.catch_up():
+        raise SaveError(f"{problem}; free space and resume, which does what is missing")
+    if reason is None:
         forecast.score_forecast(
-            start.run_dir,
-            config,
-            world_size=runtime.world_size,
+            components.start.run_dir,
+            components.start.config,
+            world_size=components.runtime.world_size,
             others=watch.others(),
             say=logger.say,
         )
-        logger.say(summary.describe_run(start.run_dir))
-    logger.close()
+    faultpoint("end.before_status", step)
+    folder.write_status("stopped" if reason else "completed", step=step, reason=reason, exit_code=0)
 
 
 def _record_hang(report: str, folder: RunFolder | None, logger: MetricsLogger) -> None:

@@ -149,6 +149,8 @@ def resolve(
             command.verbs.stop_at, os.environ, max_hours=config.length.max_hours
         ),
         last_save_seconds=saves[-1] if saves else None,
+        recorded=history.recorded_after(events, checkpoint.step) if checkpoint else {},
+        has_ended=checkpoint is not None and history.has_completed(run_dir, checkpoint.step),
         initial=initial,
         warnings=(*warnings, *notes, *cut, *data.warnings, *no_hellaswag, *room.shortage()),
     )

@@ -11,6 +11,7 @@ import torch
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog, store
+from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError, SaveError
@@ -33,6 +34,7 @@ class Saver:
         self.runtime, self.facts = components.runtime, components.facts
         self.tokenizer_files = start.tokenizer_files
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
+        self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
@@ -81,12 +83,43 @@ class Saver:
         self._report(state, "emergency", [label], time.monotonic() - began)
         return True
 
+    def complete(self, state: TrainState, labels: list[str], *, is_recorded: bool) -> None:
+        """Give a checkpoint on disk the labels and the event that it lacks after a kill between them."""
+        if self.folder is None:
+            return
+        known = catalog.read_labels(self.run_dir)
+        self.label(state.step, [one for one in labels if known.get(one) != folder_name(state.step)])
+        if not is_recorded and self.resumed_kind is not None:
+            self._record(state, self.resumed_kind, labels, seconds=None)
+
+    def require_labels(self, step: int, labels: list[str]) -> None:
+        """Set labels of the last step that could not be set before.
+
+        Raises: SaveError on all ranks: a run that lacks one is not complete.
+        """
+
+        def set_missing() -> None:
+            known = catalog.read_labels(self.run_dir)
+            for label in labels:
+                if known.get(label) == folder_name(step):
+                    continue
+                try:
+                    faultpoint("checkpoint.before_label", step)
+                    catalog.set_label(self.run_dir, label, step)
+                except OSError as error:
+                    raise SaveError(
+                        f"label {label} of step {step} not set: {error}; free space and resume"
+                    ) from error
+
+        self.runtime.on_rank_zero(set_missing)
+
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
         if self.folder is None:
             return
         for label in labels:
             try:
+                faultpoint("checkpoint.before_label", step)
                 catalog.set_label(self.folder.path, label, step)
             except OSError as error:
                 self.logger.warn(f"label {label} of step {step} not set: {error}", step)
@@ -116,6 +149,7 @@ class Saver:
             if not (self.run_dir / folder_name(state.step)).exists():  # else the commit stands
                 return f"checkpoint of step {state.step} not saved: {error}"
         self.label(state.step, labels)
+        faultpoint("checkpoint.after_label", state.step)
         self._report(state, kind, labels, time.monotonic() - began)
         try:
             if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
@@ -156,7 +190,10 @@ class Saver:
             return None
         return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
 
-    def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
+    def _record(
+        self, state: TrainState, kind: str, labels: list[str], *, seconds: float | None
+    ) -> int:
+        """Write the event of a checkpoint and return its bytes; `seconds` None: nobody measured how long it took."""
         path = self.run_dir / folder_name(state.step)
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         self.logger.event(
@@ -168,9 +205,13 @@ class Saver:
             bytes=num_bytes,
             seconds=seconds,
         )
+        return num_bytes
+
+    def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
+        num_bytes = self._record(state, kind, labels, seconds=seconds)
         named = f" ({', '.join(labels)})" if labels else ""
         self.logger.say(
-            f"step {state.step} | saved {kind} checkpoint{named}: {path.name}, "
+            f"step {state.step} | saved {kind} checkpoint{named}: {folder_name(state.step)}, "
             f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
         )
 

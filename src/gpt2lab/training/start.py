@@ -35,6 +35,8 @@ class Start:
     stop_after_steps: int | None
     deadlines: dict[str, float]  # reason: moment on rank 0's monotonic clock
     last_save_seconds: float | None  # of the run's newest checkpoint, on a resume
+    recorded: dict[str, dict[str, Any]]  # on a resume, kind -> event of the checkpoint's step
+    has_ended: bool  # all that is due after the checkpoint's step is done, and said to be
     initial: InitialWeights | None  # of a fresh run with --init_from
     warnings: tuple[str, ...]
     attention: str | None = None  # on a GPU: the kernel that was seen to compute it
@@ -78,5 +80,7 @@ class Start:
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether the checkpoint already is the end of the run."""
-        return self.checkpoint is not None and self.checkpoint.step >= self.plan.max_steps
+        """Tell whether nothing is left to do: no step, and nothing of what is due after the last one."""
+        if self.checkpoint is None or self.checkpoint.step < self.plan.max_steps:
+            return False
+        return self.has_ended or self.checkpoint.step > self.plan.max_steps

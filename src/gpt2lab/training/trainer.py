@@ -46,8 +46,8 @@ class Trainer:
         self.logger, self.control = session.logger, session.control
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
-        self.saved_step = self.state.step
-        self.last_loss: float | None = None
+        self.saved_step = self.first_step = self.state.step
+        self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         if self.start.last_save_seconds is not None:
             self.progress.record_event("checkpoint", self.start.last_save_seconds)
         self.grace = launcher_grace_seconds(os.environ)
@@ -64,13 +64,15 @@ class Trainer:
         """
         self.warn_of_grace()
         try:
-            self.measure_before_first_step()
+            self.catch_up()
             while True:
                 self.loader.reader.verify(self.state.unverified)
+                if self.is_last:
+                    return self.end()
                 with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
                     reason = self.train_on(batches)
                 if reason != "rewind":
-                    return None if reason == "end" else reason
+                    return reason
         except (GPT2LabError, TornUpdateError):
             raise
         except Exception as error:  # the weights are those of the last complete step
@@ -82,8 +84,8 @@ class Trainer:
                 f"{'that step is saved' if saved else 'it was not saved'}, go on with --resume latest"
             ) from error
 
-    def train_on(self, batches: Iterator[GlobalBatch]) -> str:
-        """Train on batches in order; return why that ended: `end`, `rewind`, or the reason of a stop."""
+    def train_on(self, batches: Iterator[GlobalBatch]) -> str | None:
+        """Train on batches in order; return why that ended: None at the end, `rewind`, or the reason of a stop."""
         while True:
             self.heartbeat.enter("reading data", self.state.step + 1)
             batch, error = fetch(batches)
@@ -104,12 +106,12 @@ class Trainer:
             if not self.step(batch):
                 return "rewind"
             self.check_drift_if_due()
-            self.heartbeat.enter("measuring", self.state.step)
+            self.state = dataclasses.replace(self.state, due=self.due_after_step())
             self.measure()
+            self.histograms.parameters(self.state.step)
             self.save_if_due()
             if self.is_last:
-                self.end()
-                return "end"
+                return self.end()
             if self.state.step == self.start.stop_after_steps:
                 return self.end_early("stop_after_steps")
 
@@ -189,24 +191,47 @@ class Trainer:
         """Tell whether something with this frequency happens after the step just done."""
         return is_due(self.state.step, freq, self.last_step)
 
-    def measure_before_first_step(self) -> None:
-        """Evaluate a fresh run at step 0, and a resumed one whose stop came before its evaluation."""
+    def due_after_step(self) -> tuple[str, ...]:
+        """Name what is to be measured after the step just done; before the first one that is the validation loss."""
         if self.state.step == 0:
-            self.state = self.evaluator.evaluate(self.state)
-        elif self.is_due(self.config.eval.eval_freq) and self.state.val_loss is None:
-            self.state = self.evaluator.evaluate(self.state)
-            if self.state.best_step == self.state.step:
-                self.saver.label(self.state.step, ["best"])  # the step itself is on disk
+            return ("eval",)
+        config = self.config.eval
+        freqs = {
+            "eval": config.eval_freq,
+            "hellaswag": config.hellaswag_freq,
+            "sample": config.sample_freq,
+        }
+        due = [name for name, freq in freqs.items() if self.is_due(freq)]
+        return tuple(name for name in due if self.evaluator.is_possible(name))
 
     def measure(self) -> None:
-        """Evaluate, sample and look at the weights, each if due."""
-        if self.is_due(self.config.eval.eval_freq):
-            self.state = self.evaluator.evaluate(self.state)
-        if self.is_due(self.config.eval.hellaswag_freq):
-            self.evaluator.evaluate_hellaswag(self.state)
-        if self.is_due(self.config.eval.sample_freq):
-            self.evaluator.sample(self.state)
-        self.histograms.parameters(self.state.step)
+        """Measure what is due; a request to stop leaves the rest in the state, for the resume."""
+        self.heartbeat.enter("measuring", self.state.step)
+        for name in self.state.due:
+            faultpoint(f"measure.{name}", self.state.step)
+            state = self.evaluator.measure(name, self.state)
+            if state is None:
+                return
+            left = tuple(other for other in self.state.due if other != name)
+            self.state = dataclasses.replace(state, due=left)
+
+    def catch_up(self) -> None:
+        """Do what is due before the first step; on a resume, what the last start left undone after the step it saved.
+
+        The start may have been interrupted before the step's measurements, between them, or between the commit of its
+        checkpoint and the labels and the event that belong to it.
+        """
+        due, recorded = self.due_after_step(), self.start.recorded
+        if self.state.step == 0:
+            self.state = dataclasses.replace(self.state, due=due)
+            return self.measure()
+        if "eval" in self.state.due and (known := recorded.get("eval")):
+            self.state = self.state.with_val_loss(known["val_loss"])
+        left = tuple(name for name in self.state.due if name in due and name not in recorded)
+        self.state = dataclasses.replace(self.state, due=left)
+        self.measure()
+        self.saver.complete(self.state, self.labels(), is_recorded="checkpoint" in recorded)
+        return None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -223,9 +248,13 @@ class Trainer:
         kinds = [kind for kind, applies in reasons.items() if applies]
         if not kinds:
             return
+        self.save(kinds[0], self.labels(), must_succeed=self.is_last or is_planned_stop)
+
+    def labels(self) -> list[str]:
+        """Return the labels of a checkpoint of the step just done."""
+        epochs = self.epochs_completed()
         labels = [f"epoch_{epochs:04d}"] if epochs is not None else []
-        labels += ["best"] if is_best else []
-        self.save(kinds[0], labels, must_succeed=self.is_last or is_planned_stop)
+        return labels + (["best"] if self.state.best_step == self.state.step else [])
 
     def save_step(self, kind: Literal["rolling", "emergency"]) -> None:
         """Save the step just done, unless that has happened."""
@@ -238,7 +267,7 @@ class Trainer:
 
     def epochs_completed(self) -> int | None:
         """Return the number of complete epochs if the step just done ended one whose checkpoint is kept, else None."""
-        if self.config.checkpoint.epoch_checkpoints == "off":
+        if self.config.checkpoint.epoch_checkpoints == "off" or self.state.samples == 0:
             return None
         order = self.loader.order
         before = order.epoch_of(self.state.samples - self.start.plan.batch.samples)
@@ -313,17 +342,26 @@ class Trainer:
         self.logger.say(f"stopped by {reason} after step {self.state.step} of {self.last_step}")
         return reason
 
-    def end(self) -> None:
-        """Record that the run is complete."""
-        self.logger.event(
-            "done",
-            self.state.step,
-            reason="completed",
-            checkpoint=self.newest_checkpoint(),
-            loss=self.last_loss,
-            val_loss=self.state.val_loss,
-            seconds=self.state.train_seconds,
-        )
+    def end(self) -> str | None:
+        """Record that the run is complete, unless a request to stop cut short what is due; return its reason then."""
+        if self.state.due:
+            reason = self.control.agree().stop
+            assert reason is not None
+            return self.end_early(reason)
+        self.saver.require_labels(self.state.step, self.labels())
+        faultpoint("end.before_done", self.state.step)
+        is_recorded = "done" in self.start.recorded and self.state.step == self.first_step
+        if not is_recorded:
+            self.logger.event(
+                "done",
+                self.state.step,
+                reason="completed",
+                checkpoint=self.newest_checkpoint(),
+                loss=self.last_loss,
+                val_loss=self.state.val_loss,
+                seconds=self.state.train_seconds,
+            )
+        return None
 
     def newest_checkpoint(self) -> str | None:
         """Return the path of the run's newest checkpoint."""
