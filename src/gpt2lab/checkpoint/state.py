@@ -27,9 +27,7 @@ class TrainState:
     skipped: tuple[dict[str, Any], ...] = ()
     history: tuple[dict[str, Any], ...] = ()  # what --allow_change changed, and when
     unverified: tuple[str, ...] = ()  # shards read whose hashes were not compared before this save
-    due: tuple[
-        str, ...
-    ] = ()  # eval, hellaswag, sample: after this step, and not done before this save
+    due: tuple[str, ...] = ()  # eval, hellaswag, sample: what this save did not wait for
 
     def advance(
         self,

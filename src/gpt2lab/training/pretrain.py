@@ -287,13 +287,13 @@ def _conclude(
 ) -> None:
     """Write on rank 0 how the start ended, when all else is on disk: a `completed` run is never resumed.
 
-    Raises: SaveError if events of this start are not on disk.
+    Raises: SaveError if the run has come to its end and events of it are not on disk.
     """
     assert folder is not None
     faultpoint("end.after_done", step)
-    if problem := logger.catch_up():
-        raise SaveError(f"{problem}; free space and resume, which does what is missing")
     if reason is None:
+        if problem := logger.catch_up():
+            raise SaveError(f"{problem}; free space and resume, which does what is missing")
         forecast.score_forecast(
             components.start.run_dir,
             components.start.config,
