@@ -120,6 +120,26 @@ def test_a_kill_at_the_last_step_loses_nothing(folder: Path, place: str) -> None
     assert_complete(folder, name)
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("fault", ["measure.eval:term", "measure.sample:raise"])
+def test_two_ranks_go_on_after_an_interruption_of_one(folder: Path, fault: str) -> None:
+    rank = 0 if "sample" in fault else 1
+    name = f"two_{fault}".replace(":", "_")
+    command = launch.command_for(launch.TRAIN, flags_of(folder, name), world=2)
+    broken = launch.environment(FAULT=f"{fault}@{LAST},rank={rank}")
+    first = subprocess.run(command, env=broken, capture_output=True, text=True)
+    assert (first.returncode == 0) == ("term" in fault), first.stderr
+    state = json.loads((folder / "runs" / name / "status.json").read_text())["state"]
+    assert state == ("stopped" if "term" in fault else "failed")
+    done = subprocess.run(
+        [*command, "--resume=auto"], env=launch.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "runs" / name / "status.json").read_text())["state"] == "completed"
+    events = after_last_step(folder / "runs" / name)
+    assert {kind: len(found) for kind, found in events.items()} == dict.fromkeys(events, 1)
+
+
 def test_a_full_disk_at_the_label_of_the_last_step_is_made_good(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
