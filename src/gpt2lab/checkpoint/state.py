@@ -74,8 +74,6 @@ class TrainState:
     def from_dict(values: dict[str, Any]) -> TrainState:
         """Build the state from `to_dict`'s values."""
         lists = ("history", "skipped", "recent_losses", "unverified", "due")
-        if "due" not in values and values.get("val_loss") is None:  # an earlier version's
-            values = {**values, "due": ["eval"]}
         return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
 
 

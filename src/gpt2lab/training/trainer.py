@@ -225,9 +225,11 @@ class Trainer:
         if self.state.step == 0:
             self.state = dataclasses.replace(self.state, due=due)
             return self.measure()
-        if "eval" in self.state.due and (known := recorded.get("eval")):
+        if self.state.val_loss is None and (known := recorded.get("eval")):
             self.state = self.state.with_val_loss(known["val_loss"])
-        left = tuple(name for name in self.state.due if name in due and name not in recorded)
+        # An evaluation may also be due by this start's --eval_freq, or left out by an earlier version.
+        owed = {*self.state.due, *(["eval"] if self.state.val_loss is None else [])} - {*recorded}
+        left = tuple(name for name in due if name in owed)
         self.state = dataclasses.replace(self.state, due=left)
         self.measure()
         self.saver.complete(self.state, self.labels(), is_recorded="checkpoint" in recorded)
