@@ -35,6 +35,10 @@ class SaveError(GPT2LabError):
     exit_code = 75
 
 
+class FolderLostError(SaveError):
+    """The run's folder was moved, deleted or taken by another start: nothing more may be written there."""
+
+
 class NonFiniteError(GPT2LabError):
     """Loss or gradient is NaN or infinite; the weights were not updated with it."""
 

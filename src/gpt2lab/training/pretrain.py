@@ -21,6 +21,7 @@ from gpt2lab.distributed.runtime import Runtime, resolve_dtype, use_fast_fp32_ma
 from gpt2lab.distributed.strategy import Strategy, resolve_compile
 from gpt2lab.errors import (
     ConfigError,
+    FolderLostError,
     GPT2LabError,
     OutOfMemoryError,
     TornUpdateError,
@@ -260,7 +261,7 @@ def _train(
             state = "stopped" if reason else "completed"
             folder.write_status(state, step=trainer.state.step, reason=reason, exit_code=0)
     except BaseException as error:
-        if folder:
+        if folder and not isinstance(error, FolderLostError):  # another start may write there now
             step = trainer.state.step if trainer else components.state.step
             ours = to_gpt2lab_error(error)
             code = ours.exit_code if ours else 1
