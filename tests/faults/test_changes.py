@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun
+from harness import PACE, FaultRun, python_program
 
 pytestmark = pytest.mark.fault
 
@@ -97,3 +100,30 @@ def test_row_36_a_folder_that_goes_is_one_line(how: str, world: int, run: FaultR
     assert run.saved() == [], "it did not wait for the save of step 20"
     assert run.finish("--resume=auto", "--stop_after_steps=20", world=world) == 0, run.errors()
     assert run.saved() == [20]
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_row_37_a_stopped_run_goes_on(
+    world: int, run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """SIGSTOP, as Ctrl+Z, for longer than --hang_seconds; in a step that goes on for a while afterwards."""
+    program = python_program(
+        tmp_path,
+        "import time\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "def step(model, o, batch, *a, **k):\n"
+        "    for _ in range(75 if batch.first_sample == 8 * 11 else 0):\n        time.sleep(0.02)\n"
+        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
+    )
+    process = run.start("--hang_seconds=5", world=world, program=program, FAULT=PACE)
+    run.wait_for(process, "step", 11)
+    ids = [process.pid, *run.workers(process).values()]
+    for signal_number in (signal.SIGSTOP, signal.SIGCONT):
+        for process_id in ids:
+            os.kill(process_id, signal_number)
+        if signal_number == signal.SIGSTOP:
+            time.sleep(7)
+    assert run.end_of(process) == 0, run.errors()
+    run.assert_equals(reference(world))
