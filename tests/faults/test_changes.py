@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun, python_program
+from harness import PACE, STEPS, FaultRun, python_program
+
+from gpt2lab.data.prepare.existing import Wanted, adopt
 
 pytestmark = pytest.mark.fault
 
@@ -127,3 +129,102 @@ def test_row_37_a_stopped_run_goes_on(
             time.sleep(7)
     assert run.end_of(process) == 0, run.errors()
     run.assert_equals(reference(world))
+
+
+# -- the data --------------------------------------------------------------------------------------------------------
+
+LATER = ("--checkpoint_freq=20", "--eval_freq=0", f"--max_steps={STEPS}")
+
+
+@pytest.fixture
+def own(run: FaultRun, tmp_path: Path) -> FaultRun:
+    """Return a run over a copy of the data that may be spoilt, with the hash of each shard."""
+    run.data = Path(shutil.copytree(run.data, tmp_path / "own"))
+    adopt(run.data, Wanted(tokenizer="unknown"))
+    run.flags = LATER
+    return run
+
+
+def shard(run: FaultRun) -> Path:
+    return run.data / "tiny_train_000001.npy"
+
+
+def edit(run: FaultRun) -> None:
+    """Change one id in the place where it is, beyond what the next steps read."""
+    with open(shard(run), "rb+") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x07\x00" if shard(run).read_bytes()[-2:] != b"\x07\x00" else b"\x08\x00")
+
+
+def replace(run: FaultRun) -> None:
+    """Put another file of the same size into its place, and keep its time."""
+    whole, times = shard(run).read_bytes(), shard(run).stat()
+    other = run.data / ".other"
+    other.write_bytes(whole[:-2] + (b"\x07\x00" if whole[-2:] != b"\x07\x00" else b"\x08\x00"))
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.rename(shard(run))
+
+
+def truncate(run: FaultRun) -> None:
+    """Cut every training shard short: a memory map of one would end the process with SIGBUS."""
+    for path in run.data.glob("tiny_train_*"):
+        os.truncate(path, 200)
+
+
+@pytest.mark.parametrize(
+    ("change", "world", "said"),
+    [
+        (edit, 1, "changed while training (its sha256 is not the one in shards.json)"),
+        (edit, 2, "changed while training (its sha256 is not the one in shards.json)"),
+        (replace, 1, "changed while training (its sha256 is not the one in shards.json)"),
+        (truncate, 1, "changed while training ("),
+        (truncate, 2, "changed while training ("),
+    ],
+)
+def test_row_38_no_checkpoint_rests_on_a_shard_that_changed(
+    change: Callable[[FaultRun], None], world: int, said: str, own: FaultRun, reference: Reference
+) -> None:
+    """It was hashed long ago, and would have passed; with the data as it was, the run goes on."""
+    kept = Path(shutil.copytree(own.data, own.data.with_name("kept")))
+    process = own.start(world=world, FAULT=PACE)
+    own.wait_for(process, "checkpoint", 20)
+    change(own)
+    code = own.end_of(process)
+    assert code == (2 if world == 1 else 1), own.errors()
+    own.assert_no_process_left(process)
+    assert said in the_line(own)
+    assert str(own.data / "tiny_train_00000") in the_line(own)
+    assert own.saved() == [20]
+    assert (own.status()["state"], own.status()["exit_code"]) == ("failed", 2)
+    shutil.rmtree(own.data)
+    kept.rename(own.data)
+    assert own.finish("--resume=latest", world=world) == 0, own.errors()
+    own.assert_equals(reference(world))
+
+
+def test_row_38_shards_without_a_hash_are_no_longer_believed_once_they_change(
+    run: FaultRun, tmp_path: Path
+) -> None:
+    run.data = Path(shutil.copytree(run.data, tmp_path / "own"))
+    run.flags = LATER
+    process = run.start(FAULT=PACE)
+    run.wait_for(process, "checkpoint", 20)
+    edit(run)
+    assert run.end_of(process) == 2
+    assert "changed while training, and no shards.json says what it was" in the_line(run)
+    assert run.saved() == [20]
+
+
+def test_row_38_shards_written_again_or_moved_away_end_nothing(
+    own: FaultRun, reference: Reference
+) -> None:
+    """Their bytes are what they were: that is hashed again, or was read before."""
+    process = own.start(FAULT=PACE)
+    own.wait_for(process, "step", 5)
+    for path in own.data.glob("tiny_train_*"):
+        path.with_name(".again").write_bytes(path.read_bytes())
+        path.with_name(".again").rename(path)
+    own.wait_for(process, "checkpoint", 20)
+    own.data.rename(own.data.with_name("away"))
+    assert own.end_of(process) == 0, own.errors()
+    own.assert_equals(reference(1))

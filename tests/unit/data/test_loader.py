@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -46,7 +46,7 @@ def test_a_batch_of_gpt2_is_copied_once_and_opens_nothing_again(
         open_data(tmp_path, vocab_size=50304).splits["train"], samples=512, shuffle=shuffle
     )
     loader.fetch(0)
-    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=AssertionError("mapped a second time")))
+    monkeypatch.setattr(os, "open", Mock(side_effect=AssertionError("opened a second time")))
     for number in range(1, 4):
         assert allocated(partial(loader.fetch, 512 * number)) < 3 * 512 * (T + 1) * 2
 
