@@ -105,6 +105,18 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
     return found
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error says that memory is used up, a GPU's or a CPU's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = r"DefaultCPUAllocator: .*memory|std::bad_alloc|Cannot allocate memory"
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        or (isinstance(error, RuntimeError) and re.search(words, str(error)) is not None)
+    )
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -228,3 +228,28 @@ def test_row_38_shards_written_again_or_moved_away_end_nothing(
     own.data.rename(own.data.with_name("away"))
     assert own.end_of(process) == 0, own.errors()
     own.assert_equals(reference(1))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["torch.empty(1 << 30)", "bytearray(1 << 32)"])
+def test_row_39_memory_of_a_cpu_that_is_used_up_is_one_line(
+    asked: str, run: FaultRun, tmp_path: Path
+) -> None:
+    """A limit of the system, as `ulimit -v` sets it; torch and Python say it with other errors."""
+    program = python_program(
+        tmp_path,
+        "import resource, torch\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "def step(model, o, batch, *a, **k):\n"
+        "    if batch.first_sample == 8 * 14:\n"
+        "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "        resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)\n"
+        f"        {asked}\n"
+        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
+    )
+    assert run.finish(program=program) == 1
+    assert the_line(run).startswith("error: out of memory: ")
+    assert "A lower --mini_batch_size needs less" in the_line(run)
+    assert run.saved() == [5, 10, 14], "the last complete step is saved"
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 1)

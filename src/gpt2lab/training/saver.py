@@ -74,7 +74,12 @@ class Saver:
                 return False
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
-        except (OSError, RuntimeError, GPT2LabError):  # the first error is the one to report
+        except (
+            OSError,
+            RuntimeError,
+            MemoryError,
+            GPT2LabError,
+        ):  # the first error is the one to report
             return False
         finally:
             if opened:
