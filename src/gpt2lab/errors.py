@@ -35,6 +35,10 @@ class SaveError(GPT2LabError):
     exit_code = 75
 
 
+class FolderLostError(SaveError):
+    """The run's folder was moved, deleted or taken by another start: nothing more may be written there."""
+
+
 class NonFiniteError(GPT2LabError):
     """Loss or gradient is NaN or infinite; the weights were not updated with it."""
 
@@ -99,6 +103,18 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
     found.is_local = True  # other ranks may have succeeded
     found.__cause__ = error
     return found
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error says that memory is used up, a GPU's or a CPU's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    words = r"DefaultCPUAllocator: .*memory|std::bad_alloc|Cannot allocate memory"
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        or (isinstance(error, RuntimeError) and re.search(words, str(error)) is not None)
+    )
 
 
 def first_line(error: Exception) -> str:

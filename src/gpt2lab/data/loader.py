@@ -93,7 +93,6 @@ class Loader:
         begin = first_sample + self._rank * share
         end = begin + (plan.samples if self._rank == 0 else share)  # rank 0 reads all, to hash all
         windows = self.reader.read(*self.order.locate(np.arange(begin, end)))
-        self.reader.release()
         digest = hash_windows(windows) if self._rank == 0 else None
         return self._batch(first_sample, windows[:share], num_targets=plan.tokens, digest=digest)
 

@@ -1,11 +1,15 @@
-"""Windows of tokens, read from memory-mapped shards that a thread verifies in the background."""
+"""Windows of tokens, read from shards that a thread verifies in the background.
+
+Files are read by `preadv`: a memory map of a file that is truncated ends the process with SIGBUS.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import mmap
+import os
 import queue
 import threading
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -13,7 +17,7 @@ import numpy as np
 from gpt2lab.data.shards import Shard, document_ends
 from gpt2lab.errors import DataError
 
-_OPEN_MAPS = 64  # a 100B-token set has a thousand shards; a process may open about as many files
+_OPEN_FILES = 64  # a 100B-token set has a thousand shards; a process may open about as many files
 _BLOCK = 1 << 22
 
 
@@ -42,10 +46,11 @@ class WindowReader:
         self._shards = shards
         self._width = context_length + 1
         self._id_limit = id_limit
-        self._layout = [(shard.offset, shard.id_bytes, shard.dtype) for shard in shards]
+        self._layout = [(shard.offset, shard.id_bytes, np.dtype(shard.dtype)) for shard in shards]
         is_wide = any(shard.dtype == "<u4" for shard in shards)
         self._dtype = np.dtype(np.uint32 if is_wide else np.uint16)
-        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._files: OrderedDict[int, int] = OrderedDict()  # shard -> descriptor, last used last
+        weakref.finalize(self, _close, self._files)
 
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Return the windows at (shards, offsets), both (n,), as an (n, T + 1) array.
@@ -56,19 +61,22 @@ class WindowReader:
         would end in an assertion that names nothing).
         """
         if self._verifier is not None:
-            for shard in np.unique(shards).tolist():
-                self._verifier.touch(shard)
+            self._verifier.enter(set(np.unique(shards).tolist()))
         windows = np.empty((len(shards), self._width), dtype=self._dtype)
         for row, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             begin, id_bytes, dtype = self._layout[shard]
-            start = begin + id_bytes * offset
+            ids = windows[row] if dtype == self._dtype else np.empty(self._width, dtype)  # a view
             try:
-                source = self._map(shard)
-                windows[row] = np.frombuffer(source, dtype, count=self._width, offset=start)
-            except (OSError, ValueError) as error:
+                count = os.preadv(self._open(shard), [ids.data], begin + id_bytes * offset)
+            except OSError as error:
                 raise _shard_error(
                     self._shards[shard], f"changed while training ({error})"
                 ) from error
+            if count != ids.nbytes:
+                problem = f"changed while training (it ends within the window at token {offset})"
+                raise _shard_error(self._shards[shard], problem)
+            if ids.base is not windows:
+                windows[row] = ids
         if windows.max(initial=0) >= self._id_limit:
             row = int((windows >= self._id_limit).any(axis=1).argmax())
             raise _shard_error(
@@ -123,57 +131,71 @@ class WindowReader:
                 if shard.path.name in names:
                     self._verifier.touch(index)
 
-    def release(self) -> None:
-        """Release the pages read so far: they stay in the system's cache, but not in this process."""
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
-
     def close(self) -> None:
-        """Unmap all shards and stop verifying."""
+        """Close all shards and stop verifying."""
         if self._verifier is not None:
             self._verifier.close()
-        while self._maps:
-            self._maps.popitem()[1].close()
+        _close(self._files)
 
-    def _map(self, shard: int) -> mmap.mmap:
-        if shard in self._maps:
-            self._maps.move_to_end(shard)
-            return self._maps[shard]
-        with open(self._shards[shard].path, "rb") as file:
-            self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if len(self._maps) > _OPEN_MAPS:
-            self._maps.popitem(last=False)[1].close()
-        return self._maps[shard]
+    def _open(self, shard: int) -> int:
+        if shard in self._files:
+            self._files.move_to_end(shard)
+            return self._files[shard]
+        self._files[shard] = os.open(self._shards[shard].path, os.O_RDONLY)
+        if len(self._files) > _OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        return self._files[shard]
+
+
+def _close(files: OrderedDict[int, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 class Verifier:
     """A thread that compares shards with the sha256 in shards.json, each when it is first touched.
 
-    Damage found stops the run.
+    A file that is another one since, or was written to, is hashed again: before a batch reads from it after one that
+    did not, and before a save. Damage found stops the run.
     """
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:
         self._shards = shards
-        self._touched: set[int] = set()
+        self._seen: dict[int, _Identity | None] = {}  # of the shards touched
+        self._inside: set[int] = set()  # the shards of the last batch
+        self._is_stale = False
         self._verified: set[Shard] = set()
         self._waiting: queue.Queue[Shard | None] = queue.Queue()
         self._damage: DataError | None = None
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def enter(self, shards: set[int]) -> None:
+        """Touch the shards of a batch that the batch before did not read.
+
+        Raises: DataError if any shard touched so far is damaged.
+        """
+        self._raise_damage()
+        for index in sorted(shards - self._inside):
+            self.touch(index)
+        self._inside = shards
+
     def touch(self, index: int) -> None:
-        """Queue a shard for verification if it is new and has a recorded hash.
+        """Queue a shard for verification if it is new and has a recorded hash; look whether a known one has changed.
 
         Raises: DataError if any shard touched so far turned out to be damaged.
         """
-        if self._damage is not None:
-            raise self._damage
-        if self._thread is None:  # new, or closed: what was verified then may have changed
-            self._touched.clear()
+        self._raise_damage()
+        if self._is_stale:  # what was verified before it was closed may have changed
+            self._seen.clear()
             self._verified.clear()
-        if index in self._touched or self._shards[index].sha256 is None:
+            self._is_stale = False
+        if index in self._seen:
+            self._compare(index)
             return
-        self._touched.add(index)
+        self._seen[index] = _identify(self._shards[index])
+        if self._shards[index].sha256 is None:
+            return
         self._waiting.put(self._shards[index])
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="shard verifier", daemon=True)
@@ -185,18 +207,18 @@ class Verifier:
         Raises: DataError naming a damaged one.
         """
         self._waiting.join()
-        if self._damage is not None:
-            raise self._damage
+        self._compare_all()
 
     def unverified(self) -> tuple[str, ...]:
         """Return the names of the shards touched so far that are not verified yet.
 
         Raises: DataError naming a damaged one.
         """
-        if self._damage is not None:
-            raise self._damage
-        touched = (self._shards[index] for index in sorted(self._touched))
-        return tuple(shard.path.name for shard in touched if shard not in self._verified)
+        self._compare_all()
+        touched = (self._shards[index] for index in sorted(self._seen))
+        return tuple(
+            shard.path.name for shard in touched if shard.sha256 and shard not in self._verified
+        )
 
     def close(self) -> None:
         """Stop verifying. A shard that a rewound run touches later is verified again."""
@@ -207,6 +229,38 @@ class Verifier:
             self._thread = None
         self._is_closed.clear()
         self._waiting = queue.Queue()
+        self._inside = set()
+        self._is_stale = True
+
+    def _raise_damage(self) -> None:
+        if self._damage is not None:
+            raise self._damage
+
+    def _compare_all(self) -> None:
+        self._raise_damage()
+        for index in list(self._seen):
+            self._compare(index)
+
+    def _compare(self, index: int) -> None:
+        """Hash a shard again, now, if its file is another one since it was last seen or was written to.
+
+        A file that is gone is no longer compared: what was read of it was verified, and opening it will fail.
+        """
+        shard, before, now = self._shards[index], self._seen[index], _identify(self._shards[index])
+        if now in (before, None):
+            return
+        if shard.sha256 is None:
+            self._damage = _shard_error(
+                shard, "changed while training, and no shards.json says what it was"
+            )
+        elif before is None or now[:1] == before[:1]:  # its size
+            self._verified.discard(shard)
+            self._verify(shard, "changed while training (its sha256 is not the one in shards.json)")
+        else:
+            sizes = f"{now[0]} bytes, {before[0]} before"
+            self._damage = _shard_error(shard, f"changed while training ({sizes})")
+        self._raise_damage()
+        self._seen[index] = now
 
     def _work(self) -> None:
         while (shard := self._waiting.get()) is not None:
@@ -216,9 +270,10 @@ class Verifier:
             finally:
                 self._waiting.task_done()
 
-    def _verify(self, shard: Shard) -> None:
+    def _verify(
+        self, shard: Shard, problem: str = "damaged (its sha256 is not the one in shards.json)"
+    ) -> None:
         digest = hashlib.sha256()
-        problem = "damaged (its sha256 is not the one in shards.json)"
         try:
             with open(shard.path, "rb", buffering=0) as file:
                 while block := file.read(_BLOCK):
@@ -231,6 +286,18 @@ class Verifier:
             self._verified.add(shard)
         else:
             self._damage = _shard_error(shard, problem)
+
+
+_Identity = tuple[int, int, int, int]
+
+
+def _identify(shard: Shard) -> _Identity | None:
+    """Return what tells that a file is the same and was not written to: size, time, inode; None if it is gone."""
+    try:
+        found = os.stat(shard.path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
 
 
 def _shard_error(shard: Shard, problem: str) -> DataError:

@@ -165,7 +165,6 @@ class Validation:
                     found[:, rows] = self._measure_windows(rows, model, of_parts)
         finally:
             model.train(was_training)
-            self._reader.release()
         self._reader.wait_until_verified()  # no number rests on a damaged shard
         # One rank has each window, the others have 0.
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)

@@ -19,7 +19,7 @@ from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, FolderLostError
 from gpt2lab.files import replace_durably
 from gpt2lab.paths import REPOSITORY
 
@@ -51,10 +51,62 @@ class RunFolder:
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
         catalog.sweep(path)
+        self._sign()
+        self._place = _place_of(os.stat(path))
+
+    def _sign(self) -> None:
+        """Write into the lock who holds it, and remember which file it is."""
         with contextlib.suppress(OSError):  # a full disk: the name is only for the message
             os.ftruncate(self._lock.fileno(), 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}\n"
             os.write(self._lock.fileno(), holder.encode())
+        self._locked = _place_of(os.fstat(self._lock.fileno()))
+
+    def keep(self) -> str | None:
+        """Prove that the folder is still this process's; return a warning if its lock had to be made again.
+
+        A lock protects as long as its file has its name. Where that was deleted, and nobody else was there meanwhile,
+        a new one is made; a file of another start is never touched.
+
+        Raises: FolderLostError if the folder is gone, or belongs to another start.
+        """
+        lock = self.path / "run.lock"
+        try:
+            if _place_of(os.stat(lock)) == self._locked:
+                return None
+        except (FileNotFoundError, NotADirectoryError):
+            self._lock_again(lock)
+            return f"{lock}: was deleted while training, and is made again; delete none of a run that trains"
+        except OSError:  # of a network disk, for a moment: writing there will say more
+            return None
+        raise FolderLostError(
+            f"{self.path}: another start took this run while this one trained (run.lock is another file); "
+            f"this one ends and leaves the run to it"
+        )
+
+    def _lock_again(self, path: Path) -> None:
+        again: IO[str] | None = None
+        try:
+            if _place_of(os.stat(self.path)) != self._place:
+                raise FileNotFoundError
+            # Exclusively: an existing file would be that of another start, also of one that has ended.
+            again = open(path, "x+")  # noqa: SIM115 - held until the process ends
+            _lock(again)
+            self._lock, again = again, self._lock
+        except (FileNotFoundError, NotADirectoryError):
+            raise FolderLostError(
+                f"{self.path}: moved or deleted while training; nothing can be saved there, put it back (if it was "
+                f"moved) and go on with --resume latest"
+            ) from None
+        except OSError as error:
+            raise FolderLostError(
+                f"{path}: deleted while training, and cannot be made again ({error.strerror}); "
+                f"this start ends, go on with --resume latest"
+            ) from error
+        finally:
+            if again is not None:
+                again.close()
+        self._sign()
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -90,6 +142,10 @@ class RunFolder:
             "time": time.time(),
         }
         replace_durably(self.path / "status.json", json.dumps(status, indent=1) + "\n")
+
+
+def _place_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _lock(file: IO[str]) -> None:

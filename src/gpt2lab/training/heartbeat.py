@@ -3,6 +3,9 @@
 Each rank writes its phase to a small file in the run's folder and watches itself with a thread. When a phase lasts too
 long, the thread reads the other ranks' files, names the rank that all wait for, prints the stacks and ends the process:
 a hang becomes a crash, which a restart cures.
+
+Time in which this process itself was stopped (SIGSTOP, Ctrl+Z, a frozen container or machine) is no hang. The thread
+then missed its own beats, so what is counted is the time between beats, each up to twice its length.
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ class Heartbeat:
         """`hang_seconds` 0: no watch. `tell` receives the report before the process ends."""
         self._folder, self._rank = run_dir / FOLDER, rank
         self._hang_seconds, self._tell = hang_seconds, tell
-        # One object, so that the watching thread never sees one phase with another's age.
-        self._now = (0, PHASES[0], time.monotonic())
+        self._pause = min(_BEAT_SECONDS, hang_seconds / 4)
+        # One object each, so that no thread sees one phase with another's age.
+        self._last_beat = (time.monotonic(), 0.0)  # when, and what the clock said
+        self._now = (0, PHASES[0], self._clock())
         self._longest: dict[str, float] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -55,7 +60,7 @@ class Heartbeat:
 
     def enter(self, phase: str, step: int) -> None:
         """Begin a phase of the step under way."""
-        now = time.monotonic()
+        now = self._clock()
         _, before, since = self._now
         self._longest[before] = max(now - since, self._longest.get(before, 0.0))
         self._now = (step, phase, now)
@@ -63,7 +68,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Say that a long phase goes on: between the batches of an evaluation."""
         step, phase, _ = self._now
-        self._now = (step, phase, time.monotonic())
+        self._now = (step, phase, self._clock())
 
     def close(self) -> None:
         """End the watch."""
@@ -79,19 +84,24 @@ class Heartbeat:
             return _FIRST_TIME * self._hang_seconds
         return max(self._hang_seconds, _SLOWER * self._longest[phase])
 
+    def _clock(self) -> float:
+        """Return the seconds of this watch; they stand still while the process is stopped."""
+        at, said = self._last_beat
+        return said + min(time.monotonic() - at, 2 * self._pause)
+
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank_{rank:04d}.json"
 
     def _watch(self) -> None:
-        pause = min(_BEAT_SECONDS, self._hang_seconds / 4)
-        while not self._closed.wait(pause):
+        while not self._closed.wait(self._pause):
+            self._last_beat = (time.monotonic(), self._clock())
             step, phase, since = seen = self._now
-            lasts = time.monotonic() - since
+            lasts = self._clock() - since
             with suppress(OSError):
                 self._write(step, phase, lasts)
             # What was seen may be over: writing takes its time on a slow disk.
             if lasts > self.limit_seconds(phase) and seen is self._now:
-                report = self.report(pause)
+                report = self.report()
                 print(f"error: rank {self._rank}: {report}", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
                 self._tell(report)
@@ -111,13 +121,13 @@ class Heartbeat:
         path.with_suffix(".tmp").write_text(json.dumps(beat))
         os.replace(path.with_suffix(".tmp"), path)
 
-    def report(self, pause: float) -> str:
+    def report(self) -> str:
         """Name the ranks that the others wait for: silent ones, else those furthest behind."""
         beats: list[dict[str, Any]] = []
         for path in sorted(self._folder.glob("rank_*.json")):
             with suppress(OSError, ValueError):
                 beats.append(json.loads(path.read_text()))
-        silent = [beat for beat in beats if time.time() - beat["time"] > 2 * pause + 0.5]
+        silent = [beat for beat in beats if time.time() - beat["time"] > 2 * self._pause + 0.5]
         behind = min(map(_place, beats), default=None)
         blamed = silent or [beat for beat in beats if _place(beat) == behind]
         named = "; ".join(
@@ -127,7 +137,7 @@ class Heartbeat:
             for beat in blamed
         )
         step, phase, since = self._now
-        own = f"{phase} of step {step} for {time.monotonic() - since:.0f} s"
+        own = f"{phase} of step {step} for {self._clock() - since:.0f} s"
         return (
             f"hangs in {own}; all wait for: {named or 'nobody known'}; go on with --resume latest"
         )

@@ -11,8 +11,6 @@ import json
 import os
 import time
 
-import torch
-
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.command_line import Command
@@ -22,10 +20,13 @@ from gpt2lab.distributed.runtime import Runtime, resolve_dtype, use_fast_fp32_ma
 from gpt2lab.distributed.strategy import Strategy, resolve_compile
 from gpt2lab.errors import (
     ConfigError,
+    FolderLostError,
     GPT2LabError,
     OutOfMemoryError,
     SaveError,
     TornUpdateError,
+    first_line,
+    is_out_of_memory,
     to_gpt2lab_error,
 )
 from gpt2lab.evaluation.hellaswag import HellaSwag
@@ -45,7 +46,7 @@ from gpt2lab.training.evaluator import Evaluator
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve_to_train
-from gpt2lab.training.resume_check import check_resume, facts_of, load_state
+from gpt2lab.training.resume_check import check_resume, facts_of, load_state, saved_environment
 from gpt2lab.training.run_log import announce
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
@@ -88,13 +89,15 @@ def pretrain(
             # What is rejected while building has written nothing.
             components = build(start, runtime, model, recipe)
             _train(components, signals, folder, began)
-    except (torch.OutOfMemoryError, TornUpdateError) as error:
+    except Exception as error:
         # The first update makes the optimizer's state, so that a step may fit until then and not after.
         cause = error.__cause__ if isinstance(error, TornUpdateError) else error
-        if not isinstance(cause, torch.OutOfMemoryError):
+        if isinstance(error, GPT2LabError) or not is_out_of_memory(cause):
             raise
+        assert isinstance(cause, Exception)
+        said = first_line(cause).rstrip(".")
         raise OutOfMemoryError(
-            f"out of memory: {str(cause).splitlines()[0]} A lower --mini_batch_size needs less and changes no loss; "
+            f"out of memory: {said}. A lower --mini_batch_size needs less and changes no loss; "
             f"--mini_batch_size auto finds one that fits, scripts/memory_check.py shows what takes the room"
         ) from error
     finally:
@@ -260,7 +263,7 @@ def _train(
         reason, step = trainer.fit(), trainer.state.step
         runtime.on_rank_zero(lambda: _conclude(components, folder, logger, watch, reason, step))
     except BaseException as error:
-        if folder:
+        if folder and not isinstance(error, FolderLostError):  # another start may write there now
             step = trainer.state.step if trainer else components.state.step
             ours = to_gpt2lab_error(error)
             code = ours.exit_code if ours else 1
@@ -323,7 +326,7 @@ def _open_clock(components: Components, folder: RunFolder | None, began: float) 
         expected_seconds=forecast.forecast_seconds(start.run_dir) if folder else None,
     )
     if start.checkpoint is not None and folder:
-        saved = start.checkpoint.manifest["environment"]
+        saved = saved_environment(start)
         clock.take_over(start.run_dir, same_hardware=components.facts["environment"] == saved)
     return clock
 

@@ -42,7 +42,7 @@ class ResumeCheck:
 
     from_step: int
     world_size: int
-    saved_world_size: int
+    saved_world_size: int | None  # None: the manifest does not say
     changes: dict[str, list[Any]]
     level: str  # bit-identical | same data | changed
     verified_batches: list[int]  # steps whose batch was read again: its hash is the logged one
@@ -52,7 +52,7 @@ class ResumeCheck:
         """Write the result for people."""
         read, lr = " and ".join(map(str, self.verified_batches)), self.verified_lr
         data = f"batch of step {read} read again: the hash is the logged one"
-        before, now = self.saved_world_size, self.world_size
+        before, now = self.saved_world_size or "not known", self.world_size
         return (
             f"resumed from step {self.from_step} ({self.level})\n"
             f"  data         {data if read else 'nothing logged to compare with'}\n"
@@ -111,10 +111,11 @@ def check_resume(
         raise CheckpointError(
             f"{start.checkpoint.path}: its state is of step {state.step}, its manifest of step {manifest['step']}"
         )
+    saved_world_size = saved_environment(start).get("world_size")
     return ResumeCheck(
         from_step=state.step,
         world_size=start.plan.batch.world_size,
-        saved_world_size=manifest["environment"]["world_size"],
+        saved_world_size=saved_world_size if type(saved_world_size) is int else None,
         changes=start.changes,
         level=_level(start, facts),
         verified_batches=_compare_batches(start, state, loader, logged),
@@ -181,10 +182,31 @@ def _level(start: Start, facts: dict[str, Any]) -> str:
     assert start.checkpoint is not None
     if _guarded_changes(start):
         return "changed"
-    now, saved = dict(facts["environment"]), dict(start.checkpoint.manifest["environment"])
+    now, saved = dict(facts["environment"]), dict(saved_environment(start))
     if start.config.system.reduce == "exact":  # the order of the sum does not depend on it
         now.pop("world_size"), saved.pop("world_size", None)
     return "bit-identical" if now == saved and now["deterministic"] else "same data"
+
+
+def saved_environment(start: Start) -> dict[str, Any]:
+    """Return what the checkpoint's manifest says that it was trained on; {} if that is no object of names."""
+    assert start.checkpoint is not None
+    saved = start.checkpoint.manifest.get("environment")
+    return saved if isinstance(saved, dict) else {}
+
+
+def describe_other_environment(start: Start, facts: dict[str, Any]) -> str | None:
+    """Return a warning if torch, the processor or the number of threads are not those of the checkpoint, else None."""
+    saved, now = saved_environment(start), facts["environment"]
+    names = {"torch": "torch", "device": "processor", "threads": "threads"}
+    other = [
+        f"{title} {saved.get(name)!r:.60} -> {now[name]!r}"
+        for name, title in names.items()
+        if json.dumps(saved.get(name)) != json.dumps(now[name])  # as it was written: True is no 1
+    ]
+    if not other:
+        return None
+    return f"resumed on another system than saved ({', '.join(other)}): the same data, other last bits of losses"
 
 
 def _guarded_changes(start: Start) -> dict[str, list[Any]]:

@@ -22,6 +22,7 @@ from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components, Session
+from gpt2lab.training.resume_check import describe_other_environment
 from gpt2lab.training.train_step import StepStats
 
 
@@ -180,6 +181,8 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
         return
     logger.event("resume", state.step, **asdict(check))
     logger.say(check.describe())
+    if (warning := describe_other_environment(start, components.facts)) is not None:
+        logger.warn(warning, state.step)
     if superseded := catalog.supersede(start.run_dir, state.step):
         logger.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
     best = state.best_step

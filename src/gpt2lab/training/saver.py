@@ -68,6 +68,7 @@ class Saver:
         began, label = time.monotonic(), f"emergency_{state.step:08d}"
         try:
             folder = self.folder or (opened := RunFolder(self.run_dir))
+            folder.keep()
             if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
                 return False
             content = store.collect(self.model, self.optimizers, keep=True)
@@ -75,7 +76,12 @@ class Saver:
                 return False
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
-        except (OSError, RuntimeError, GPT2LabError):  # the first error is the one to report
+        except (
+            OSError,
+            RuntimeError,
+            MemoryError,
+            GPT2LabError,
+        ):  # the first error is the one to report
             return False
         finally:
             if opened:
@@ -135,6 +141,8 @@ class Saver:
     ) -> str | None:
         """Write, label and report on rank 0; return what went wrong, or None."""
         assert self.folder is not None
+        if (warning := self.folder.keep()) is not None:
+            self.logger.warn(warning, state.step)
         if not weights_are_finite(content):
             raise NonFiniteError(
                 f"step {state.step}: the weights are not finite and were not saved; "

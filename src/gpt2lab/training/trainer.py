@@ -15,7 +15,14 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import NOT_FINITE
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.errors import DataError, GPT2LabError, PeerError, TornUpdateError, is_lost_peer
+from gpt2lab.errors import (
+    DataError,
+    FolderLostError,
+    GPT2LabError,
+    PeerError,
+    TornUpdateError,
+    is_lost_peer,
+)
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components, Session
@@ -43,7 +50,7 @@ class Trainer:
         self.state = components.state
         self.config, self.last_step = self.start.config, self.start.plan.max_steps
         self.loader = components.batches.loader
-        self.logger, self.control = session.logger, session.control
+        self.folder, self.logger, self.control = session.folder, session.logger, session.control
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = self.first_step = self.state.step
@@ -60,7 +67,7 @@ class Trainer:
     def fit(self) -> str | None:
         """Train to the last step or to a stop; return the reason of the stop, None at the end.
 
-        Raises: NonFiniteError, SaveError, DataError, DriftError; PeerError if another rank died.
+        Raises: NonFiniteError, SaveError (FolderLostError), DataError, DriftError; PeerError if another rank died.
         """
         self.warn_of_grace()
         try:
@@ -76,6 +83,8 @@ class Trainer:
         except (GPT2LabError, TornUpdateError):
             raise
         except Exception as error:  # the weights are those of the last complete step
+            if (lost := self.check_folder()) is not None:
+                raise lost from error
             saved = self.saved_step == self.state.step or self.rescue()
             if not is_lost_peer(error):
                 raise
@@ -90,9 +99,12 @@ class Trainer:
             self.heartbeat.enter("reading data", self.state.step + 1)
             batch, error = fetch(batches)
             self.heartbeat.enter("agreeing", self.state.step + 1)
-            request = self.control.agree(error)  # the one moment at which a run may end early
+            request = self.control.agree(
+                error or self.check_folder()
+            )  # the one moment at which a run may end early
             if request.error is not None:
-                self.save_step("emergency")
+                if not isinstance(request.error, FolderLostError):
+                    self.save_step("emergency")
                 raise request.error
             if request.stop is not None:
                 self.save_step("emergency")
@@ -233,6 +245,15 @@ class Trainer:
         self.state = dataclasses.replace(self.state, due=left)
         self.measure()
         self.saver.complete(self.state, self.labels(), is_recorded="checkpoint" in recorded)
+        return None
+
+    def check_folder(self) -> GPT2LabError | None:
+        """Return the error of a run's folder that is gone or taken, on rank 0, which holds its lock."""
+        try:
+            if self.folder is not None and (warning := self.folder.keep()) is not None:
+                self.logger.warn(warning, self.state.step)
+        except FolderLostError as error:
+            return error
         return None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

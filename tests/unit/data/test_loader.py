@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from gpt2lab.data.order import Shuffle
 from gpt2lab.data.shards import Shard, open_data
 from gpt2lab.data.windows import Verifier, WindowReader
 from gpt2lab.errors import DataError
+from gpt2lab.files import sha256_of
 from gpt2lab.runs import history
 from gpt2lab.training.pretrain import pretrain
 from loading import T, loader_over
@@ -46,7 +48,7 @@ def test_a_batch_of_gpt2_is_copied_once_and_opens_nothing_again(
         open_data(tmp_path, vocab_size=50304).splits["train"], samples=512, shuffle=shuffle
     )
     loader.fetch(0)
-    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=AssertionError("mapped a second time")))
+    monkeypatch.setattr(os, "open", Mock(side_effect=AssertionError("opened a second time")))
     for number in range(1, 4):
         assert allocated(partial(loader.fetch, 512 * number)) < 3 * 512 * (T + 1) * 2
 
@@ -198,6 +200,26 @@ def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path: Path) ->
     with pytest.raises(DataError, match=rf"{shard.path.name}: cannot be read \(No such file"):
         verifier.wait()
     verifier.close()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path: Path, verify: bool) -> None:
+    """A memory map of it would end the process with SIGBUS, in the pages beyond its end."""
+    (shard,) = sparse_shards(tmp_path, count=1, tokens=100_000)
+    shard = dataclasses.replace(shard, sha256=sha256_of(shard.path))
+    reader = WindowReader((shard,), context_length=T, id_limit=VOCAB, verify=verify)
+    first, last = np.array([0]), np.array([90_000])
+    assert reader.read(first, last).shape == (1, T + 1)
+    os.truncate(shard.path, 10_000)
+    assert reader.read(first, first).shape == (1, T + 1)
+    with pytest.raises(DataError, match="ends within the window at token 90000"):
+        reader.read(first, last)
+    if verify:
+        with pytest.raises(
+            DataError, match=r"changed while training \(10000 bytes, 200128 before\)"
+        ):
+            reader.wait_until_verified()
+    reader.close()
 
 
 def test_closing_hashes_no_further_block_of_twenty_gigabytes(

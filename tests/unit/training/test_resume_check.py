@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpt2lab.checkpoint import manifest
+from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model import rng
 from tiny import write_shards
@@ -136,3 +138,31 @@ def test_a_run_goes_on_on_another_kind_of_device(
     monkeypatch.setattr(rng, "capture", capture if on_gpu == "before" else with_gpu)
     run.train(*COMMON, "--resume=latest")
     assert [event["from_step"] for event in run.events("resume")] == [3]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"torch": "2.9.0"}, [f"torch '2.9.0' -> '{torch.__version__}'"]),
+        ({"device": "another", "threads": 77}, ["processor 'another' -> ", "threads 77 -> "]),
+        ({"threads": True, "torch": ["\x1b[2J" * 99]}, ["torch ['\\x1b[2J", "threads True -> "]),
+        ({"torch": None, "world_size": "two"}, ["torch None -> "]),
+        (None, ["torch None -> ", "processor None -> ", "threads None -> "]),
+    ],
+)
+def test_another_system_than_the_checkpoints_is_a_warning(
+    run: Run, values: dict[str, Any] | None, said: list[str]
+) -> None:
+    """Also where somebody edited the manifest and made its hash anew."""
+    run.train(*COMMON, "--stop_after_steps=3")
+    path = run.path / folder_name(3) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["environment"] = None if values is None else content["environment"] | values
+    content["manifest_sha256"] = manifest._hash_of(content)
+    path.write_text(json.dumps(content))
+    run.train(*COMMON, "--stop_after_steps=4", "--resume=latest")
+    [warning] = [e["message"] for e in run.events("warning", 2) if "resumed on" in e["message"]]
+    assert "\n" not in warning
+    assert all(part in warning for part in said)
+    run.train(*COMMON, "--stop_after_steps=5", "--resume=latest")
+    assert not any("resumed on" in event["message"] for event in run.events("warning", 3))

@@ -106,6 +106,24 @@ def test_a_phase_is_judged_by_its_own_limit_though_it_ends_meanwhile(tmp_path: P
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
+def test_a_stopped_process_has_not_hung_and_still_sees_a_hang(tmp_path: Path) -> None:
+    """Ctrl+Z and fg once ended a healthy run; nor may the pause become what a phase is allowed to last."""
+    code = (
+        "import subprocess\nfrom pathlib import Path\nfrom gpt2lab.training.heartbeat import Heartbeat\n"
+        f"beats = Heartbeat(Path({str(tmp_path)!r}), rank=0, hang_seconds=0.8)\n"
+        "beats.enter('training', 1); beats.enter('agreeing', 2); beats.enter('training', 2)\n"
+        "fg = subprocess.Popen(['sh', '-c', f'sleep 3; kill -CONT {me}'])\n"
+        "time.sleep(0.1); os.kill(me, signal.SIGSTOP)\n"
+        "for _ in range(20): time.sleep(0.01)\n"  # more beats of the watch
+        "fg.wait(); beats.enter('agreeing', 3)\n"
+        "print('alive', beats.limit_seconds('training') < 20, flush=True)\n"
+        "beats._longest.clear(); beats.enter('saving', 3); time.sleep(60)"
+    )
+    done = ends_as(code)
+    assert (done.returncode, done.stdout) == (78, "alive True\n"), done.stderr
+    assert "hangs in saving of step 3" in done.stderr
+
+
 @pytest.fixture
 def central_europe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set this process's clock to a zone that has summer time."""
