@@ -20,7 +20,7 @@ from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Seen, look
 from gpt2lab.runs import history
-from gpt2lab.runs.history import read_json, spent_seconds
+from gpt2lab.runs.history import Log, read_json
 
 FILE = "estimate.json"
 _HOURS = ("estimated_hours", "low_hours", "high_hours")
@@ -82,12 +82,13 @@ def score_forecast(
     `others`: the share of the machine in other hands, unknown at a world size above 1.
     """
     with contextlib.suppress(OSError, GPT2LabError):
-        events = history.read_events(run_dir)
-        if not events or events[-1]["event"] != "done":
+        newest = history.newest_event(run_dir)
+        if newest is None or newest["event"] != "done":
             return
+        log = history.read_log(run_dir)
         if config.tuning.instructions is None:  # its steps and targets are not pretraining's
-            _learn(run_dir, others=None if world_size > 1 else others)
-        actual = complete(run_dir)
+            _learn(run_dir, log, others=None if world_size > 1 else others)
+        actual = complete(run_dir, log)
         if actual is not None:
             inside = "inside" if actual["inside_interval"] else "outside"
             say(
@@ -96,7 +97,7 @@ def score_forecast(
             )
 
 
-def complete(run_dir: Path) -> dict[str, Any] | None:
+def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
     """Write the actual numbers into a finished run's estimate.json, and return them; None without a forecast.
 
     Raises: OSError.
@@ -104,16 +105,15 @@ def complete(run_dir: Path) -> dict[str, Any] | None:
     document = read_json(run_dir / FILE)
     if document is None or not isinstance(document.get("estimate"), dict):
         return None
-    events = history.read_events(run_dir)
     predicted = document["estimate"]
-    peak = max((e["peak_memory_bytes"] for e in events if e["event"] == "step"), default=None)
+    peak = log.peak_memory()
     needed = (document.get("memory") or {}).get("total")
-    losses = history.current(events, "eval")
-    hours = spent_seconds(events) / 3600
+    losses = log.current("eval")
+    hours = log.spent_seconds() / 3600
     actual = {
         "hours": hours,
-        "steps": max(history.current(events, "step"), default=0),
-        "starts": history.last_attempt(events),
+        "steps": int(log.numbers[-1]) if len(log.numbers) else 0,
+        "starts": log.last_attempt,
         "time_accuracy": 100 * predicted["estimated_hours"] / hours,
         "inside_interval": predicted["low_hours"] <= hours <= predicted["high_hours"],
         "peak_memory_bytes": peak,
@@ -189,7 +189,7 @@ def print_history(checkpoint_dir: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _learn(run_dir: Path, *, others: float | None) -> None:
+def _learn(run_dir: Path, log: Log, *, others: float | None) -> None:
     """Add a run's line to the calibration file; a run that says too little adds none.
 
     Raises: OSError.
@@ -198,8 +198,9 @@ def _learn(run_dir: Path, *, others: float | None) -> None:
     if facts is None or settings is None:
         return
     try:
-        events, environment = history.read_events(run_dir), facts["environment"]
-        record = calibration.record_of(events, environment, settings, others=others, source="run")
+        record = calibration.record_of(
+            log, facts["environment"], settings, others=others, source="run"
+        )
     except (KeyError, StopIteration, GPT2LabError):
         return
     if record is not None:

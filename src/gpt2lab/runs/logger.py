@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
+from gpt2lab.runs import log_index
 from gpt2lab.runs.tensorboard import mirror, open_tensorboard
 from gpt2lab.runs.wandb_mirror import WandbMirror, is_installed
 
@@ -51,6 +52,7 @@ class MetricsLogger:
         self._metrics: FileIO | None = None
         self._held_back = bytearray()  # lines that the disk has no room for
         self._is_full = False
+        self._not_indexed = 0  # bytes
         self._flushed = 0  # bytes of metrics.jsonl that are on the disk
         self._is_unsure = (
             False  # the last flush failed: the kernel may have given up on what it could not write
@@ -60,6 +62,7 @@ class MetricsLogger:
         self._wandb: WandbMirror | None = None
         if run_dir is None:
             return
+        self._run_dir = run_dir
         _cut_torn_line(run_dir / METRICS)
         self._metrics = FileIO(run_dir / METRICS, "ab")
         self._flushed = self._metrics.tell()
@@ -88,8 +91,11 @@ class MetricsLogger:
             "step": step,
             **values,
         }
-        self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
-        self.catch_up()
+        encoded = json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._held_back += encoded
+        self._not_indexed += len(encoded)
+        if self.catch_up() is None and log_index.update(self._run_dir, self._not_indexed):
+            self._not_indexed = 0
         with self._tensorboard_or_none() as tensorboard:
             if tensorboard is not None:
                 mirror(tensorboard, event, step, values)
@@ -237,8 +243,15 @@ def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with open(path, "rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        end = file.seek(0, os.SEEK_END)
+        while end:  # backwards: the log may be long
+            begin = file.seek(max(0, end - _BLOCK))
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        file.truncate(end)
 
 
 def _open_wandb(run_dir: Path, *, attempt: int, settings: dict[str, Any]) -> WandbMirror | None:
