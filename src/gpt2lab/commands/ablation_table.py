@@ -73,16 +73,16 @@ def read_curve(run_dir: Path) -> Curve:
 
     Raises: CheckError if it logged no validation loss that is a number.
     """
-    events = history.read_events(run_dir)
-    steps, evals = history.current(events, "step"), history.current(events, "eval")
-    taken = sorted(steps)
-    spent = itertools.accumulate(steps[step]["step_seconds"] for step in taken)
+    log = history.read_log(run_dir)
+    evals, taken = log.current("eval"), log.numbers.tolist()
+    tokens = dict(zip(taken, log.column("tokens").astype(int).tolist(), strict=True))
+    spent = itertools.accumulate(log.column("step_seconds").tolist())
     seconds = dict(zip(taken, spent, strict=True))
-    kept = [step for step in sorted(evals) if step in steps and evals[step]["val_loss"] is not None]
+    kept = [s for s in sorted(evals) if s in seconds and evals[s]["val_loss"] is not None]
     if not kept:
         raise CheckError(f"{run_dir}: no validation loss was logged")
     return Curve(
-        tuple(steps[step]["tokens"] for step in kept),
+        tuple(tokens[step] for step in kept),
         tuple(seconds[step] for step in kept),
         tuple(evals[step]["val_loss"] for step in kept),
     )

@@ -36,13 +36,14 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
     Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
     """
     config = history.read_config(run_dir)
-    events = history.read_events(run_dir)
-    steps = history.current(events, "step")
-    if step not in steps:
-        taken = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has taken none"
+    log = history.read_log(run_dir)
+    event, numbers = log.step(step), log.numbers
+    if event is None:
+        taken = (
+            f"it has steps {numbers[0]} to {numbers[-1]}" if len(numbers) else "it has taken none"
+        )
         raise ConfigError(f"{run_dir}: no step {step}; {taken}")
-    event = steps[step]
-    begun = [e for e in events if e["event"] == "begin" and e["attempt"] == event["attempt"]]
+    begun = [e for e in log.of_kind("begin") if e["attempt"] == event["attempt"]]
     if not begun:
         raise ConfigError(
             f"{run_dir}: metrics.jsonl does not say how start {event['attempt']} began"

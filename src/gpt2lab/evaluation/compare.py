@@ -92,10 +92,10 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[Kind, Results]:
     if not is_run(folder) and (folder / manifest.MANIFEST).exists():
         run_dir, only_step = folder.parent, manifest.read_manifest(folder)["step"]
     if is_run(folder) or only_step is not None:
-        events, files = history.read_events(run_dir), {}
+        log, files = history.read_log(run_dir), {}
         for kind, event in _EVENTS.items():
             # On the run's own line of steps; files of other lines may lie beside them.
-            steps = {s for s in history.current(events, event) if only_step in (None, s)}
+            steps = {s for s in log.current(event) if only_step in (None, s)}
             if steps:
                 files[kind] = file_of_step(run_dir, kind, max(steps))
     return {kind: read_results(path) for kind, path in files.items() if path.exists()}

@@ -95,9 +95,9 @@ def _measured(target: Target) -> dict[str, str]:
     """Return the run's evaluations of this step; HellaSwag may be of an earlier step."""
     assert target.checkpoint is not None
     step, manifest = target.checkpoint.step, target.checkpoint.manifest
-    events = history.read_events(target.folder.parent)
+    log = history.read_log(target.folder.parent)
     rows = {}
-    loss = history.current(events, "eval").get(step)
+    loss = log.current("eval").get(step)
     if loss is not None and loss["val_loss"] is not None:
         bits = loss.get("bits_per_byte")
         rows["validation loss"] = (
@@ -106,7 +106,7 @@ def _measured(target: Target) -> dict[str, str]:
         )
     elif manifest.get("val_loss") is not None:
         rows["validation loss"] = f"{manifest['val_loss']:.4f} nats/token"
-    scores = {at: e for at, e in history.current(events, "hellaswag").items() if at <= step}
+    scores = {at: e for at, e in log.current("hellaswag").items() if at <= step}
     if scores:
         found = scores[max(scores)]
         note = "" if max(scores) == step else f", measured at step {max(scores):,}"

@@ -27,7 +27,7 @@ from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine, Seen
 from gpt2lab.planner.timing import Measured, Rates, fit, work
-from gpt2lab.runs import history
+from gpt2lab.runs.history import Log
 
 FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start
@@ -47,14 +47,13 @@ class Kind:
     parallel: Parallel = "ddp"  # at world size 1, too
 
 
-def mean_step(seconds: Sequence[float]) -> float:
+def mean_step(seconds: Sequence[float] | np.ndarray) -> float:
     """Return the mean of step times, each clipped at eight medians, so that one stall does not set the pace."""
-    ceiling = WINSOR * statistics.median(seconds)
-    return statistics.fmean(min(value, ceiling) for value in seconds)
+    return float(np.mean(np.minimum(seconds, WINSOR * np.median(seconds))))
 
 
 def record_of(
-    events: list[dict[str, Any]],
+    log: Log,
     environment: Mapping[str, Any],
     config: Mapping[str, Any],
     *,
@@ -66,22 +65,24 @@ def record_of(
 
     `environment` as in run.json, `config` as in config.json; `others`: the share of the machine in other hands.
     """
-    attempt = history.last_attempt(events)
-    mine = [event for event in events if event["attempt"] == attempt]
-    steps = [event for event in mine if event["event"] == "step"]
-    if len(steps) < fewest:
+    taken, elapsed = log.last_start("step_seconds"), log.last_start("elapsed_seconds")[:1]
+    if len(taken) < fewest or np.isnan(elapsed).any():
         return None
     # The first step compiles, the second may still touch fresh memory.
-    later = [event["step_seconds"] for event in steps[2:]]
+    later = taken[2:]
     step = mean_step(later)
     tokens = config["total_batch_size"]
     micro = environment["mini_batch_size"]
     evals, scored, saves = (
-        [e for e in mine if e["event"] == kind and (e["seconds"] or 0) > 0]
+        [
+            e
+            for e in log.of_kind(kind)
+            if e["attempt"] == log.last_attempt and (e["seconds"] or 0) > 0
+        ]
         for kind in ("eval", "hellaswag", "checkpoint")
     )
     world = environment["world_size"]
-    ratios = {"compile": max(0.0, steps[0]["step_seconds"] - step)}
+    ratios = {"compile": max(0.0, float(taken[0]) - step)}
     token = step / (tokens / world)
     if evals:
         ratios["eval"] = statistics.median(
@@ -94,11 +95,10 @@ def record_of(
         )
     if saves:
         ratios["checkpoint"] = statistics.median(e["bytes"] / e["seconds"] for e in saves)
-    before = sum(e.get("seconds") or 0.0 for e in mine[: mine.index(steps[0])])
-    ratios["start"] = max(0.1, steps[0]["elapsed_seconds"] - steps[0]["step_seconds"] - before)
-    cpu = [event.get("cpu_seconds") or 0.0 for event in steps[2:]]
+    ratios["start"] = max(0.1, float(elapsed[0] - taken[0]) - log.seconds_before_first_step())
+    cpu = np.nan_to_num(log.last_start("cpu_seconds")[2:])
     return {
-        "time": steps[-1]["time"],
+        "time": float(log.last_start("time")[-1]),
         "source": source,
         "device": environment["device"],
         "world": world,
@@ -113,8 +113,8 @@ def record_of(
         "accumulation": tokens // config["context_length"] // world // micro,
         "steps": len(later),
         "step_seconds": step,
-        "cpu_seconds": mean_step(cpu) if all(cpu) else None,
-        "peak_memory": max(event["peak_memory_bytes"] for event in steps),
+        "cpu_seconds": mean_step(cpu) if cpu.all() else None,
+        "peak_memory": int(np.nanmax(log.last_start("peak_memory_bytes"))),
         "ratios": ratios,
         "others": others,
     }

@@ -20,7 +20,7 @@ from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Seen, look
 from gpt2lab.runs import history
-from gpt2lab.runs.history import read_json, spent_seconds
+from gpt2lab.runs.history import Log, read_json
 
 FILE = "estimate.json"
 _HOURS = ("estimated_hours", "low_hours", "high_hours")
@@ -82,9 +82,10 @@ def score_forecast(
     `others`: the share of the machine in other hands, unknown at a world size above 1.
     """
     with contextlib.suppress(OSError, GPT2LabError):
+        log = history.read_log(run_dir)
         if config.tuning.instructions is None:  # its steps and targets are not pretraining's
-            _learn(run_dir, others=None if world_size > 1 else others)
-        actual = complete(run_dir)
+            _learn(run_dir, log, others=None if world_size > 1 else others)
+        actual = complete(run_dir, log)
         if actual is not None:
             inside = "inside" if actual["inside_interval"] else "outside"
             say(
@@ -93,7 +94,7 @@ def score_forecast(
             )
 
 
-def complete(run_dir: Path) -> dict[str, Any] | None:
+def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:
     """Write the actual numbers into a finished run's estimate.json, and return them; None without a forecast.
 
     Raises: OSError.
@@ -101,18 +102,17 @@ def complete(run_dir: Path) -> dict[str, Any] | None:
     document = read_json(run_dir / FILE)
     if document is None or not isinstance(document.get("estimate"), dict):
         return None
-    events = history.read_events(run_dir)
-    if not history.current(events, "step"):  # its record is lost
+    if not len(log.numbers):  # its record is lost
         return None
     predicted = document["estimate"]
-    peak = max((e["peak_memory_bytes"] for e in events if e["event"] == "step"), default=None)
+    peak = log.peak_memory()
     needed = (document.get("memory") or {}).get("total")
-    losses = history.current(events, "eval")
-    hours = spent_seconds(events) / 3600
+    losses = log.current("eval")
+    hours = log.spent_seconds() / 3600
     actual = {
         "hours": hours,
-        "steps": max(history.current(events, "step"), default=0),
-        "starts": history.last_attempt(events),
+        "steps": int(log.numbers[-1]),
+        "starts": log.last_attempt,
         "time_accuracy": 100 * predicted["estimated_hours"] / hours,
         "inside_interval": predicted["low_hours"] <= hours <= predicted["high_hours"],
         "peak_memory_bytes": peak,
@@ -188,7 +188,7 @@ def print_history(checkpoint_dir: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _learn(run_dir: Path, *, others: float | None) -> None:
+def _learn(run_dir: Path, log: Log, *, others: float | None) -> None:
     """Add a run's line to the calibration file; a run that says too little adds none.
 
     Raises: OSError.
@@ -197,8 +197,9 @@ def _learn(run_dir: Path, *, others: float | None) -> None:
     if facts is None or settings is None:
         return
     try:
-        events, environment = history.read_events(run_dir), facts["environment"]
-        record = calibration.record_of(events, environment, settings, others=others, source="run")
+        record = calibration.record_of(
+            log, facts["environment"], settings, others=others, source="run"
+        )
     except (KeyError, StopIteration, GPT2LabError):
         return
     if record is not None:

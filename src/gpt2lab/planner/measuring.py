@@ -36,7 +36,7 @@ from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.runs import history
-from gpt2lab.runs.history import read_json
+from gpt2lab.runs.history import Log, read_json
 from gpt2lab.tokenizers.gpt2 import GPT2
 
 TOO_BUSY = 0.5  # share of the machine in other hands from which no number is given
@@ -126,7 +126,7 @@ def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
     if others > TOO_BUSY:
         raise NoSourceError(f"this machine is busy: {busy} while measuring; wait until it is idle")
     record = calibration.record_of(
-        trial.events,
+        Log.of(trial.events),
         trial.environment,
         trial.config,
         others=None if trial.others is None else others,

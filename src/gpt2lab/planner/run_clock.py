@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.derived import count_due, frequencies
@@ -29,7 +31,7 @@ from gpt2lab.planner.job import Job
 from gpt2lab.planner.reports import blank
 from gpt2lab.planner.timing import Interval, total
 from gpt2lab.runs import history
-from gpt2lab.runs.history import read_json, spent_seconds
+from gpt2lab.runs.history import read_json
 
 MILESTONES = (0.1, 0.25, 0.5, 0.75, 1.0)
 _LINE_EVERY = 60.0  # seconds between progress lines
@@ -178,13 +180,12 @@ class RunClock:
 
     def take_over(self, run_dir: Path, *, same_hardware: bool) -> None:
         """Go on from the starts before: their time counts, and on the same hardware also their pace."""
-        events = history.read_events(run_dir)
-        self._elapsed_before = spent_seconds(events)
+        log = history.read_log(run_dir)
+        self._elapsed_before = log.spent_seconds()
         if same_hardware:
-            steps = history.current(events, "step").values()
-            others = [e for e in events if e["event"] not in ("step", "done") and e.get("seconds")]
+            others = [e for e in log.events if e["event"] != "done" and e.get("seconds")]
             self.progress.inherit(
-                [event["step_seconds"] for event in steps],
+                log.column("step_seconds")[-_MOST_STEPS - _WARM_UP :].tolist(),
                 [(event["event"], event["seconds"]) for event in others],
             )
 
@@ -272,26 +273,25 @@ def estimate_remaining(run_dir: Path) -> Remaining:
 
     Raises: ConfigError if the folder is not a run that has begun, or its log does not match its config.json.
     """
-    config, events = history.read_config(run_dir), history.read_events(run_dir)
-    begun = [event for event in events if event["event"] == "begin"]
+    config, log = history.read_config(run_dir), history.read_log(run_dir)
+    begun = log.of_kind("begin")
     if not begun:
         raise ConfigError(f"{run_dir}: has not begun to train; nothing to go by yet")
-    begin, steps = begun[-1], history.current(events, "step")
+    begin = begun[-1]
     if begin["tokens_per_step"] != config.batch.total_batch_size:
         raise ConfigError(
             f"{run_dir}: {catalog.METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "
             f"{config.batch.total_batch_size}: a log from another config; restore the run's own files"
         )
-    last_step, attempt = begin["max_steps"], history.last_attempt(events)
+    last_step, attempt = begin["max_steps"], log.last_attempt
     progress = Progress(last_step=last_step, frequencies=frequencies(config))
-    for event in events:
-        if event["attempt"] != attempt:
-            continue  # another start may have run on another machine
-        if event["event"] == "step":
-            progress.record_step(event["step_seconds"])
-        elif "seconds" in event and event["event"] != "done":
+    # Another start may have run on another machine.
+    for seconds in log.last_start("step_seconds")[-_MOST_STEPS - _WARM_UP :].tolist():
+        progress.record_step(seconds)
+    for event in log.events:
+        if event["attempt"] == attempt and "seconds" in event and event["event"] != "done":
             progress.record_event(event["event"], event["seconds"])
-    step = max(steps, default=0)
+    step = int(log.numbers[-1]) if len(log.numbers) else 0
     return Remaining(
         run_dir=run_dir,
         config=config,
@@ -300,8 +300,8 @@ def estimate_remaining(run_dir: Path) -> Remaining:
         pace=progress.pace(),
         seconds=progress.remaining_interval(step),
         events_seconds=progress.events_left(step),
-        trained_seconds=sum(e["step_seconds"] for e in steps.values()),
-        elapsed_seconds=spent_seconds(events),
+        trained_seconds=float(np.nansum(log.column("step_seconds"))),
+        elapsed_seconds=log.spent_seconds(),
         environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
         estimated=read_json(run_dir / "estimate.json"),
     )

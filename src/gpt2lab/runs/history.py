@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import functools
+import itertools
 import json
+import shlex
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS, find_folder
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.runs import log_index
+from gpt2lab.runs.log_index import Chunk, Event
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
-
-_KEYS = {"event", "time", "attempt", "step"}
 
 
 def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
@@ -32,27 +42,274 @@ def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
     return folder
 
 
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the run's events in order; an unterminated last line (a killed writer) is left out.
-
-    Raises: GPT2LabError if a line is not JSON.
-    """
+def iter_events(run_dir: Path) -> Iterator[Event]:
+    """Yield the run's events in order, damaged lines and an unterminated last line (a killed writer) left out."""
     path = run_dir / METRICS
     if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")  # last: nothing or a torn line
-    events = []
-    for number, line in enumerate(lines, start=1):
+        return
+    with open(path, "rb") as log:
+        yield from _parsed(line for line in log if line.endswith(b"\n"))
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """Return all events of a short run, see `iter_events`; a long one has more than a memory should hold."""
+    return list(iter_events(run_dir))
+
+
+def newest_event(run_dir: Path) -> Event | None:
+    """Return the last event of a run, None if there is none; reads the end of its log only.
+
+    Raises: OSError.
+    """
+    path = run_dir / METRICS
+    size, length = path.stat().st_size if path.exists() else 0, log_index.BLOCK
+    while True:
+        begin = max(0, size - length)
+        lines = _read(path, begin, size).split(b"\n")[1 if begin else 0 : -1] if size else []
+        newest = next(_parsed(reversed(lines)), None)
+        if newest is not None or begin == 0:
+            return newest
+        length *= 2
+
+
+def open_log(run_dir: Path) -> Log:
+    """Return a run's log; its `problem` names damaged lines, which are left out.
+
+    Raises: OSError.
+    """
+    return Log(run_dir, log_index.read_chunks(run_dir))
+
+
+def read_log(run_dir: Path) -> Log:
+    """Return a run's log, with a warning that names damaged lines, once a process.
+
+    Raises: GPT2LabError if no line of it is an event; OSError.
+    """
+    log = open_log(run_dir)
+    if log.problem and not log:
+        raise GPT2LabError(log.problem)
+    if log.problem:
+        _warn_once(log.problem)
+    return log
+
+
+@functools.cache
+def _warn_once(problem: str) -> None:
+    print(f"warning: {problem}", file=sys.stderr)
+
+
+class Log:
+    """The events of a run: all but its steps as they are, its steps as columns that are read when asked for.
+
+    Current are the steps that led to the newest weights: a start from step N (0 for a fresh one), or a rewind to it,
+    drops earlier events after step N.
+    """
+
+    def __init__(self, run_dir: Path | None, chunks: list[Chunk]) -> None:
+        """`run_dir` is None for events that are in no file."""
+        self._run_dir, self._chunks = run_dir, chunks
+        self._starts = [0, *itertools.accumulate(chunk.rows for chunk in chunks)]
+        self.events: list[Event] = []  # all but the steps, in order
+        self._rows: list[int] = []  # of each, the steps logged before it
+        for start, chunk in zip(self._starts, chunks, strict=False):
+            self._rows += [start + row for row, _ in chunk.events]
+            self.events += [event for _, event in chunk.events]
+        self._attempts = self._read("attempt")
+        self._steps = self._read("step")
+        self.numbers, self._current = self._follow(self._steps)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Log:
+        """Return the log of these events."""
+        lines = "".join(json.dumps(event) + "\n" for event in events)
+        return cls(None, [log_index.make_chunk(lines.encode(), 0)])
+
+    @functools.cached_property
+    def problem(self) -> str | None:
+        """What is damaged; None if nothing is."""
+        count = sum(chunk.num_damaged for chunk in self._chunks)
+        if not count or self._run_dir is None:
+            return None
+        before = itertools.accumulate((chunk.lines for chunk in self._chunks), initial=0)
+        named = [
+            f"line {start + line:,}: {what}"
+            for start, chunk in zip(before, self._chunks, strict=False)
+            for line, what in chunk.damaged
+        ]
+        more = f" and {count - 3:,} more" if count > 3 else ""
+        run = shlex.quote(paths.for_people(self._run_dir))
+        return (
+            f"{self._run_dir / METRICS} {'; '.join(named[:3])}{more}: edited, or the disk is damaged; left out, "
+            f"python scripts/repair_log.py {run} removes it"
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.events) or self._starts[-1] > 0
+
+    def of_kind(self, *kinds: str) -> list[Event]:
+        """Return all events of these kinds but steps, in order."""
+        return [event for event in self.events if event["event"] in kinds]
+
+    def current(self, kind: str) -> dict[int, Event]:
+        """Return {step: event} of one kind but steps along the steps that led to the newest weights."""
+        return current(self.events, kind)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a field of the current steps, in the order of `numbers`; NaN where it is missing or null."""
+        values = self._read(name)
+        return values if len(self._current) == len(values) else values[self._current]
+
+    def last_start(self, name: str) -> np.ndarray:
+        """Return a field of all steps of the last start, in order."""
+        return self._read(name)[self._attempts == self.last_attempt]
+
+    def farthest_step(self, attempt: int) -> int | None:
+        """Return the highest number of a step that a start took, None if it took none."""
+        taken = self._steps[self._attempts == attempt]
+        return int(taken.max()) if len(taken) else None
+
+    def peak_memory(self) -> int | None:
+        """Return the largest memory of any step that was ever logged, bytes; None before the first."""
+        known = self._read("peak_memory_bytes")
+        known = known[~np.isnan(known)]
+        return int(known.max()) if len(known) else None
+
+    @functools.cached_property
+    def last_attempt(self) -> int:
+        """How many starts the run has had."""
+        of_steps = int(self._attempts.max()) if len(self._attempts) else 0
+        return max([of_steps, *(event["attempt"] for event in self.events)])
+
+    def step(self, number: int) -> Event | None:
+        """Return the event of a current step as it was logged, None if there is none.
+
+        Raises: GPT2LabError if the log was changed meanwhile.
+        """
+        place = int(np.searchsorted(self.numbers, number))
+        if place == len(self.numbers) or self.numbers[place] != number:
+            return None
+        row = int(self._current[place])
+        chunk = bisect.bisect_right(self._starts, row) - 1
+        steps = self._steps_of(self._chunks[chunk])
+        return next(itertools.islice(steps, row - self._starts[chunk], None))
+
+    def recorded_after(self, step: int) -> dict[str, Event]:
+        """Return {kind: event} of exactly this step, along the steps that led to the newest weights."""
+        taken = self.step(step)
+        found: dict[str, Event] = {} if taken is None else {"step": taken}
+        for event in self.events:
+            if event["event"] in ("begin", "resume", "rewind"):
+                found = (
+                    found
+                    if step <= event["step"]
+                    else {k: v for k, v in found.items() if k == "step"}
+                )
+            elif event["step"] == step:
+                found[event["event"]] = event
+        return found
+
+    def last_step(self) -> Event | None:
+        """Return the event of the newest current step, None before the first."""
+        return self.step(int(self.numbers[-1])) if len(self.numbers) else None
+
+    def current_steps(self) -> Iterator[Event]:
+        """Yield the events of all current steps in the order they were logged."""
+        is_current = np.zeros(len(self._steps), bool)
+        is_current[self._current] = True
+        for start, chunk in zip(self._starts, self._chunks, strict=False):
+            yield from itertools.compress(self._steps_of(chunk), is_current[start:])
+
+    def spent_seconds(self) -> float:
+        """Return the seconds of all starts, each from its beginning, without the pauses between them."""
+        spent: dict[int, float] = {}
+        last_row: dict[int, int] = {}
+        is_last = np.ones(len(self._attempts), bool)
+        is_last[:-1] = self._attempts[1:] != self._attempts[:-1]
+        for row in np.flatnonzero(is_last).tolist():
+            attempt = int(self._attempts[row])
+            # The elapsed seconds of a step include everything before it in its start.
+            elapsed = self._value("elapsed_seconds", row)
+            spent[attempt] = elapsed if elapsed > 0 else self._value("step_seconds", row)
+            last_row[attempt] = row
+        for row, event in zip(self._rows, self.events, strict=True):
+            attempt = event["attempt"]
+            if event["event"] != "done" and row > last_row.get(attempt, -1):
+                spent[attempt] = spent.get(attempt, 0.0) + (event.get("seconds") or 0.0)
+        return sum(spent.values())
+
+    def seconds_before_first_step(self) -> float:
+        """Return the seconds of the events of the last start before its first step."""
+        rows = np.flatnonzero(self._attempts == self.last_attempt)
+        return sum(
+            event.get("seconds") or 0.0
+            for row, event in zip(self._rows, self.events, strict=True)
+            if event["attempt"] == self.last_attempt and len(rows) and row <= rows[0]
+        )
+
+    def _follow(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of the current steps, ascending, and of each its row."""
+        is_current, end, limit = np.ones(len(steps), bool), len(steps), log_index.LIMIT
+        for row, event in zip(reversed(self._rows), reversed(self.events), strict=True):
+            if event["event"] in ("begin", "resume", "rewind"):
+                is_current[row:end] = steps[row:end] <= limit
+                end, limit = row, min(limit, event["step"])
+        is_current[:end] = steps[:end] <= limit
+        if is_current.all():
+            numbers, rows = steps, np.arange(len(steps), dtype=np.uint32)
+        else:
+            rows = np.flatnonzero(is_current).astype(np.uint32)
+            numbers = steps[rows]
+        if (numbers[1:] <= numbers[:-1]).any():  # twice without a start between: the later counts
+            numbers, from_end = np.unique(numbers[::-1], return_index=True)
+            rows = rows[::-1][from_end]
+        return numbers, rows
+
+    def _read(self, name: str) -> np.ndarray:
+        """Return a column of all steps."""
+        values = np.empty(self._starts[-1], log_index.dtype_of(name))
+        for start, chunk in zip(self._starts, self._chunks, strict=False):
+            values[start : start + chunk.rows] = self._column_of(chunk, name)
+        return values
+
+    def _value(self, name: str, row: int) -> float:
+        chunk = bisect.bisect_right(self._starts, row) - 1
+        return float(self._column_of(self._chunks[chunk], name)[row - self._starts[chunk]])
+
+    def _column_of(self, chunk: Chunk, name: str) -> np.ndarray:
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise GPT2LabError(
-                f"{path} line {number}: not JSON ({error}); edited, or the disk is damaged"
-            ) from error
-        if not isinstance(event, dict) or not set(event) >= _KEYS:
-            raise GPT2LabError(f"{path} line {number}: not an event of gpt2lab")
-        events.append(event)
-    return events
+            return chunk.column(name, self._run_dir)
+        except (OSError, ValueError, zlib.error):  # the index is damaged, or was replaced since
+            again = log_index.make_chunk(self._block(chunk), chunk.first)
+            return again.column(name, None)
+
+    def _steps_of(self, chunk: Chunk) -> Iterator[Event]:
+        """Yield the events of all steps in a chunk."""
+        lines = self._block(chunk).split(b"\n")[:-1]
+        return (event for event in _parsed(lines) if event["event"] == "step")
+
+    def _block(self, chunk: Chunk) -> bytes:
+        """Return the lines of a chunk.
+
+        Raises: GPT2LabError if they are not those that were indexed.
+        """
+        assert self._run_dir is not None
+        path = self._run_dir / METRICS
+        block = _read(path, chunk.first, chunk.end)
+        if zlib.crc32(block) != chunk.crc:
+            raise GPT2LabError(f"{path}: changed while it was read; try again")
+        return block
+
+
+def _read(path: Path, begin: int, end: int) -> bytes:
+    with open(path, "rb") as log:
+        log.seek(begin)
+        return log.read(end - begin)
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield log_index.parse_line(line)
 
 
 def read_config(run_dir: Path) -> Config:
@@ -82,11 +339,6 @@ def read_tokenizer(run_dir: Path) -> Tokenizer | None:
     return of_record(record, run_dir, path.name)
 
 
-def last_attempt(events: list[dict[str, Any]]) -> int:
-    """Return how many starts the run has had."""
-    return max((event["attempt"] for event in events), default=0)
-
-
 def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
     """Return {step: event} of one kind along the steps that led to the newest weights.
 
@@ -99,17 +351,6 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
         elif event["event"] == kind:
             by_step[event["step"]] = event
     return by_step
-
-
-def recorded_after(events: list[dict[str, Any]], step: int) -> dict[str, dict[str, Any]]:
-    """Return {kind: event} of exactly this step, along the steps that led to the newest weights."""
-    found: dict[str, dict[str, Any]] = {}
-    for event in events:
-        if event["event"] in ("begin", "resume", "rewind"):
-            found = found if step <= event["step"] else {}
-        elif event["step"] == step:
-            found[event["event"]] = event
-    return found
 
 
 def has_completed(run_dir: Path, step: int) -> bool:
@@ -125,15 +366,3 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def spent_seconds(events: list[dict[str, Any]]) -> float:
-    """Return the seconds of all starts, each from its beginning, without the pauses between them."""
-    spent: dict[int, float] = {}
-    for event in events:
-        attempt = event["attempt"]
-        if event["event"] == "step":  # includes everything before it in this start
-            spent[attempt] = event.get("elapsed_seconds") or event["step_seconds"]
-        elif event["event"] != "done":
-            spent[attempt] = spent.get(attempt, 0.0) + (event.get("seconds") or 0.0)
-    return sum(spent.values())

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
+from gpt2lab.runs import log_index
 from gpt2lab.runs.tensorboard import mirror, open_tensorboard
 from gpt2lab.runs.wandb_mirror import WandbMirror, is_installed
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_KEPT = (*_FULL, errno.EIO)  # of a write that is tried again later
+_BLOCK = 1 << 20
 _BINS = 64  # of a histogram, of equal width
 
 
@@ -49,13 +52,20 @@ class MetricsLogger:
         self._metrics: FileIO | None = None
         self._held_back = bytearray()  # lines that the disk has no room for
         self._is_full = False
+        self._not_indexed = 0  # bytes
+        self._flushed = 0  # bytes of metrics.jsonl that are on the disk
+        self._is_unsure = (
+            False  # the last flush failed: the kernel may have given up on what it could not write
+        )
         self._log: IO[str] | None = None
         self._tensorboard: SummaryWriter | None = None
         self._wandb: WandbMirror | None = None
         if run_dir is None:
             return
+        self._run_dir = run_dir
         _cut_torn_line(run_dir / METRICS)
         self._metrics = FileIO(run_dir / METRICS, "ab")
+        self._flushed = self._metrics.tell()
         self._log = open(  # noqa: SIM115
             run_dir / "log.txt", "a", encoding="utf-8", errors="backslashreplace"
         )
@@ -69,7 +79,7 @@ class MetricsLogger:
     def event(self, event: str, step: int, /, **fields: Any) -> None:
         """Append one event to metrics.jsonl and mirror its numbers to TensorBoard.
 
-        Raises: SaveError if metrics.jsonl cannot be written for another reason than a full disk.
+        Raises: SaveError if metrics.jsonl cannot be written for another reason than a disk that is full or fails.
         """
         if self._metrics is None:
             return
@@ -81,11 +91,11 @@ class MetricsLogger:
             "step": step,
             **values,
         }
-        self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
-        problem = self.catch_up()
-        if event == "checkpoint" and not problem:
-            # A power cut that spares the checkpoint must spare the events before it.
-            os.fsync(self._metrics.fileno())
+        encoded = json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._held_back += encoded
+        self._not_indexed += len(encoded)
+        if self.catch_up() is None and log_index.update(self._run_dir, self._not_indexed):
+            self._not_indexed = 0
         with self._tensorboard_or_none() as tensorboard:
             if tensorboard is not None:
                 mirror(tensorboard, event, step, values)
@@ -94,7 +104,7 @@ class MetricsLogger:
             self.warn(problem, step)
 
     def catch_up(self) -> str | None:
-        """Append the lines held back to metrics.jsonl; return why not if the disk is full.
+        """Append the lines held back to metrics.jsonl; return why not if the disk is full or fails.
 
         Raises: SaveError for any other error.
         """
@@ -105,7 +115,7 @@ class MetricsLogger:
                 del self._held_back[: self._metrics.write(self._held_back)]
         except OSError as error:
             problem = f"{self._metrics.name}: {error.strerror}"
-            if error.errno not in _FULL:
+            if error.errno not in _KEPT:
                 raise SaveError(f"{problem}; repair it and resume") from error
             if not self._is_full:
                 self.say(f"warning: {problem}; training continues and keeps its events in memory")
@@ -115,6 +125,41 @@ class MetricsLogger:
             self.say(f"{self._metrics.name}: written again, nothing is missing")
         self._is_full = False
         return None
+
+    def flush(self) -> str | None:
+        """Append the lines held back and wait until all are on the disk; return why not if the disk does not take them.
+
+        A checkpoint rests on the events before it: a power cut that spares it must spare them.
+
+        Raises: SaveError, see `catch_up`.
+        """
+        if (problem := self.catch_up()) is not None or self._metrics is None:
+            return problem
+        for _ in range(2):
+            try:
+                if self._is_unsure:
+                    self._write_again()
+                os.fsync(self._metrics.fileno())
+            except OSError as error:
+                problem = f"{self._metrics.name}: {error.strerror}"
+                if not self._is_unsure:
+                    self.say(f"warning: {problem}; its last events are written again")
+                self._is_unsure = True
+            else:
+                self._flushed, self._is_unsure = os.fstat(self._metrics.fileno()).st_size, False
+                return None
+        return problem
+
+    def _write_again(self) -> None:
+        """Write what was not flushed a second time: after an error the kernel takes it for written.
+
+        Raises: OSError.
+        """
+        assert self._metrics is not None
+        with open(self._metrics.name, "rb+", buffering=0) as file:  # the other one only appends
+            file.seek(self._flushed)
+            while block := os.pread(file.fileno(), _BLOCK, file.tell()):
+                file.write(block)
 
     @contextlib.contextmanager
     def _tensorboard_or_none(self) -> Iterator[SummaryWriter | None]:
@@ -170,10 +215,12 @@ class MetricsLogger:
             if problem is not None:
                 self.say(f"warning: {problem}")
         with contextlib.suppress(SaveError):
-            self.catch_up()
+            self.flush()
         if self._held_back:
             lost = self._held_back.count(b"\n")
-            self.say(f"warning: the last {lost:,} events are not in {METRICS}: its disk is full")
+            self.say(
+                f"warning: the last {lost:,} events are not in {METRICS}: its disk is full or fails"
+            )
             self._held_back.clear()
         if self._console and self._log is not None:
             try:
@@ -196,8 +243,15 @@ def _cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with open(path, "rb+") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        end = file.seek(0, os.SEEK_END)
+        while end:  # backwards: the log may be long
+            begin = file.seek(max(0, end - _BLOCK))
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        file.truncate(end)
 
 
 def _open_wandb(run_dir: Path, *, attempt: int, settings: dict[str, Any]) -> WandbMirror | None:

@@ -13,6 +13,7 @@ from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
+from gpt2lab.runs.history import Log
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,16 @@ def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
     return [read_run(run) for run in sorted(runs, key=_last_write)]
 
 
-def read_run(run_dir: Path) -> RunStatus:
-    """Return the status of one run; an unreadable file becomes its `problem` and raises nothing."""
-    now, problem = time.time(), None
-    events: list[dict[str, Any]] = []
+def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
+    """Return the status of one run, by its log if that is read; an unreadable file is its `problem`, no error."""
+    now, problem, newest = time.time(), None, None
     try:
-        events = history.read_events(run_dir)
+        log = log or history.open_log(run_dir)
+        newest, problem = log.last_step(), log.problem
     except (GPT2LabError, OSError) as error:
-        problem = str(error)
+        log, problem = log or Log(run_dir, []), str(error)
     status = history.read_json(run_dir / "status.json") or {}
-    steps, evals = history.current(events, "step"), history.current(events, "eval")
-    begun = [event for event in events if event["event"] == "begin"]
-    newest = steps[max(steps)] if steps else {}
+    evals, begun, newest = log.current("eval"), log.of_kind("begin"), newest or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
     if damaged and problem is None:
         problem = f"damaged checkpoint: {damaged[-1]}"
@@ -74,7 +73,7 @@ def read_run(run_dir: Path) -> RunStatus:
         remaining_seconds=remaining,
         checkpoint_step=infos[-1].step if infos else None,
         checkpoint_seconds=max(0.0, now - infos[-1].created) if infos else None,
-        heartbeat_seconds=max(0.0, now - _last_write(run_dir)) if events else None,
+        heartbeat_seconds=max(0.0, now - _last_write(run_dir)) if log else None,
         problem=problem,
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
@@ -33,12 +34,18 @@ REFERENCES = {
 }
 
 
+Curve = tuple[list[float], list[float]]  # steps, values
+
+
 @dataclass(frozen=True)
 class Curves:
-    """What a run recorded, by step; only along the line of steps that its newest weights went through."""
+    """What a run recorded; only along the line of steps that its newest weights went through."""
 
     name: str
-    steps: dict[int, dict[str, Any]]
+    last_step: int
+    loss: Curve
+    lr: Curve
+    tokens_per_second: Curve
     evals: dict[int, dict[str, Any]]
     hellaswag: dict[int, dict[str, Any]]
     resumes: list[int]
@@ -49,16 +56,25 @@ def read_curves(run_dir: Path) -> Curves:
 
     Raises: ConfigError if it has taken no step.
     """
-    events = history.read_events(run_dir)
-    steps = history.current(events, "step")
-    if not steps:
+    return curves_of(run_dir, history.read_log(run_dir))
+
+
+def curves_of(run_dir: Path, log: history.Log) -> Curves:
+    """Take what is drawn from a run's log.
+
+    Raises: ConfigError if it has taken no step.
+    """
+    if not len(log.numbers):
         raise ConfigError(f"{run_dir}: has taken no step; nothing to draw")
     return Curves(
         name=run_dir.name,
-        steps=steps,
-        evals=history.current(events, "eval"),
-        hellaswag=history.current(events, "hellaswag"),
-        resumes=[event["step"] for event in events if event["event"] == "resume"],
+        last_step=int(log.numbers[-1]),
+        loss=smooth(log.numbers, log.column("loss")),
+        lr=smooth(log.numbers, log.column("lr")),
+        tokens_per_second=smooth(log.numbers, log.column("tokens_per_second")),
+        evals=log.current("eval"),
+        hellaswag=log.current("hellaswag"),
+        resumes=[event["step"] for event in log.of_kind("resume")],
     )
 
 
@@ -167,7 +183,7 @@ def _figure(runs: list[Curves], *, only_loss: bool = False) -> Figure:
     for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
         _draw_panel(axes, panel, runs)
         axes.set_xlabel("step")
-        axes.set_xlim(0, 1.01 * max(max(run.steps) for run in runs))
+        axes.set_xlim(0, 1.01 * max(run.last_step for run in runs))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -178,7 +194,7 @@ def _draw_panel(axes: Axes, panel: str, runs: list[Curves]) -> None:
     for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
         label = run.name if several else None
         if panel == "loss":
-            x, y = smooth(run.steps, "loss")
+            x, y = run.loss
             training: dict[str, Any] = (
                 {"color": colour, "alpha": 0.6} if several else {"color": _GREY}
             )
@@ -189,7 +205,7 @@ def _draw_panel(axes: Axes, panel: str, runs: list[Curves]) -> None:
         elif panel in REFERENCES:
             _draw_measured(axes, run.hellaswag, panel, color=colour, label=label)
         else:
-            x, y = smooth(run.steps, "lr" if panel == "lr" else "tokens_per_second")
+            x, y = run.lr if panel == "lr" else run.tokens_per_second
             axes.plot(x, y, color=colour, lw=1.2, label=label)
         for step in run.resumes:
             axes.axvline(step, color=colour, lw=0.8, ls=":", alpha=0.7)
@@ -214,19 +230,28 @@ def _draw_panel(axes: Axes, panel: str, runs: list[Curves]) -> None:
 def _draw_measured(
     axes: Axes, events: dict[int, dict[str, Any]], metric: str, **style: Any
 ) -> None:
-    """Draw the evaluations that have a metric, with its standard errors."""
-    known = {step: events[step] for step in sorted(events) if events[step].get(metric) is not None}
+    """Draw the evaluations that have a metric, at most 400 of them, with its standard errors."""
+    steps = [step for step in sorted(events) if events[step].get(metric) is not None]
+    known = {step: events[step] for step in spread(steps, _POINTS)}
     values = [event[metric] for event in known.values()]
     errors = [event.get(f"{metric}_se") or 0.0 for event in known.values()]
     line = "-" if len(known) >= 5 else "none"  # a line between few points misleads
     axes.errorbar(list(known), values, errors, marker="o", ms=3, ls=line, **style)
 
 
-def smooth(steps: dict[int, dict[str, Any]], field: str) -> tuple[list[float], list[float]]:
+def spread(steps: list[int], count: int) -> list[int]:
+    """Return at most `count` of the steps, the first and the last among them."""
+    if len(steps) <= count:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+
+
+def smooth(steps: np.ndarray, values: np.ndarray) -> Curve:
     """Return at most 400 points of a curve: medians of equal stretches of steps, at their middle."""
-    known = [step for step in sorted(steps) if steps[step].get(field) is not None]
-    width = max(1, -(-len(known) // _POINTS))
-    stretches = [known[i : i + width] for i in range(0, len(known), width)]
-    x = [statistics.mean(stretch) for stretch in stretches]
-    y = [statistics.median(steps[step][field] for step in stretch) for stretch in stretches]
+    known = ~np.isnan(values)
+    steps, values = steps[known], values[known]
+    width = max(1, -(-len(steps) // _POINTS))
+    begins = range(0, len(steps), width)
+    x = [float(np.mean(steps[i : i + width])) for i in begins]
+    y = [float(np.median(values[i : i + width])) for i in begins]
     return x, y

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gpt2lab import __version__, fmt, paths
 from gpt2lab.checkpoint import catalog
@@ -23,14 +24,13 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.runs import history, overview, plots, summary
-from gpt2lab.runs.history import read_json, spent_seconds
+from gpt2lab.runs.history import Log, read_json
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
 _STYLE = Path(__file__).with_suffix(".css")
 _SAMPLES = 16  # shown, spread evenly over the run
 
 Event = dict[str, Any]
-Events = list[Event]
 
 
 def write_report(run_dir: Path, out: Path) -> None:
@@ -56,58 +56,54 @@ def render(run_dir: Path) -> str:
         import jinja2
     except ImportError as error:
         raise ConfigError(f"reports need jinja2: pip install jinja2 ({error})") from error
-    config, events = history.read_config(run_dir), history.read_events(run_dir)
-    status, style = overview.read_run(run_dir), _STYLE.read_text()
+    config, log = history.read_config(run_dir), history.read_log(run_dir)
+    status, style = overview.read_run(run_dir, log), _STYLE.read_text()
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_TEMPLATE.read_text())
     facts = read_json(run_dir / "run.json") or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
-    samples = history.current(events, "sample")
+    samples = log.current("sample")
     return template.render(
         style=style,
         style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
         run=run_dir.name,
-        title=_title(config, events),
+        title=_title(config, log),
         status=status,
         version=__version__,
         written=_clock(time.time()),
-        tiles=_tiles(events),
-        curves=_curves(run_dir, events),
-        sources=_sources(events),
-        forecast=_forecast(run_dir, events),
-        samples=[(step, samples[step]["text"]) for step in _spread(sorted(samples), _SAMPLES)],
+        tiles=_tiles(log),
+        curves=_curves(run_dir, log),
+        sources=_sources(log),
+        forecast=_forecast(run_dir, log),
+        samples=[(step, samples[step]["text"]) for step in plots.spread(sorted(samples), _SAMPLES)],
         all_samples=len(samples),
-        starts=_starts(events, is_running=status.state == "running"),
+        starts=_starts(log, is_running=status.state == "running"),
         settings=_settings(config),
         checkpoints=[_checkpoint(info) for info in infos],
-        warnings=[_warning(e) for e in events if e["event"] in ("warning", "rewind")],
+        warnings=[_warning(e) for e in log.of_kind("warning", "rewind")],
         damaged=[str(error) for error in damaged],
         environment=_environment(facts),
-        command=summary.command_to_go_on(run_dir, events) if _begins(events) else None,
+        command=summary.command_to_go_on(run_dir, log) if log.of_kind("begin") else None,
     )
 
 
-def _title(config: Config, events: Events) -> str:
+def _title(config: Config, log: Log) -> str:
     model = config.model
     trained = f"{fmt.count(count_parameters(model))} parameters, context {model.context_length}"
-    begun = f", begun {_clock(events[0]['time'])}" if events else ""
+    begun = f", begun {_clock(log.events[0]['time'])}" if log.events else ""
     return f"{model.model}, {trained}, on {data_name(config)}{begun}"
 
 
-def _begins(events: Events) -> Events:
-    return [event for event in events if event["event"] == "begin"]
-
-
-def _tiles(events: Events) -> list[tuple[str, str, str]]:
+def _tiles(log: Log) -> list[tuple[str, str, str]]:
     """Return (what, value, note) of the numbers at the top of the page."""
-    steps, evals = history.current(events, "step"), history.current(events, "eval")
-    scores = history.current(events, "hellaswag")
+    evals, scores = log.current("eval"), log.current("hellaswag")
+    newest = log.last_step()
     tiles = []
-    if steps:
-        first, last = steps[min(steps)], steps[max(steps)]
+    if newest is not None:
+        first = log.step(int(log.numbers[0])) or {}
         note = f"{fmt.number(first['loss'])} at step {first['step']:,}"
-        tiles.append(("training loss", fmt.number(last["loss"]), note))
+        tiles.append(("training loss", fmt.number(newest["loss"]), note))
     measured = [event for event in evals.values() if event["val_loss"] is not None]
     if measured:
         last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
@@ -119,25 +115,30 @@ def _tiles(events: Events) -> list[tuple[str, str, str]]:
             f"acc_norm ± {fmt.number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
         )
         tiles.append(("HellaSwag", fmt.number(last["acc_norm"]), note))
-    if steps:
-        last, goal = steps[max(steps)], _begins(events)[-1]["max_steps"]
-        tiles.append(("tokens", fmt.count(last["tokens"]), f"step {last['step']:,} of {goal:,}"))
-        rates = [event["tokens_per_second"] for event in steps.values()]
-        mfu = [event["mfu"] for event in steps.values() if event.get("mfu") is not None]
-        note = f"median step; MFU {statistics.median(mfu):.1%}" if mfu else "median step"
-        tiles.append(("tokens/s", f"{statistics.median(rates):,.0f}", note))
-        starts = history.last_attempt(events)
-        trained = sum(event["step_seconds"] for event in steps.values())
+    if newest is not None:
+        step, goal = newest["step"], log.of_kind("begin")[-1]["max_steps"]
+        tiles.append(("tokens", fmt.count(newest["tokens"]), f"step {step:,} of {goal:,}"))
+        rate, mfu = _median(log, "tokens_per_second"), _median(log, "mfu")
+        note = "median step" if mfu is None else f"median step; MFU {mfu:.1%}"
+        tiles.append(("tokens/s", fmt.number(rate, ",.0f"), note))
+        starts = log.last_attempt
+        trained = float(np.nansum(log.column("step_seconds")))
         note = f"{fmt.duration(trained)} in steps; {starts} start{'s' if starts > 1 else ''}"
-        tiles.append(("time", fmt.duration(spent_seconds(events)), note))
+        tiles.append(("time", fmt.duration(log.spent_seconds()), note))
     return tiles
 
 
-def _sources(events: Events) -> list[tuple[str, ...]]:
+def _median(log: Log, field: str) -> float | None:
+    """Return the median over the current steps; None if none has the field."""
+    known = log.column(field)
+    known = known[~np.isnan(known)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _sources(log: Log) -> list[tuple[str, ...]]:
     """Return (name, share of the samples, passes, validation loss, its standard error) of a mixture's sources."""
-    steps, evals = history.current(events, "step"), history.current(events, "eval")
-    mixtures = history.current(events, "mixture")
-    epochs = steps[max(steps)].get("epochs_by_source") if steps else None
+    evals, mixtures = log.current("eval"), log.current("mixture")
+    epochs = (log.last_step() or {}).get("epochs_by_source")
     if not mixtures or epochs is None:  # no mixture, or none any more
         return []
     shares = mixtures[max(mixtures)]["weights"]
@@ -155,36 +156,36 @@ def _sources(events: Events) -> list[tuple[str, ...]]:
     ]
 
 
-def _curves(run_dir: Path, events: Events) -> str | None:
+def _curves(run_dir: Path, log: Log) -> str | None:
     """Return the plots as a data: URL."""
-    if not history.current(events, "step"):
+    if not len(log.numbers):
         return None
-    picture = base64.b64encode(plots.draw_svg([plots.read_curves(run_dir)])).decode()
+    picture = base64.b64encode(plots.draw_svg([plots.curves_of(run_dir, log)])).decode()
     return f"data:image/svg+xml;base64,{picture}"
 
 
-def _forecast(run_dir: Path, events: Events) -> list[tuple[str, str, str, str, str]]:
+def _forecast(run_dir: Path, log: Log) -> list[tuple[str, str, str, str, str]]:
     """Return (what, forecast, its 80 % interval, actual, verdict) of all that estimate.json and the run both record."""
     document = read_json(run_dir / "estimate.json") or {}
-    steps = history.current(events, "step")
     rows: list[tuple[str, str, str, str, str]] = []
-    if not steps or not isinstance(document.get("estimate"), dict):
+    if not len(log.numbers) or not isinstance(document.get("estimate"), dict):
         return rows
     span, rate = document["estimate"], document.get("throughput") or {}
     actual = document.get("actual")
-    hours = actual["hours"] if actual else spent_seconds(events) / 3600
+    hours = actual["hours"] if actual else log.spent_seconds() / 3600
     predicted = (span["estimated_hours"], span["low_hours"], span["high_hours"])
     rows.append(_compared("time", predicted, hours, _hours, is_final=actual is not None))
     if rate.get("value") is not None:
-        median = statistics.median(event["tokens_per_second"] for event in steps.values())
+        median = _median(log, "tokens_per_second") or 0.0
         predicted = (rate["value"], rate["low"], rate["high"])
         rows.append(_compared("tokens/s", predicted, median, lambda value: f"{value:,.0f}"))
     needed = (document.get("memory") or {}).get("total")
-    peak = max((e["peak_memory_bytes"] or 0 for e in steps.values()), default=0)
+    known = log.column("peak_memory_bytes")
+    peak = int(np.nanmax(known, initial=0))
     if needed and peak:
         share = f"{needed / peak:.0%} of the actual"
         rows.append(("memory", fmt.num_bytes(needed), "-", fmt.num_bytes(peak), share))
-    loss, evals = document.get("loss") or {}, history.current(events, "eval")
+    loss, evals = document.get("loss") or {}, log.current("eval")
     if loss.get("value") is not None and evals:
         measured = fmt.number(evals[max(evals)]["val_loss"])
         interval = f"{loss['low']:.2f} … {loss['high']:.2f}"
@@ -206,20 +207,20 @@ def _compared(
     return what, write(value), f"{write(low)} … {write(high)}", write(actual), verdict
 
 
-def _starts(events: Events, *, is_running: bool) -> list[Event]:
+def _starts(log: Log, *, is_running: bool) -> list[Event]:
     """Return each start: when, from which step, with which world size, what it changed, how it ended."""
     starts: list[Event] = []
-    for begin in _begins(events):
-        of = [event for event in events if event["attempt"] == begin["attempt"]]
+    for begin in log.of_kind("begin"):
+        of = [event for event in log.events if event["attempt"] == begin["attempt"]]
         resume = next((event for event in of if event["event"] == "resume"), {})
         ends = [event for event in of if event["event"] in ("stop", "done")]
-        steps = [event["step"] for event in of if event["event"] == "step"]
+        to_step = log.farthest_step(begin["attempt"])
         starts.append(
             {
                 "number": begin["attempt"],
                 "when": _clock(begin["time"]),
                 "from_step": begin["step"],
-                "to_step": max(steps, default=begin["step"]),
+                "to_step": begin["step"] if to_step is None else to_step,
                 "world_size": begin["world_size"],
                 "level": resume.get("level", "fresh"),
                 "changes": [
@@ -272,13 +273,6 @@ def _environment(facts: Event) -> list[tuple[str, str]]:
     if isinstance(rows.get("command"), list):
         rows["command"] = " ".join(rows["command"])
     return [(name, str(value)) for name, value in rows.items() if value is not None]
-
-
-def _spread(steps: list[int], count: int) -> list[int]:
-    """Return at most `count` of the steps, the first and the last among them."""
-    if len(steps) <= count:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def _hours(value: float) -> str:

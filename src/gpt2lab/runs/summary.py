@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog, listing
 from gpt2lab.runs import history
+from gpt2lab.runs.history import Log
 
 
 def describe_run(run_dir: Path) -> str:
     """Write a run's report: losses, speed, sample, checkpoints, and the commands to go on."""
-    events = history.read_events(run_dir)
-    steps = history.current(events, "step")
-    evals = history.current(events, "eval")
-    samples = history.current(events, "sample")
+    log = history.read_log(run_dir)
+    evals, samples = log.current("eval"), log.current("sample")
+    last = log.last_step()
     lines = ["", f"run {run_dir.name}"]
-    if steps:
-        first, last = steps[min(steps)], steps[max(steps)]
+    if last is not None:
+        first = log.step(int(log.numbers[0])) or {}
         lines.append(
             f"  training loss     {fmt.number(first['loss'])} at step {first['step']:,} -> {fmt.number(last['loss'])} "
             f"at step {last['step']:,} ({last['tokens']:,} tokens)"
@@ -36,14 +36,14 @@ def describe_run(run_dir: Path) -> str:
             f"at step {best['step']:,}"
         )
         sources = final.get("val_loss_by_source") or {}
-        passes = steps[max(steps)].get("epochs_by_source", {}) if steps else {}
+        passes = last.get("epochs_by_source", {}) if last else {}
         lines += [
             f"    {name:<15} {fmt.number(loss)} after {passes.get(name, 0.0):.2f} epochs"
             for name, loss in sources.items()
         ]
-    if steps:
-        seconds = sum(event["step_seconds"] for event in steps.values())
-        rate = statistics.median(event["tokens_per_second"] for event in steps.values())
+    if last is not None:
+        seconds = float(np.nansum(log.column("step_seconds")))
+        rate = float(np.nanmedian(log.column("tokens_per_second")))
         lines.append(
             f"  speed             {rate:,.0f} tokens/s (median step), {fmt.duration(seconds)} in steps"
         )
@@ -53,7 +53,7 @@ def describe_run(run_dir: Path) -> str:
     if infos:
         lines.append("  checkpoints")
         lines += ["    " + line for line in listing.checkpoint_table(infos).splitlines()]
-        lines.append(f"  go on             {command_to_go_on(run_dir, events)}")
+        lines.append(f"  go on             {command_to_go_on(run_dir, log)}")
     else:
         lines.append("  begin again       with the same command line: nothing was saved")
     if (run_dir / "tensorboard").exists():
@@ -64,11 +64,12 @@ def describe_run(run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def command_to_go_on(run_dir: Path, events: list[dict[str, Any]]) -> str:
+def command_to_go_on(run_dir: Path, log: Log) -> str:
     """Return the command that continues a run; a complete run gets more steps."""
-    last_start = [event for event in events if event["event"] == "begin"][-1]
+    last_start = log.of_kind("begin")[-1]
     command = command_to_resume(run_dir, world_size=last_start["world_size"])
-    if events[-1]["event"] == "done":
+    newest = history.newest_event(run_dir)
+    if newest is not None and newest["event"] == "done":
         command += f" --max_steps {2 * last_start['max_steps']} --allow_change max_steps"
     return command
 

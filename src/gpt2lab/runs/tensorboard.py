@@ -118,7 +118,7 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
         raise ConfigError(f"{run_dir}: no {catalog.METRICS}; not the folder of a run")
     config = history.read_config(run_dir)
     with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
-        events = history.read_events(run_dir)
+        log = history.read_log(run_dir)
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
@@ -127,8 +127,11 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
         try:
             writer = SummaryWriter(str(fresh))
             _mirror_settings(writer, to_flat(config))
-            for kind in ("step", "eval", "hellaswag", "sample"):
-                for step, event in sorted(history.current(events, kind).items()):
+            for event in log.current_steps():
+                mirror(writer, "step", event["step"], event, when=event["time"])
+                count += 1
+            for kind in ("eval", "hellaswag", "sample"):
+                for step, event in sorted(log.current(kind).items()):
                     mirror(writer, kind, step, event, when=event["time"])
                     count += 1
             writer.close()

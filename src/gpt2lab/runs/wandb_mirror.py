@@ -40,9 +40,10 @@ class WandbMirror:
         """
         path = os.pathsep.join(filter(None, [str(_SOURCE), os.environ.get("PYTHONPATH")]))
         self._log = run_dir / _LOG
+        arguments = (run_dir, attempt, (run_dir / METRICS).stat().st_size)
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gpt2lab.runs.wandb_mirror", str(run_dir), str(attempt)],
+                [sys.executable, "-m", "gpt2lab.runs.wandb_mirror", *map(str, arguments)],
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -87,8 +88,8 @@ def is_installed() -> bool:
     return importlib.util.find_spec("wandb") is not None
 
 
-def follow(run_dir: Path, attempt: int) -> None:
-    """Send what the trainer writes to metrics.jsonl until standard input ends and all is sent."""
+def follow(run_dir: Path, attempt: int, begin: int) -> None:
+    """Send what follows byte `begin` of metrics.jsonl, until standard input ends and all is sent."""
     settings = json.loads(sys.stdin.readline())
     ended = threading.Event()
 
@@ -110,6 +111,7 @@ def follow(run_dir: Path, attempt: int) -> None:
     run.define_metric("*", step_metric="training_step")
     torn = b""
     with open(run_dir / METRICS, "rb") as file:
+        file.seek(begin)
         while True:
             is_last = ended.is_set()  # before reading: then nothing is written after what is read
             *lines, torn = (torn + file.read()).split(b"\n")
@@ -124,4 +126,4 @@ def follow(run_dir: Path, attempt: int) -> None:
 
 
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]), int(sys.argv[2]))
+    follow(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -207,7 +207,8 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
     def open_and_check() -> None:
         opened.append(RunFolder(start.run_dir))
-        if history.last_attempt(history.read_events(start.run_dir)) + 1 != start.attempt:
+        newest = history.newest_event(start.run_dir)
+        if newest is not None and newest["attempt"] >= start.attempt:
             opened.pop().close()
             raise ConfigError(f"{start.run_dir}: another start used this run just now; start again")
 

@@ -129,15 +129,15 @@ def resolve(
             changes["data"] = [trained_on, data.fingerprint]
         reject_changes(command, config, changes, run=run_dir.name)
     hellaswag, no_hellaswag = _choose_hellaswag(command, config, data.tokenizer)
-    events = history.read_events(run_dir)
-    saves = [event.get("seconds") for event in events if event["event"] == "checkpoint"]
+    log = history.read_log(run_dir)
+    saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
     room = look_for_room(run_dir, plan.disk_bytes)
     start = Start(
         config=config,
         run_dir=run_dir,
         checkpoint=checkpoint,
         changes=changes,
-        attempt=history.last_attempt(events) + 1,
+        attempt=log.last_attempt + 1,
         data=data,
         order=order,
         val_orders=validation_orders(data, context_length=T),
@@ -149,7 +149,7 @@ def resolve(
             command.verbs.stop_at, os.environ, max_hours=config.length.max_hours
         ),
         last_save_seconds=saves[-1] if saves else None,
-        recorded=history.recorded_after(events, checkpoint.step) if checkpoint else {},
+        recorded=log.recorded_after(checkpoint.step) if checkpoint else {},
         has_ended=checkpoint is not None and history.has_completed(run_dir, checkpoint.step),
         initial=initial,
         warnings=(*warnings, *notes, *cut, *data.warnings, *no_hellaswag, *room.shortage()),

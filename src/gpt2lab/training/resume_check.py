@@ -124,20 +124,19 @@ def check_resume(
 
 
 def _logged_steps(start: Start) -> dict[int, dict[str, Any]]:
-    """Return the logged steps of the run's current line: the step resumed from, and later ones of an earlier start.
+    """Return the logged steps of the run's current line: the step resumed from, and the next one of an earlier start.
 
-    Left out are later steps that trained on other batches on purpose: after a change of data or a rewind.
+    The next one is left out if it trained on another batch on purpose: after a change of data or a rewind.
     """
     assert start.checkpoint is not None
-    events, step = history.read_events(start.run_dir), start.checkpoint.step
-    steps = history.current(events, "step")
+    log, step = history.read_log(start.run_dir), start.checkpoint.step
     turned = any(
         event["step"] == step
         and (event["event"] == "rewind" or _DECIDES_BATCHES & set(event.get("changes", ())))
-        for event in events
-        if event["event"] in ("resume", "rewind")
+        for event in log.of_kind("resume", "rewind")
     )
-    return {number: event for number, event in steps.items() if number <= step or not turned}
+    found = {number: log.step(number) for number in ((step,) if turned else (step, step + 1))}
+    return {number: event for number, event in found.items() if event is not None}
 
 
 def _compare_batches(

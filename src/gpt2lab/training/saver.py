@@ -74,6 +74,8 @@ class Saver:
             content = store.collect(self.model, self.optimizers, keep=True)
             if not weights_are_finite(content):
                 return False
+            with suppress(GPT2LabError):  # the weights are worth more than the last lines
+                self.logger.flush()
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
         except (
@@ -148,7 +150,7 @@ class Saver:
                 f"step {state.step}: the weights are not finite and were not saved; "
                 f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
             )
-        if (problem := self._make_room() or self.logger.catch_up()) is not None:
+        if (problem := self._make_room() or self.logger.flush()) is not None:
             return f"checkpoint of step {state.step} not saved: {problem}"
         try:
             with self.signals.committing():

@@ -193,6 +193,45 @@ def test_what_the_metrics_never_took_is_counted(
     assert list(run.losses(attempt=2)) == list(range(1, 11))
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_metrics_that_cannot_be_flushed_are_written_again_before_a_checkpoint_rests_on_them(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    failures: int,
+) -> None:
+    """The kernel reports an error of writing once, and takes what it did not write for written."""
+    flushes: list[bool] = []
+    again: list[bytes] = []
+    real_fsync, real_pread = os.fsync, os.pread
+
+    def fsync(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/metrics.jsonl"):
+            flushes.append(2 <= len(flushes) < 2 + failures)  # not those of the first two steps
+            if flushes[-1]:
+                raise OSError(code, os.strerror(code))
+        real_fsync(descriptor)
+
+    def pread(descriptor: int, length: int, offset: int) -> bytes:
+        again.append(real_pread(descriptor, length, offset))
+        return again[-1]
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "pread", pread)
+    run.train("--max_steps=5", "--checkpoint_freq=1", "--eval_freq=0", "--sample_freq=0")
+    assert sum(flushes) == failures
+    said = capsys.readouterr().out
+    assert said.count(f"{os.strerror(code)}; its last events are written again") == 1
+    saved = [1, 2, 3, 4, 5] if failures == 1 else [1, 2, 4, 5]  # a flush is tried twice
+    assert list(run.checkpoints()) == saved
+    assert list(run.losses()) == [1, 2, 3, 4, 5]
+    rewritten = [json.loads(line) for line in again[0].splitlines()]
+    assert [event["step"] for event in rewritten if event["event"] == "step"] == [3]
+    assert run.status()["state"] == "completed"
+
+
 def test_room_is_made_by_retiring_early_but_never_the_newest(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,10 +316,13 @@ def test_row_04_everything_is_on_the_disk_before_the_name_is(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
+    logged: list[int] = []  # the last step in metrics.jsonl at each of its flushes
     plain_fsync, plain_rename = os.fsync, os.rename
 
     def fsync(descriptor: int) -> None:
         calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        if calls[-1] == "metrics.jsonl":
+            logged.append(max(run.losses()))
         plain_fsync(descriptor)
 
     def rename(source: Any, target: Any) -> None:
@@ -291,8 +333,9 @@ def test_row_04_everything_is_on_the_disk_before_the_name_is(
     monkeypatch.setattr(os, "rename", rename)
     run.train("--max_steps=4", "--stop_after_steps=2")
     commit = calls.index("rename to step_00000002")
-    files = ["model.safetensors", "optim.safetensors", "state.json", "manifest.json"]
-    assert calls[commit - 5 : commit - 1] == files
+    files = ["metrics.jsonl", "model.safetensors", "optim.safetensors", "state.json"]
+    assert calls[commit - 6 : commit - 1] == [*files, "manifest.json"]
+    assert logged[calls[:commit].count("metrics.jsonl") - 1] == 2, "with the step's own line"
     assert calls[commit - 1].startswith(".tmp-00000002")
     assert calls[commit + 1] == run.path.name, "and then the folder that holds the new name"
 

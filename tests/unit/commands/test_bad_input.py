@@ -29,7 +29,7 @@ from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed import runtime
 from gpt2lab.errors import DataError, GPT2LabError
-from gpt2lab.runs.history import read_events
+from gpt2lab.runs.history import open_log, read_log
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from launch import TRAIN
@@ -418,8 +418,10 @@ def test_another_batch_needs_the_length_in_steps(tmp_path: Path, tiny_data: Path
 def test_a_metrics_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
     good = '{"event": "step", "time": 1.0, "attempt": 1, "step": 1}'
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n")
-    with pytest.raises(GPT2LabError, match="line 2"):
-        read_events(tmp_path)
+    assert "line 2: " in str(open_log(tmp_path).problem)
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    with pytest.raises(GPT2LabError, match="line 1: "):
+        read_log(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["binary", "folder"])

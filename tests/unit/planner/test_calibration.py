@@ -22,6 +22,7 @@ from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import GpuState, Seen
 from gpt2lab.planner.timing import Measured, Rates, fit, work
+from gpt2lab.runs.history import Log
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 
@@ -137,10 +138,11 @@ def test_the_cost_of_hellaswag_is_learned_from_a_run() -> None:
     }
     events = [steps | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 21)]
     token = 0.5 / config.batch.total_batch_size
-    events.append({"event": "hellaswag", "attempt": 1, "n": 30, "seconds": 30 * 2 * 100 * token})
+    scored = {"n": 30, "seconds": 30 * 2 * 100 * token}
+    events.append({"event": "hellaswag", "time": 1.0, "attempt": 1, "step": 20, **scored})
     environment = {"device": "x", "world_size": 1, "threads": 2, "dtype": "fp32"}
     line = calibration.record_of(
-        events,
+        Log.of(events),
         environment | {"compile": "off", "mini_batch_size": config.batch.mini_batch_size},
         vars(config.model) | vars(config.batch) | {"hellaswag_metrics": "all"},
         others=0.0,

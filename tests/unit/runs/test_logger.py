@@ -19,7 +19,7 @@ import launch
 from gpt2lab.config import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
-from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.errors import ConfigError
 from gpt2lab.runs import history
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.histograms import Histograms
@@ -148,7 +148,7 @@ def test_process_without_a_folder_writes_and_prints_nothing(tmp_path, capsys, mo
 
 
 def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
-    return {"event": kind, "attempt": attempt, "step": step, **fields}
+    return {"event": kind, "time": 1.0, "attempt": attempt, "step": step, **fields}
 
 
 def test_current_follows_the_line_that_the_newest_weights_took() -> None:
@@ -165,13 +165,18 @@ def test_current_follows_the_line_that_the_newest_weights_took() -> None:
     steps = history.current(events, "step")
     assert {n: kept["attempt"] for n, kept in steps.items()} == {1: 1, 2: 1, 3: 3, 4: 3}
     assert {n: kept["attempt"] for n, kept in history.current(events, "eval").items()} == {4: 3}
+    log = history.Log.of(events)
+    attempts = dict(zip(log.numbers.tolist(), log.column("attempt").tolist(), strict=True))
+    assert attempts == {1: 1, 2: 1, 3: 3, 4: 3}
+    assert log.current("eval") == history.current(events, "eval")
 
 
 def test_current_keeps_the_highest_attempt_of_a_step() -> None:
     events = [event("step", 1, 1), event("resume", 0, 2, from_step=0), event("step", 1, 2)]
     assert history.current(events, "step")[1]["attempt"] == 2
-    assert history.last_attempt(events) == 2
-    assert history.last_attempt([]) == 0
+    assert history.Log.of(events).column("attempt").tolist() == [2]
+    assert history.Log.of(events).last_attempt == 2
+    assert history.Log.of([]).last_attempt == 0
 
 
 def test_run_without_metrics_has_no_events(tmp_path) -> None:
@@ -179,11 +184,16 @@ def test_run_without_metrics_has_no_events(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [b'{"event": oops', b"[1, 2]", b'{"event": "step"}', b""])
-def test_damaged_line_inside_the_file_is_reported_with_its_path(tmp_path, damaged) -> None:
+def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, capsys) -> None:
     content = whole_line(1) + damaged + b"\n" + whole_line(2)
     (tmp_path / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(GPT2LabError, match=r"metrics\.jsonl"):
-        history.read_events(tmp_path)
+    for _ in range(2):
+        assert history.read_log(tmp_path).numbers.tolist() == [1, 2]
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {tmp_path / 'metrics.jsonl'} line 2: not ")
+    assert said.count("\n") == 1, "once a process"
+    assert f"repair_log.py {tmp_path}" in said
+    assert [event["step"] for event in history.read_events(tmp_path)] == [1, 2]
 
 
 # -- log and TensorBoard of a real run ---------------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""Remove the damaged lines of a run's metrics.jsonl; the original stays beside it.
+
+python scripts/repair_log.py gpt2-124m
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from gpt2lab.config.command_line import argument, option, run_tyro
+
+_SHOWN = 20  # damaged lines
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it."""
+
+    run: Positional[str] = argument("name in checkpoints/, or folder")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+
+def main(argv: list[str]) -> int:
+    """Repair the log, make its index again, and say what was removed."""
+    flags = run_tyro(Repair, argv)
+    from gpt2lab import paths
+    from gpt2lab.checkpoint.catalog import METRICS
+    from gpt2lab.errors import ConfigError
+    from gpt2lab.runs import history, log_index
+    from gpt2lab.runs.folder import RunFolder
+
+    run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
+    if not (run_dir / METRICS).is_file():
+        raise ConfigError(f"{run_dir}: no {METRICS}; not the folder of a run")
+    with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
+        removed, original = remove_damaged_lines(run_dir / METRICS)
+        (run_dir / log_index.INDEX).unlink(missing_ok=True)
+        log_index.read_chunks(run_dir)
+    shown = paths.for_people(run_dir / METRICS)
+    for number, what in removed[:_SHOWN]:
+        print(f"{shown} line {number:,}: {what}; removed")
+    if len(removed) > _SHOWN:
+        print(f"and {len(removed) - _SHOWN:,} more")
+    if original is None:
+        print(f"{shown}: no damaged line")
+    else:
+        print(
+            f"{len(removed):,} damaged lines removed; the original is {paths.for_people(original)}"
+        )
+    return 0
+
+
+def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None]:
+    """Replace a log by its good lines, in one step; return what was removed, by line, and where the original is.
+
+    Raises: SaveError if the folder does not take the new file; the log is then what it was.
+    """
+    from gpt2lab.errors import SaveError
+    from gpt2lab.files import sync_folder
+    from gpt2lab.runs.log_index import parse_line
+
+    removed: list[tuple[int, str]] = []
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    original = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        with open(path, "rb") as log, open(temporary, "xb") as good:
+            for number, line in enumerate(log, start=1):
+                try:
+                    if not line.endswith(b"\n"):
+                        raise ValueError("not ended: its writer was killed")
+                    parse_line(line)
+                    good.write(line)
+                except ValueError as error:
+                    removed.append((number, str(error)))
+            good.flush()
+            os.fsync(good.fileno())
+        if not removed:
+            return [], None
+        os.link(path, original)  # before the rename: at no moment is there no log
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise SaveError(
+            f"{path}: cannot be repaired ({error.strerror}); it is what it was"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return removed, original

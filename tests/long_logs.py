@@ -1,0 +1,83 @@
+"""Make the metrics.jsonl of a long run: lines like those of a real one, a million of them in seconds.
+
+python tests/long_logs.py RUN_FOLDER 1000000
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EVERY = 250  # steps between evaluations, and between checkpoints
+_STEP = (
+    '{"event": "step", "time": %.7f, "attempt": %d, "step": %d, "loss": %.15f, "lr": %.19f, '
+    '"grad_norm": 1.0628737211227417, "step_seconds": %.16f, "tokens_per_second": %.14f, '
+    '"tokens": %d, "targets": 64, "epoch": %d, "data_wait_seconds": 7.176000508479774e-05, '
+    '"mfu": null, "peak_memory_bytes": 338096128, "first_sample": %d, "batch_hash": "%s", '
+    '"updated": true, "cpu_seconds": 0.6961140539999997, "elapsed_seconds": %.14f, '
+    '"remaining_seconds": %.14f, "on_track": true}\n'
+)
+
+
+def lines_of_a_start(
+    steps: int,
+    *,
+    attempt: int = 1,
+    first: int = 1,
+    max_steps: int | None = None,
+    tokens_per_step: int = 64,
+) -> Iterator[str]:
+    """Yield the lines of one start that takes `steps` steps from number `first` on."""
+
+    def line(event: str, step: int, after: float, /, **fields: Any) -> str:
+        head = {"event": event, "time": 1.7e9 + after, "attempt": attempt, "step": step}
+        return json.dumps(head | fields) + "\n"
+
+    last = max_steps or first + steps - 1
+    yield line(
+        "begin",
+        first - 1,
+        0.0,
+        max_steps=last,
+        tokens_per_step=tokens_per_step,
+        world_size=1,
+        order_version=2,
+    )
+    if attempt > 1:
+        yield line("resume", first - 1, 0.0, from_step=first - 1, changes={}, level="same data")
+    elapsed = 10.0
+    for step in range(first, first + steps):
+        took = 0.1 + (step * 7919 % 1000) / 50_000
+        elapsed += took
+        digest = hashlib.sha256(b"%d" % step).hexdigest()
+        loss, lr = 2 + 8 / (1 + step / 1e4) + (step * 104729 % 997) / 5e3, 6e-4 * (1 - step / last)
+        yield _STEP % (
+            *(1.7e9 + elapsed, attempt, step, loss, lr, took),
+            *(tokens_per_step / took, tokens_per_step * step),
+            *(step // 10_000, 4 * (step - 1), digest, elapsed, (last - step) * 0.11),
+        )
+        if step % EVERY == 0:
+            elapsed += 3.0
+            measured = {"val_loss": loss, "val_loss_se": 0.004, "val_tokens": 320}
+            yield line("eval", step, elapsed, **measured, bits_per_byte=None, seconds=2.5)
+            saved = {"path": f"step_{step:08d}", "kind": "rolling", "labels": [], "bytes": 119_000}
+            yield line("checkpoint", step, elapsed, **saved, seconds=0.5)
+
+
+def write_long_log(run_dir: Path, lines: int, *, tokens_per_step: int = 64) -> Path:
+    """Write the log of one start that is half done, with about so many lines; return its path."""
+    path = run_dir / "metrics.jsonl"
+    steps = (lines - 1) * EVERY // (EVERY + 2)
+    with open(path, "w") as file:
+        file.writelines(
+            lines_of_a_start(steps, max_steps=2 * steps, tokens_per_step=tokens_per_step)
+        )
+    return path
+
+
+if __name__ == "__main__":
+    print(write_long_log(Path(sys.argv[1]), int(sys.argv[2])))
