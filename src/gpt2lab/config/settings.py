@@ -116,6 +116,10 @@ def override(config: Config, values: dict[str, Any]) -> Config:
     return dataclasses.replace(config, **sections)
 
 
+def _is_folder_name(name: str) -> bool:
+    return name != "" and name.isprintable() and "/" not in name and name[0] not in ".-"
+
+
 def find_problems(config: Config) -> list[str]:
     """List every setting that cannot work, each with its value and the fix."""
     flat, problems = to_flat(config), []
@@ -173,8 +177,9 @@ def find_problems(config: Config) -> list[str]:
             f"optimizer {flat['optimizer']} updates full matrices, which --parallel {parallel} shards; use ddp",
         ),
         (
-            run_name is not None and (not run_name or "/" in run_name or run_name.startswith(".")),
-            f"run_name {run_name!r} must be a plain folder name; put the folder above it in --checkpoint_dir",
+            run_name is not None and not _is_folder_name(run_name),
+            f"run_name {run_name!r} must be a plain folder name: printable, without a slash, not beginning "
+            "with . or -; put the folder above it in --checkpoint_dir",
         ),
     )
     return problems + [message for is_wrong, message in rules if is_wrong]

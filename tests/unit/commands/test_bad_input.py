@@ -369,7 +369,7 @@ def test_of_many_processes_only_the_first_prints_a_rejection(
         assert (done.returncode, done.stderr.count("\n")) == (2, lines)
 
 
-@pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", ".."])
+@pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"])
 def test_run_name_must_be_a_plain_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
