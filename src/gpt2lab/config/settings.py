@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import LENGTHS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
+from gpt2lab.files import is_number
 
 # Each flag's name: (name of its section, its field).
 LEAVES: dict[str, tuple[str, dataclasses.Field[Any]]] = {
@@ -118,6 +120,66 @@ def override(config: Config, values: dict[str, Any]) -> Config:
 
 def _is_folder_name(name: str) -> bool:
     return name != "" and name.isprintable() and "/" not in name and name[0] not in ".-"
+
+
+def read_settings(values: dict[str, Any]) -> Config:
+    """Return the settings that a file holds, as `to_flat` wrote them; those that it lacks have their defaults.
+
+    Raises: ConfigError with every value of another type, or every one that cannot work.
+    """
+    problems = [
+        f"{name} {value!r:.60} is not {_type_name(_TYPES[name])}"
+        for name, value in values.items()
+        if name in LEAVES and not _is_of(value, _TYPES[name])
+    ]
+    if not problems:
+        config = override(Config(), values)
+        problems = find_problems(override(config, {"run_name": None}))  # its folder's name counts
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return config
+
+
+_TYPES: dict[str, Any] = {
+    name: kind
+    for section in fields(Config)
+    for name, kind in get_type_hints(section.default_factory).items()
+}
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Tell whether a JSON value is what `to_flat` writes for a setting of a type."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        words = value if isinstance(value, list) else [value]
+        return value is None or all(_is_of(word, str) for word in words)
+    if kind is float:
+        return is_number(value)
+    if kind is int:
+        return is_number(value) and isinstance(value, int)
+    if kind in (str, Path):
+        return isinstance(value, str) and "\0" not in value and _is_unicode(value)
+    return type(value) is kind  # bool, None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return bool(text.encode()) or text == ""
+    except UnicodeEncodeError:
+        return False
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_type_name, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    return {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}.get(
+        kind, "text"
+    )
 
 
 def find_problems(config: Config) -> list[str]:

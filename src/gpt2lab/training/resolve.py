@@ -83,7 +83,7 @@ def resolve(
     saved: Config | None = None
     initial: InitialWeights | None = None
     if checkpoint is not None and run_dir is not None:
-        saved = override(Config(), checkpoint.manifest["config"])
+        saved = checkpoint.config()
         config = _resumed_settings(command, saved, run_dir)
     else:
         config, initial = fresh_settings(command, recipe)

@@ -77,6 +77,7 @@ class Place:
                     "created": 1.0,
                     "config": to_flat(override(Config(), settings)),
                     "data_fingerprint": open_data(self.data, vocab_size=VOCAB).fingerprint,
+                    "environment": {"world_size": 1},
                 }
             )
 

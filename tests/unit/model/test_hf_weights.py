@@ -87,7 +87,7 @@ def test_a_folder_without_prefix_and_with_masks_is_read_too(
         ({"scale_attn_weights": False}, "scale_attn_weights False"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
         ({"n_inner": 100}, "n_inner 100"),
-        ({"n_embd": None}, "no usable"),
+        ({"n_embd": None}, "'n_embd' is None, not a whole number above 0"),
         ({"n_layer": 3}, "no tensor blocks.2"),
         ({"n_layer": 1}, "unknown tensor blocks.1"),
         ({"n_positions": 30}, r"wpe.weight is \(24, 32\), config.json means \(30, 32\)"),
