@@ -19,9 +19,12 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.files import read_regular, replace_durably
+from gpt2lab.model.counts import count_adapters, count_parameters
+from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
 METRICS = "metrics.jsonl"
 LABELS = "labels"
+WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
 
 
@@ -42,12 +45,19 @@ class CheckpointInfo:
     def config(self) -> Config:
         """Return the settings that it was trained with.
 
-        Raises: CheckpointError if they are none, or none that can work.
+        Raises: CheckpointError if they are none, none that can work, or those of other weights.
         """
         try:
-            return read_settings(self.manifest["config"])
+            config = read_settings(self.manifest["config"])
         except ConfigError as error:
             raise CheckpointError(f"{self.path / manifests.MANIFEST}: {error}") from error
+        path = self.path / WEIGHTS
+        shapes = read_shapes(path)
+        check_shapes(path, shapes, config.model, rows=config.model.vocab_size)
+        wanted = count_parameters(config.model) + count_adapters(config.model, config.tuning)
+        if (found := count_values(shapes)) != wanted:
+            raise CheckpointError(f"{path}: holds {found:,} values, its settings mean {wanted:,}")
+        return config
 
 
 def _step_folders(run_dir: Path) -> list[Path]:

@@ -190,13 +190,16 @@ def find_problems(config: Config) -> list[str]:
     except ConfigError as error:
         problems.append(str(error))
     for name, (_, leaf) in LEAVES.items():
-        value, least, above = flat[name], leaf.metadata.get("least"), leaf.metadata.get("above")
+        value = flat[name]
+        least, above, most = (leaf.metadata.get(bound) for bound in ("least", "above", "most"))
         if isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name} {value} is not a finite number")
         elif value is not None and least is not None and value < least:
             problems.append(f"{name} {value} must be at least {least}")
         elif value is not None and above is not None and value <= above:
             problems.append(f"{name} {value} must be above {above}")
+        elif value is not None and most is not None and value > most:
+            problems.append(f"{name} {value} must be at most {most}")
     n_embd, n_head, histograms = flat["n_embd"], flat["n_head"], flat["histogram_freq"]
     head_size, rest = divmod(n_embd, n_head) if n_head >= 1 else (0, 0)
     lengths = [name for name in LENGTHS if flat[name] is not None]

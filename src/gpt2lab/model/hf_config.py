@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError, DataError
 from gpt2lab.files import SIZE, JsonFile
+from gpt2lab.model.weights_header import check_shapes, read_shapes
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.tokenizers.opening import find_in
 
@@ -25,6 +27,16 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
+
+
+_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # causal masks that old files carry
+
+
+def our_name(name: str) -> str | None:
+    """Return our name of a GPT-2 tensor, None for a causal mask, which is no weight."""
+    if _BUFFERS.search(name):
+        return None
+    return re.sub(r"^h\.", "blocks.", name.removeprefix("transformer."))
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
@@ -52,12 +64,18 @@ def read_hf_config(folder: Path) -> ModelConfig:
         raise CheckpointError(
             f"{path}: n_inner {values['n_inner']} is not supported, only 4 x n_embd"
         )
+    if not (folder / HF_WEIGHTS).exists():
+        raise CheckpointError(
+            f"{folder / HF_WEIGHTS}: no such file; only unsplit safetensors weights are read "
+            "(save_pretrained writes them)"
+        )
+    shapes = {our_name(n) or "": shape for n, shape in read_shapes(folder / HF_WEIGHTS).items()}
     own = None
     with contextlib.suppress(DataError):  # weights need no tokenizer
         own = find_in(folder)
     # Without a tokenizer beside them, rows that suit GPT-2's are GPT-2's.
     num_tokens = NUM_TOKENS if vocab_size <= PADDED_VOCABULARY else vocab_size
-    return ModelConfig(
+    config = ModelConfig(
         n_layer=n_layer,
         n_head=n_head,
         n_embd=n_embd,
@@ -65,6 +83,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
         vocab_size=PADDED_VOCABULARY if vocab_size == NUM_TOKENS else vocab_size,
         num_tokens=num_tokens if own is None else own.size,
     )
+    check_shapes(folder / HF_WEIGHTS, shapes, config, rows=vocab_size)
+    return config
 
 
 def write_hf_config(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
@@ -29,6 +30,7 @@ from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed import runtime
 from gpt2lab.errors import DataError, GPT2LabError
+from gpt2lab.model.gpt import empty_model
 from gpt2lab.runs.history import read_events
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
@@ -67,15 +69,17 @@ class Place:
             **SAVED,
             **changes,
         }
+        config = override(Config(), settings)
         with staged(self.runs / "r", step) as staging:
-            staging.add("model.safetensors", b"w" * 64)
+            weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
+            staging.add("model.safetensors", safetensors.torch.save(weights))
             staging.seal(
                 {
                     "step": step,
                     "kind": "rolling",
                     "tokens": step * 128,
                     "created": 1.0,
-                    "config": to_flat(override(Config(), settings)),
+                    "config": to_flat(config),
                     "data_fingerprint": open_data(self.data, vocab_size=VOCAB).fingerprint,
                     "environment": {"world_size": 1},
                 }
@@ -111,7 +115,8 @@ def _file_in_the_way(place: Place) -> None:
 
 def _damage_checkpoint(place: Place) -> None:
     place.checkpoint(5)
-    (place.runs / "r" / "step_00000005" / "model.safetensors").write_bytes(b"x" * 64)
+    path = place.runs / "r" / "step_00000005" / "model.safetensors"
+    path.write_bytes(b"x" * path.stat().st_size)
 
 
 def _other_data(place: Place) -> None:
