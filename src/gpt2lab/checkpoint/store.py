@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from gpt2lab.checkpoint import manifest as manifests
+from gpt2lab.checkpoint.catalog import WEIGHTS
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
 from gpt2lab.errors import CheckpointError
 from gpt2lab.files import OBJECT, JsonFile, list_of
 
-MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
+MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
 _MAX_STATE_BYTES = 2**30  # some 15 kB for each rank
 Optimizers = list[torch.optim.Optimizer]
 Tensors = dict[str, torch.Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -130,7 +131,9 @@ def read_settings(values: dict[str, Any]) -> Config:
     problems = [
         f"{name} {value!r:.60} is not {_type_name(_TYPES[name])}"
         for name, value in values.items()
-        if name in LEAVES and not _is_of(value, _TYPES[name])
+        if name in LEAVES
+        and not _is_of(value, _TYPES[name])
+        and not (name == "sample_prompt" and isinstance(value, str))  # any text; others name files
     ]
     if not problems:
         config = override(Config(), values)
@@ -161,13 +164,13 @@ def _is_of(value: Any, kind: Any) -> bool:
     if kind is int:
         return is_number(value) and isinstance(value, int)
     if kind in (str, Path):
-        return isinstance(value, str) and "\0" not in value and _is_unicode(value)
+        return isinstance(value, str) and _can_name_a_file(value)
     return type(value) is kind  # bool, None
 
 
-def _is_unicode(text: str) -> bool:
+def _can_name_a_file(text: str) -> bool:
     try:
-        return bool(text.encode()) or text == ""
+        return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
 

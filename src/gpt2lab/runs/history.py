@@ -73,10 +73,11 @@ def read_config(run_dir: Path) -> Config:
     file = JsonFile(run_dir / "config.json", ConfigError)
     if not file.path.exists():
         raise file.rejected("no such file; is this the folder of a run?")
+    values = file.read()
     try:
-        return read_settings(file.read())
+        return read_settings(values)
     except ConfigError as error:
-        raise error if str(file.path) in str(error) else file.rejected(str(error)) from error
+        raise file.rejected(str(error)) from error
 
 
 def read_tokenizer(run_dir: Path) -> Tokenizer | None:
