@@ -15,7 +15,7 @@
 # until status.json says `completed`, or that somebody stopped the run for good (a STOP file, --stop_after_steps, early
 # stopping).
 set -uo pipefail
-cd "${SLURM_SUBMIT_DIR:-$PWD}"
+cd "${SLURM_SUBMIT_DIR:-$PWD}" || exit
 
 NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}}
 TORCHRUN=${TORCHRUN:-.venv/bin/torchrun}

@@ -5,12 +5,28 @@ from __future__ import annotations
 import errno
 import re
 
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # of ASCII and of Latin-1
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return text with every control character but those of `keep` as a code: `\x1b` moves no cursor."""
+
+    def code(match: re.Match[str]) -> str:
+        found = match[0]
+        return found if found in keep else found.encode("unicode_escape").decode()
+
+    return _CONTROL.sub(code, text)
+
 
 class GPT2LabError(Exception):
     """An error whose message is one line: what is wrong, where, and the fix."""
 
     exit_code = 2
     is_local = False  # True if only this rank knows of it, so that it must report it itself
+
+    def __str__(self) -> str:
+        """Return the message, whatever a file brought into it."""
+        return printable(super().__str__())
 
 
 class ConfigError(GPT2LabError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shlex
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -53,6 +55,22 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
         for line in lines
     )
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Write words as one line of bash that means exactly them, with codes for what a terminal would not show."""
+    return " ".join(word_of_bash(word) for word in words)
+
+
+def word_of_bash(word: str) -> str:
+    """Quote one word, or a path that is not UTF-8, for bash."""
+    if word.isprintable():
+        return shlex.quote(word)
+    shown = (
+        c if c.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+        for c in word.replace("\\", "\\\\").replace("'", "\\'")
+    )
+    return f"$'{''.join(shown)}'"
 
 
 def parse_duration(text: str) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import time
 import uuid
@@ -13,11 +15,16 @@ from typing import Any
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.errors import CheckpointError
-from gpt2lab.files import replace_durably
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import read_settings
+from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.files import read_regular, replace_durably
+from gpt2lab.model.counts import count_adapters, count_parameters
+from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
 METRICS = "metrics.jsonl"
 LABELS = "labels"
+WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
 
 
@@ -34,6 +41,23 @@ class CheckpointInfo:
     num_bytes: int
     labels: tuple[str, ...]
     manifest: dict[str, Any]
+
+    def config(self) -> Config:
+        """Return the settings that it was trained with.
+
+        Raises: CheckpointError if they are none, none that can work, or those of other weights.
+        """
+        try:
+            config = read_settings(self.manifest["config"])
+        except ConfigError as error:
+            raise CheckpointError(f"{self.path / manifests.MANIFEST}: {error}") from error
+        path = self.path / WEIGHTS
+        shapes = read_shapes(path)
+        check_shapes(path, shapes, config.model, rows=config.model.vocab_size)
+        wanted = count_parameters(config.model) + count_adapters(config.model, config.tuning)
+        if (found := count_values(shapes)) != wanted:
+            raise CheckpointError(f"{path}: holds {found:,} values, its settings mean {wanted:,}")
+        return config
 
 
 def _step_folders(run_dir: Path) -> list[Path]:
@@ -87,11 +111,12 @@ def read_labels(run_dir: Path) -> dict[str, str]:
     folder = run_dir / LABELS
     if not folder.is_dir():
         return {}
-    return {
-        path.name: path.read_text(errors="replace").strip()
-        for path in folder.iterdir()
-        if path.is_file() and not path.name.startswith(".")
-    }
+    found = {}
+    for path in folder.iterdir():
+        if not path.name.startswith("."):
+            with contextlib.suppress(OSError):  # no file, or no label's
+                found[path.name] = read_regular(path, at_most=100).decode(errors="replace").strip()
+    return found
 
 
 def set_label(run_dir: Path, label: str, step: int) -> None:
@@ -152,6 +177,11 @@ def find(run_dir: Path, target: str) -> CheckpointInfo:
     name = (
         read_labels(run_dir).get("best") if target == "best" else manifests.folder_name(int(target))
     )
+    if name is not None and re.fullmatch(r"step_[0-9]{8,}", name) is None:
+        raise CheckpointError(
+            f"{run_dir / LABELS / target}: {name!r:.60} is not the name of a checkpoint; "
+            f"choose one of --list_checkpoints by its step"
+        )
     if name is None or not (run_dir / name).is_dir():
         steps = ", ".join(str(info.step) for info in list_checkpoints(run_dir)[0]) or "none"
         raise CheckpointError(f"{run_dir}: no checkpoint {target!r}; there are: {steps}")

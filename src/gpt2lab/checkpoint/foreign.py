@@ -20,8 +20,9 @@ import torch
 
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError, first_line
+from gpt2lab.files import open_regular
 from gpt2lab.model.gpt import empty_model
-from gpt2lab.model.hf_weights import our_name
+from gpt2lab.model.hf_config import our_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPERS = ("module.", "_orig_mod.")  # DDP's and torch.compile's
@@ -87,6 +88,7 @@ def read_foreign(path: Path, *, trust: bool) -> Foreign:
 
 def _load(path: Path, *, trust: bool) -> Any:
     try:
+        open_regular(path).close()
         with torch.serialization.safe_globals(_stand_ins(path) if trust else []):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

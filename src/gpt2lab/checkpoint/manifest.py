@@ -17,12 +17,45 @@ from typing import Any
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.errors import CheckpointError
-from gpt2lab.files import sha256_of, sync_folder, write_durably
+from gpt2lab.files import (
+    COUNT,
+    HASH,
+    NUMBER,
+    OBJECT,
+    SIZE,
+    STRING,
+    TEXT,
+    JsonFile,
+    is_file_name,
+    open_regular,
+    or_null,
+    sha256_of,
+    sync_folder,
+    write_durably,
+)
 
 FORMAT = "gpt2lab-checkpoint/1"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
-_REQUIRED = {"format", "step", "kind", "tokens", "created", "files", "config", "manifest_sha256"}
+_REQUIRED = {
+    "step": COUNT,
+    "kind": TEXT,
+    "tokens": COUNT,
+    "created": NUMBER,
+    "config": OBJECT,
+    "data_fingerprint": TEXT,
+    "environment": OBJECT,
+    "files": OBJECT,
+}
+_OPTIONAL = {
+    "run": STRING,
+    "samples": COUNT,
+    "val_loss": or_null(NUMBER),
+    "best_val_loss": or_null(NUMBER),
+    "order_version": COUNT,
+    "tokenizer": OBJECT,
+    "initial_weights": or_null(OBJECT),
+}
 
 
 def folder_name(step: int) -> str:
@@ -83,54 +116,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
     Raises: CheckpointError naming the file and what is wrong.
     """
-    path = folder / MANIFEST
-    try:
-        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"{path}: a link or over {MAX_MANIFEST_BYTES} bytes; not a manifest of gpt2lab"
-            )
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
-    if not isinstance(manifest, dict) or not set(manifest) >= _REQUIRED:
-        raise CheckpointError(f"{path}: not a manifest of gpt2lab")
+    file = JsonFile(folder / MANIFEST, CheckpointError, at_most=MAX_MANIFEST_BYTES)
+    if file.path.is_symlink():
+        raise file.rejected("a link, not a file")
+    manifest = file.read()
+    file.check(manifest, {"format": TEXT, "manifest_sha256": TEXT})
     if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path}: format {manifest['format']!r}, this version reads {FORMAT!r}"
-        )
+        raise file.rejected(f"format {manifest['format']!r}, this version reads {FORMAT!r}")
     if manifest["manifest_sha256"] != _hash_of(manifest):
-        raise CheckpointError(f"{path}: damaged (its own hash does not match)")
-    _check_types(path, manifest)
+        raise file.rejected("damaged (its own hash does not match)")
+    # A hash does not prove intent: it may have been made anew.
+    file.check(manifest, _REQUIRED, _OPTIONAL)
+    file.check(manifest["environment"], {"world_size": SIZE}, where="environment: ")
+    if manifest.get("initial_weights"):
+        file.check(manifest["initial_weights"], {"init_from": STRING}, where="initial_weights: ")
+    for name, written in manifest["files"].items():
+        if not is_file_name(name) or name.startswith("."):
+            raise file.rejected(f"file name {name!r} is not a plain name")
+        where = f"{name}: "
+        file.check({name: written}, {name: OBJECT})
+        file.check(written, {"bytes": COUNT, "sha256": HASH}, where=where)
     if folder.name.startswith("step_") and folder.name != folder_name(manifest["step"]):
         raise CheckpointError(
             f"{folder}: holds step {manifest['step']}; a copied or renamed folder"
         )
-    for name in manifest["files"]:
-        if not name or name != os.path.basename(name) or name.startswith(".") or "\0" in name:
-            raise CheckpointError(f"{path}: file name {name!r} is not a plain name")
     return manifest
-
-
-def _check_types(path: Path, manifest: dict[str, Any]) -> None:
-    """Reject a manifest whose hash holds but whose values have the wrong type: a hash does not prove intent."""
-    files = manifest["files"]
-    sound = (
-        all(type(manifest[name]) is int and manifest[name] >= 0 for name in ("step", "tokens"))
-        and isinstance(manifest["created"], (int, float))
-        and isinstance(manifest["kind"], str)
-        and isinstance(manifest["config"], dict)
-        and isinstance(files, dict)
-        and all(
-            isinstance(file, dict)
-            and type(file.get("bytes")) is int
-            and isinstance(file.get("sha256"), str)
-            for file in files.values()
-        )
-    )
-    if not sound:
-        raise CheckpointError(f"{path}: values of the wrong type; not a manifest of gpt2lab")
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -144,7 +154,8 @@ def verify(folder: Path) -> dict[str, Any]:
         try:
             if path.is_symlink():
                 raise CheckpointError(f"{path}: a link, not a file")
-            size = path.stat().st_size
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
             if size != expected["bytes"]:
                 raise CheckpointError(
                     f"{path}: damaged ({size} bytes, written as {expected['bytes']})"

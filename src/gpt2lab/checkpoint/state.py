@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, JsonFile, is_number, list_of, or_null
+
 NOT_FINITE = "not finite"
 
 
@@ -71,12 +73,38 @@ class TrainState:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_dict(values: dict[str, Any]) -> TrainState:
-        """Build the state from `to_dict`'s values."""
-        lists = ("history", "skipped", "recent_losses", "unverified", "due")
-        return TrainState(**{**values, **{name: tuple(values.get(name, ())) for name in lists}})
+    def from_file(file: JsonFile, values: dict[str, Any]) -> TrainState:
+        """Build the state from `to_dict`'s values in a file; one that an earlier version did not write has its default.
+
+        Raises: the file's error if a value is none of a state, or of one that this version does not know.
+        """
+        file.check(values, _REQUIRED, _RULES, where="state: ")
+        if unknown := sorted(set(values) - {*_REQUIRED, *_RULES}):
+            raise file.rejected(f"state: unknown {unknown[0]!r:.60}; written by another version?")
+        for skip in values.get("skipped", ()):
+            file.check(
+                skip, {"step": COUNT, "reason": STRING, "samples": _RANGE}, where="skipped: "
+            )
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return TrainState(**fields)
 
 
+_OBJECTS = list_of(OBJECT, "a list of objects")
+_RANGE = list_of(COUNT, "the numbers of two samples")
+_LOSS = (lambda value: is_number(value) and abs(value) < 3.5e38, "a number that fp32 can hold")
+_REQUIRED = dict.fromkeys(("step", "samples", "tokens"), COUNT)
+_RULES = {
+    "train_seconds": NUMBER,
+    **dict.fromkeys(("val_loss", "best_val_loss"), or_null(_LOSS)),
+    "best_step": or_null(COUNT),
+    "non_finite_in_a_row": COUNT,
+    "recent_losses": list_of(_LOSS, "a list of numbers"),
+    **dict.fromkeys(("skipped", "history"), _OBJECTS),
+    **dict.fromkeys(("unverified", "due"), list_of(STRING, "a list of text")),
+}
 WINDOW = 128  # losses that a new one is compared with, as in OLMo, levanter and llm.c
 
 

@@ -18,11 +18,14 @@ import torch
 from torch import nn
 
 from gpt2lab.checkpoint import manifest as manifests
+from gpt2lab.checkpoint.catalog import WEIGHTS
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
 from gpt2lab.errors import CheckpointError
+from gpt2lab.files import OBJECT, JsonFile, list_of
 
-MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
+MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
+_MAX_STATE_BYTES = 2**30  # some 15 kB for each rank
 Optimizers = list[torch.optim.Optimizer]
 Tensors = dict[str, torch.Tensor]
 
@@ -158,13 +161,10 @@ def load(
 
 
 def _load_state(path: Path) -> tuple[TrainState, list[dict[str, Any]]]:
-    try:
-        content = json.loads(path.read_bytes())
-        return TrainState.from_dict(content["state"]), list(content["rng"])
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a state of gpt2lab ({error!r})") from error
+    file = JsonFile(path, CheckpointError, at_most=_MAX_STATE_BYTES)
+    content = file.read()
+    file.check(content, {"state": OBJECT, "rng": list_of(OBJECT, "a list of objects")})
+    return TrainState.from_file(file, content["state"]), content["rng"]
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

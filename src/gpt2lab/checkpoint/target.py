@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.config.schema import Config, ModelConfig
-from gpt2lab.config.settings import override
+from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError, first_line
+from gpt2lab.files import JsonFile
 from gpt2lab.model.hf_config import HF_CONFIG, HF_WEIGHTS, PADDED_VOCABULARY, read_hf_config
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -38,7 +37,7 @@ class Target:
         """
         if self.checkpoint is None:
             return read_hf_config(self.folder)
-        return override(Config(), self.checkpoint.manifest["config"]).model
+        return self.checkpoint.config().model
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer that the weights were trained with; None if it is not known.
@@ -105,10 +104,8 @@ def is_run(folder: Path) -> bool:
 
 
 def _is_hf(folder: Path) -> bool:
-    try:
-        return "model_type" in json.loads((folder / HF_CONFIG).read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
+    file = JsonFile(folder / HF_CONFIG, CheckpointError)
+    return file.path.is_file() and "model_type" in file.read()
 
 
 def _download(name: str) -> Path:
@@ -129,7 +126,7 @@ def was_tuned(target: Target) -> bool:
     if target.checkpoint is not None:
         return target.checkpoint.manifest["config"].get("instructions") is not None
     try:
-        settings = json.loads((target.folder / "tokenizer_config.json").read_bytes())
+        settings = JsonFile(target.folder / "tokenizer_config.json", CheckpointError).read()
         return bool(settings["chat_template"] == chat_template.jinja(settings["eos_token"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError):
         return False

@@ -6,8 +6,6 @@ import torch
 
 from gpt2lab.checkpoint.store import load_model
 from gpt2lab.checkpoint.target import Target
-from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import override
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.hf_weights import load_hf
@@ -21,7 +19,7 @@ def load_weights(target: Target) -> GPT:
     """
     if target.checkpoint is None:
         return load_hf(target.folder)
-    config = override(Config(), target.checkpoint.manifest["config"])
+    config = target.checkpoint.config()
     model = empty_model(config.model)
     if config.tuning.lora_r:
         add_lora(model, config.tuning)

@@ -11,8 +11,9 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
-from gpt2lab.errors import GPT2LabError, is_lost_peer, to_gpt2lab_error
+from gpt2lab.errors import GPT2LabError, is_lost_peer, printable, to_gpt2lab_error
 from gpt2lab.files import replace_durably
 
 
@@ -20,7 +21,8 @@ def run(main: Callable[[list[str]], int]) -> int:
     """Call a command's main with the command line and turn errors into exit codes.
 
     Rank 0 prints an error that all ranks share. An unexpected error keeps its traceback: it is a bug, and the traceback
-    is the report. Characters that a terminal cannot show are escaped.
+    is the report. Characters that a terminal cannot show, or that would move its cursor, are escaped: names and texts
+    of files are printed as they are everywhere else.
     """
     for stream, errors in (
         (sys.stdin, "replace"),
@@ -29,6 +31,8 @@ def run(main: Callable[[list[str]], int]) -> int:
     ):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+            if stream is not sys.stdin:
+                _escape_controls(stream)
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:  # `... | head` closed the pipe
@@ -54,6 +58,17 @@ def run(main: Callable[[list[str]], int]) -> int:
         traceback.print_exc()
         _tell_launcher(error, report=traceback.format_exc())
         return _leave(1)
+
+
+def _escape_controls(stream: TextIO) -> None:
+    plain = stream.write
+
+    def write(text: str) -> int:
+        bar = text.startswith("\r")  # a progress bar goes back to the beginning of its line
+        plain("\r" * bar + printable(text[bar:], keep="\n\t"))
+        return len(text)
+
+    setattr(stream, "write", write)  # noqa: B010 - to type checkers a method is no variable
 
 
 def _reject(error: GPT2LabError) -> int:

@@ -94,7 +94,6 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.checkpoint.target import find_target
     from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.config.schema import Config
-    from gpt2lab.config.settings import override
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.by_source import loss_by_source
@@ -105,8 +104,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     runtime = Runtime()
     runs = paths.runs_folder(wanted.checkpoint_dir)
     target = runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
-    saved = target.checkpoint.manifest["config"] if target.checkpoint else {}
-    settings = override(Config(), saved)  # the run's own, or the defaults
+    settings = target.checkpoint.config() if target.checkpoint else Config()
     val, uses_own = wanted.val, False
     conversations = None
     is_tuned = settings.tuning.instructions is not None

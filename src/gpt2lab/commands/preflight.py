@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -265,7 +264,7 @@ def command_to_start(checks: list[Check]) -> str:
     if grace is not None and grace.result == "warning":
         patience = str(2 * math.ceil(grace.numbers["stop_seconds"]))
         words[words.index(script) : words.index(script)] = ["--shutdown-timeout", patience]
-    return shlex.join(words)
+    return fmt.command_line(words)
 
 
 def _print(checks: list[Check], failed: list[str], command: str, *, as_json: bool) -> None:

@@ -5,7 +5,7 @@ python scripts/resume_command.py gpt2-124m --num_gpus 8 --output slurm
 python scripts/resume_command.py checkpoints/gpt2-124m/step_00005000 --max_lr 3e-4 --allow_change max_lr
 """
 
-import shlex
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
+from gpt2lab import fmt
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import CheckpointError, ConfigError
 
@@ -20,20 +21,18 @@ if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
 _SCRIPT = """#!/usr/bin/env bash
-# Continues {run}; changed settings: {changes}.
 set -euo pipefail
 cd {folder}
 exec {command}
 """
 
 _SLURM = """#!/usr/bin/env bash
-#SBATCH --job-name={run}
+#SBATCH --job-name={name}
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
 #SBATCH --gres=gpu:{world}
 #SBATCH --time=12:00:00
 #SBATCH --signal=B:TERM@120
-# Continues {run}; changed settings: {changes}.
 # Slurm signals the batch shell two minutes before the end; the trainer saves and exits with 0.
 set -euo pipefail
 cd {folder}
@@ -122,17 +121,19 @@ def plan_continuation(
 
 
 def write(continuation: Continuation, *, output: str) -> str:
-    """Write it as a command line, a shell script or a Slurm job."""
-    command = shlex.join(continuation.words)
+    """Write it as a command line, a shell script or a Slurm job.
+
+    Names and settings stand in it as words of the command alone, quoted: a comment would end with a line of theirs.
+    """
+    command = fmt.command_line(continuation.words)
     if output == "command":
         return command
-    start = continuation.start
-    changes = ", ".join(f"{n} {old} -> {new}" for n, (old, new) in start.changes.items())
     layout = _SLURM if output == "slurm" else _SCRIPT
     return layout.format(
-        run=start.run_dir.name,
-        changes=changes or "none",
-        folder=shlex.quote(str(Path.cwd())),  # where what was typed means what it means here
+        name=re.sub(
+            r"[^A-Za-z0-9._-]", "_", continuation.start.run_dir.name
+        ),  # Slurm reads no quotes
+        folder=fmt.word_of_bash(str(Path.cwd())),  # where what was typed means what it means here
         world=continuation.world,
         command=command,
     ).rstrip("\n")

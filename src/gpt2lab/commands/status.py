@@ -6,6 +6,7 @@ python scripts/status.py --watch 5
 
 import contextlib
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> int:
         return 0
     with contextlib.suppress(KeyboardInterrupt):  # the way to end it, whatever it is doing
         while True:
-            print(f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}\n{table()}", flush=True)
+            shown = f"{time.strftime('%H:%M:%S')}\n{table()}"
+            sys.stdout.buffer.write(b"\x1b[H\x1b[2J")  # print would escape it
+            print(shown, flush=True)
             time.sleep(flags.watch)
     return 0

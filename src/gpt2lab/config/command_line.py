@@ -307,6 +307,7 @@ def run_tyro(
 
     Raises: ConfigError; SystemExit(0) after printing help.
     """
+    tyro._experimental_options["ansi_codes"] = False  # entry.py shows them as text
     complaints = io.StringIO()
     registry = ConstructorRegistry()
     registry.primitive_rule(_whole_numbers)

@@ -46,7 +46,7 @@ def _option(default: T, help: str, policy: Policy, bounds: dict[str, float]) -> 
 
 
 def free(default: T, help: str, **bounds: float) -> T:
-    """Declare a setting that a resumed run may change without asking; `bounds`: `least`, or `above`."""
+    """Declare a setting that a resumed run may change without asking; `bounds`: `least` or `above`, `most`."""
     return _option(default, help, "free", bounds)
 
 
@@ -67,15 +67,16 @@ class ModelConfig:
     model: ModelName = free(
         "gpt2", "preset that sets the shape and, for small ones, batch, rate and data"
     )
-    n_layer: int = fixed(12, "transformer blocks", least=1)
-    n_head: int = fixed(12, "attention heads per block", least=1)
-    n_embd: int = fixed(768, "width of the residual stream", least=1)
-    context_length: int = fixed(1024, "tokens per training window, T", least=1)
+    n_layer: int = fixed(12, "transformer blocks", least=1, most=10_000)
+    n_head: int = fixed(12, "attention heads per block", least=1, most=10_000)
+    n_embd: int = fixed(768, "width of the residual stream", least=1, most=1_000_000)
+    context_length: int = fixed(1024, "tokens per training window, T", least=1, most=100_000_000)
     vocab_size: int = fixed(
         50304,
         "rows of the embedding; default as the tokenizer of the data needs, a multiple of 128. Those above its ids "
         "are padding, never sampled or scored",
         least=2,
+        most=100_000_000,
     )
     # Not a flag: the tokenizer of the data decides.
     num_tokens: Annotated[int, tyro.conf.Suppress] = fixed(50257, "ids of the tokenizer", least=2)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import LENGTHS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
+from gpt2lab.files import is_number
 
 # Each flag's name: (name of its section, its field).
 LEAVES: dict[str, tuple[str, dataclasses.Field[Any]]] = {
@@ -116,6 +119,72 @@ def override(config: Config, values: dict[str, Any]) -> Config:
     return dataclasses.replace(config, **sections)
 
 
+def _is_folder_name(name: str) -> bool:
+    return name != "" and name.isprintable() and "/" not in name and name[0] not in ".-"
+
+
+def read_settings(values: dict[str, Any]) -> Config:
+    """Return the settings that a file holds, as `to_flat` wrote them; those that it lacks have their defaults.
+
+    Raises: ConfigError with every value of another type, or every one that cannot work.
+    """
+    problems = [
+        f"{name} {value!r:.60} is not {_type_name(_TYPES[name])}"
+        for name, value in values.items()
+        if name in LEAVES
+        and not _is_of(value, _TYPES[name])
+        and not (name == "sample_prompt" and isinstance(value, str))  # any text; others name files
+    ]
+    if not problems:
+        config = override(Config(), values)
+        problems = find_problems(override(config, {"run_name": None}))  # its folder's name counts
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return config
+
+
+_TYPES: dict[str, Any] = {
+    name: kind
+    for section in fields(Config)
+    for name, kind in get_type_hints(section.default_factory).items()
+}
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Tell whether a JSON value is what `to_flat` writes for a setting of a type."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        words = value if isinstance(value, list) else [value]
+        return value is None or all(_is_of(word, str) for word in words)
+    if kind is float:
+        return is_number(value)
+    if kind is int:
+        return is_number(value) and isinstance(value, int)
+    if kind in (str, Path):
+        return isinstance(value, str) and _can_name_a_file(value)
+    return type(value) is kind  # bool, None
+
+
+def _can_name_a_file(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_type_name, get_args(kind)))
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    return {int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}.get(
+        kind, "text"
+    )
+
+
 def find_problems(config: Config) -> list[str]:
     """List every setting that cannot work, each with its value and the fix."""
     flat, problems = to_flat(config), []
@@ -124,13 +193,16 @@ def find_problems(config: Config) -> list[str]:
     except ConfigError as error:
         problems.append(str(error))
     for name, (_, leaf) in LEAVES.items():
-        value, least, above = flat[name], leaf.metadata.get("least"), leaf.metadata.get("above")
+        value = flat[name]
+        least, above, most = (leaf.metadata.get(bound) for bound in ("least", "above", "most"))
         if isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name} {value} is not a finite number")
         elif value is not None and least is not None and value < least:
             problems.append(f"{name} {value} must be at least {least}")
         elif value is not None and above is not None and value <= above:
             problems.append(f"{name} {value} must be above {above}")
+        elif value is not None and most is not None and value > most:
+            problems.append(f"{name} {value} must be at most {most}")
     n_embd, n_head, histograms = flat["n_embd"], flat["n_head"], flat["histogram_freq"]
     head_size, rest = divmod(n_embd, n_head) if n_head >= 1 else (0, 0)
     lengths = [name for name in LENGTHS if flat[name] is not None]
@@ -173,8 +245,9 @@ def find_problems(config: Config) -> list[str]:
             f"optimizer {flat['optimizer']} updates full matrices, which --parallel {parallel} shards; use ddp",
         ),
         (
-            run_name is not None and (not run_name or "/" in run_name or run_name.startswith(".")),
-            f"run_name {run_name!r} must be a plain folder name; put the folder above it in --checkpoint_dir",
+            run_name is not None and not _is_folder_name(run_name),
+            f"run_name {run_name!r} must be a plain folder name: printable, without a slash, not beginning "
+            "with . or -; put the folder above it in --checkpoint_dir",
         ),
     )
     return problems + [message for is_wrong, message in rules if is_wrong]

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from gpt2lab.errors import DataError
+from gpt2lab.files import open_regular
 
 Layout = Literal["npy", "llm.c", "datatrove", "megatron", "raw"]
 Place = Literal["before", "after", "none"]  # of the end-of-text id, seen from its document
@@ -76,7 +77,7 @@ def recognise(path: Path) -> Layout:
         return "npy" if path.suffix == ".npy" else "datatrove"
     if path.with_suffix(".idx").exists():
         return "megatron"
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(8)
     if len(head) < 8:
         return "raw"
@@ -100,7 +101,7 @@ def read_llmc(path: Path) -> TokenFile:
     Raises: DataError; OSError.
     """
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(12)
     if size < _LLMC_HEADER_BYTES:
         raise DataError(
@@ -211,7 +212,7 @@ def looks_32_bit(path: Path, offset: int = 0) -> bool:
 
     The upper half of an id is at most 15 in vocabularies of up to a million.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(offset)
         sample = file.read(_SAMPLE_BYTES)
     ids = np.frombuffer(sample[: len(sample) // 4 * 4], "<u2")
@@ -264,7 +265,7 @@ def _map_megatron(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]
     (int32), offsets (int64), bounds (int64, in sequences, from 0).
     """
     size = index.stat().st_size
-    with open(index, "rb") as file:
+    with open_regular(index) as file:
         head = file.read(_MEGATRON_HEADER_BYTES)
     if head.startswith(_MEGATRON_OLD_MAGIC):
         raise DataError(

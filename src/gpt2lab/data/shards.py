@@ -25,7 +25,7 @@ from gpt2lab.data.manifest import (
     shards_folder,
 )
 from gpt2lab.errors import DataError
-from gpt2lab.files import sha256_of
+from gpt2lab.files import open_regular, sha256_of
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
@@ -209,7 +209,7 @@ def open_shard(path: Path) -> Shard:
         if path.suffix == RAW_SUFFIX:
             raw = formats.read_raw(path, None, 0)
             return Shard(path, raw.tokens, raw.offset)
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             shape, _, dtype = read(file)
@@ -251,7 +251,7 @@ def measure_shard(
     digest, largest, documents, text_bytes = hashlib.sha256(), 0, 0, 0
     width = ID_BYTES[dtype]
     lengths = np.zeros(0, np.int64) if tokenizer is None else tokenizer.byte_lengths()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         digest.update(file.read(offset))
         while block := file.read(_BLOCK):
             digest.update(block)

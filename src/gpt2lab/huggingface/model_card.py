@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import __version__, fmt
+from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.target import Target
-from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import data_name, override
+from gpt2lab.config.settings import data_name
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.opening import why_no_text
 
@@ -52,8 +52,8 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
     source = f"the Hugging Face model `{target.name}`"
     if target.checkpoint is not None:
         manifest = target.checkpoint.manifest
-        source = f"step {manifest['step']:,} of the run `{manifest['run']}`"
-        rows |= _trained_on(manifest) | _measured(target) | _forecast(target.folder.parent)
+        source = f"step {manifest['step']:,} of the run `{target.folder.parent.name}`"
+        rows |= _trained_on(target.checkpoint) | _measured(target) | _forecast(target.folder.parent)
     tokenizer = target.tokenizer()
     problem = why_no_text(tokenizer, shape.vocab_size)
     has_text = tokenizer is not None and problem is None
@@ -77,8 +77,8 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _trained_on(manifest: dict[str, Any]) -> dict[str, str]:
-    config = override(Config(), manifest["config"])
+def _trained_on(checkpoint: CheckpointInfo) -> dict[str, str]:
+    config, manifest = checkpoint.config(), checkpoint.manifest
     rows = {}
     if manifest.get("initial_weights"):
         rows["initial weights"] = f"`{manifest['initial_weights']['init_from']}`"

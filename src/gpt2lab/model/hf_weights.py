@@ -15,11 +15,11 @@ from gpt2lab.model.hf_config import (
     HF_CONFIG,
     HF_WEIGHTS,
     PADDED_VOCABULARY,
+    our_name,
     read_hf_config,
 )
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
-_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # causal masks that old files carry
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # Conv1D (in, out), Linear (out, in)
 
 
@@ -69,19 +69,8 @@ def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return dict(sorted(tensors.items()))
 
 
-def our_name(name: str) -> str | None:
-    """Return our name of a GPT-2 tensor, None for a causal mask, which is no weight."""
-    if _BUFFERS.search(name):
-        return None
-    return re.sub(r"^h\.", "blocks.", name.removeprefix("transformer."))
-
-
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return {our parameter name: tensor in our layout}."""
-    if not path.exists():
-        raise CheckpointError(
-            f"{path}: no such file; only unsplit safetensors weights are read (save_pretrained writes them)"
-        )
     try:
         tensors = safetensors.torch.load_file(path, device="cpu")
     except (OSError, safetensors.SafetensorError) as error:

@@ -42,10 +42,15 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Restore captured states of the generators."""
+    """Restore captured states of the generators.
+
+    Raises: LookupError, TypeError, ValueError, ArithmeticError or RuntimeError if they are none.
+    """
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = states["numpy"]
+    if not 0 <= position <= 624:  # numpy would read beyond its state
+        raise ValueError(f"numpy's position {position}")
     np.random.set_state(
         (name, np.frombuffer(base64.b64decode(keys), "<u4"), position, has_gauss, gauss)
     )

@@ -19,13 +19,24 @@ import numpy as np
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS, find_folder
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import override
+from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, TEXT, JsonFile, Rules, or_null
 from gpt2lab.runs import log_index
 from gpt2lab.runs.log_index import Chunk, Event
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
+
+_FORMS: dict[
+    str, tuple[Rules, ...]
+] = {  # what is read of a file: keys that it has, and that it may have
+    "status.json": (
+        {"state": TEXT, "step": COUNT},
+        {"exit_code": or_null(NUMBER), "reason": or_null(STRING)},
+    ),
+    "run.json": ({}, {"environment": OBJECT}),
+}
 
 
 def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
@@ -317,13 +328,14 @@ def read_config(run_dir: Path) -> Config:
 
     Raises: ConfigError if config.json is missing or not readable.
     """
-    path = run_dir / "config.json"
+    file = JsonFile(run_dir / "config.json", ConfigError)
+    if not file.path.exists():
+        raise file.rejected("no such file; is this the folder of a run?")
+    values = file.read()
     try:
-        return override(Config(), json.loads(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; is this the folder of a run?") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error})") from error
+        return read_settings(values)
+    except ConfigError as error:
+        raise file.rejected(str(error)) from error
 
 
 def read_tokenizer(run_dir: Path) -> Tokenizer | None:
@@ -331,12 +343,8 @@ def read_tokenizer(run_dir: Path) -> Tokenizer | None:
 
     Raises: DataError if the tokenizer's files are missing or another's.
     """
-    path = run_dir / "run.json"
-    try:
-        record = json.loads(path.read_bytes()).get("tokenizer", GPT2.record())
-    except (OSError, ValueError, AttributeError):
-        return GPT2
-    return of_record(record, run_dir, path.name)
+    facts = read_json(run_dir / "run.json") or {}
+    return of_record(facts.get("tokenizer", GPT2.record()), run_dir, "run.json")
 
 
 def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
@@ -361,8 +369,11 @@ def has_completed(run_dir: Path, step: int) -> bool:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file of the run, None if it is missing or damaged."""
+    file = JsonFile(path, ConfigError)
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = file.read()
+        required, optional = _FORMS.get(path.name, ({}, {}))
+        file.check(found, required, optional)
+    except ConfigError:
         return None
-    return found if isinstance(found, dict) else None
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ def describe_run(run_dir: Path) -> str:
         lines.append("  begin again       with the same command line: nothing was saved")
     if (run_dir / "tensorboard").exists():
         words = [paths.program("tensorboard"), "--logdir", paths.for_people(run_dir.parent)]
-        lines.append(f"  look at it        {shlex.join(words)}")
+        lines.append(f"  look at it        {fmt.command_line(words)}")
     else:
         lines.append("  look at it        train with --use_tensorboard, then: make tensorboard")
     return "\n".join(lines)
@@ -83,7 +82,7 @@ def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     words += ["--resume", "latest"]
     if run_dir.parent != paths.REPOSITORY / "checkpoints":
         words += ["--checkpoint_dir", paths.for_people(run_dir.parent)]
-    return shlex.join(words)
+    return fmt.command_line(words)
 
 
 def program_of(run_dir: Path) -> Path:

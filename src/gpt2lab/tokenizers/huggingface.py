@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError
+from gpt2lab.files import read_regular
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.json_form import USUAL_END_TOKENS, byte_alphabet, json_of_merges
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"  # names the end-of-text token, as transformers does
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"  # the older form of a byte-level BPE
+_LARGEST_FILE = 256 * 1024 * 1024
 _BYTE_FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -102,7 +104,7 @@ def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
     Raises: DataError.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path, at_most=_LARGEST_FILE)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     return of_json(content, end_token, str(path))
@@ -130,7 +132,10 @@ def read_merges(folder: Path, end_token: str | None) -> Tokenizer:
     Raises: DataError.
     """
     try:
-        ids, merges = ((folder / name).read_bytes() for name in (VOCABULARY_FILE, MERGES_FILE))
+        ids, merges = (
+            read_regular(folder / name, at_most=_LARGEST_FILE)
+            for name in (VOCABULARY_FILE, MERGES_FILE)
+        )
         content = json_of_merges(ids, merges, end_token)
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from error

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from gpt2lab.errors import DataError
+from gpt2lab.files import parse_json, read_regular
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.huggingface import (
     CONFIG_FILE,
@@ -87,9 +87,7 @@ def _find_by_hash(folder: Path, digest: object) -> Tokenizer | None:
 def _end_token_of(folder: Path) -> str | None:
     """Return the end-of-text token that tokenizer_config.json names."""
     try:
-        token = json.loads((folder / CONFIG_FILE).read_bytes())["eos_token"]
-    except FileNotFoundError:
-        return None
+        token = parse_json(read_regular(folder / CONFIG_FILE, at_most=10**7))["eos_token"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # then the vocabulary decides, or the user
     content = token.get("content") if isinstance(token, dict) else token

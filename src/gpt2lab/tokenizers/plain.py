@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError
+from gpt2lab.files import read_regular
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.json_form import byte_alphabet, json_without_merges
 
@@ -204,9 +205,7 @@ def _checked(characters: list[Any], path: Path) -> CharactersTokenizer:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise DataError(f"{path}: over {_LARGEST_FILE} bytes; no list of characters")
-        return path.read_bytes()
+        return read_regular(path, at_most=_LARGEST_FILE)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 

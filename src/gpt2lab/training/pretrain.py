@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import time
 
@@ -312,7 +311,7 @@ def _conclude(
 def _record_hang(report: str, folder: RunFolder | None, logger: MetricsLogger) -> None:
     if folder:
         with contextlib.suppress(OSError, GPT2LabError):
-            step = json.loads((folder.path / "status.json").read_text())["step"]
+            step = (history.read_json(folder.path / "status.json") or {"step": 0})["step"]
             folder.write_status("failed", step=step, reason=report, exit_code=EXIT_CODE)
             logger.event("stop", step, reason=report, checkpoint=None)
 

@@ -83,7 +83,7 @@ def resolve(
     saved: Config | None = None
     initial: InitialWeights | None = None
     if checkpoint is not None and run_dir is not None:
-        saved = override(Config(), checkpoint.manifest["config"])
+        saved = checkpoint.config()
         config = _resumed_settings(command, saved, run_dir)
     else:
         config, initial = fresh_settings(command, recipe)
@@ -102,6 +102,10 @@ def resolve(
         name = run_dir.name if initial is None else initial.target.name
         require_same(of_weights, data.tokenizer, model=name, data=paths.for_people(data.folder))
     version = checkpoint.manifest.get("order_version", 1) if checkpoint else VERSION
+    if not 1 <= version <= VERSION:
+        raise CheckpointError(
+            f"{run_dir}: its samples are in an order of version {version}, this program knows {VERSION}"
+        )
     T = config.model.context_length
     order = training_order(
         data,

@@ -21,7 +21,7 @@ from gpt2lab.config.settings import policy_of, to_flat
 from gpt2lab.data.loader import Loader
 from gpt2lab.distributed.processor import cpu_name
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.errors import CheckpointError
+from gpt2lab.errors import CheckpointError, first_line
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.runs import history
@@ -83,9 +83,22 @@ def load_state(
     state, rng_states = store.load(
         chosen.path, model=model, optimizers=optimizers, other_optimizer=is_other
     )
+    for name in ("step", "tokens", "samples"):
+        here, there = getattr(state, name), chosen.manifest.get(name)
+        if there not in (None, here):
+            raise CheckpointError(
+                f"{chosen.path}: its state says {name} {here}, its manifest {there}"
+            )
+    if len(rng_states) != chosen.manifest["environment"]["world_size"]:
+        raise CheckpointError(f"{chosen.path}: has generators of {len(rng_states)} ranks, not all")
     if len(rng_states) == runtime.world_size:
         saved = rng_states[runtime.rank]
-        rng.restore(saved, runtime.device)
+        try:
+            rng.restore(saved, runtime.device)
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{chosen.path}: the saved generators do not restore ({first_line(error)})"
+            ) from error
         found = rng.capture(runtime.device)
         both = found.keys() & saved.keys()  # the GPU's is missing where a run changes its device
         if any(json.dumps(found[name]) != json.dumps(saved[name]) for name in both):
@@ -106,11 +119,7 @@ def check_resume(
     Raises: CheckpointError naming what differs.
     """
     assert start.checkpoint is not None
-    manifest, logged = start.checkpoint.manifest, _logged_steps(start)
-    if (state.step, state.tokens) != (manifest["step"], manifest["tokens"]):
-        raise CheckpointError(
-            f"{start.checkpoint.path}: its state is of step {state.step}, its manifest of step {manifest['step']}"
-        )
+    logged = _logged_steps(start)
     saved_world_size = saved_environment(start).get("world_size")
     return ResumeCheck(
         from_step=state.step,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
@@ -29,6 +30,7 @@ from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed import runtime
 from gpt2lab.errors import DataError, GPT2LabError
+from gpt2lab.model.gpt import empty_model
 from gpt2lab.runs.history import open_log, read_log
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
@@ -67,16 +69,19 @@ class Place:
             **SAVED,
             **changes,
         }
+        config = override(Config(), settings)
         with staged(self.runs / "r", step) as staging:
-            staging.add("model.safetensors", b"w" * 64)
+            weights = {name: p.data for name, p in empty_model(config.model).named_parameters()}
+            staging.add("model.safetensors", safetensors.torch.save(weights))
             staging.seal(
                 {
                     "step": step,
                     "kind": "rolling",
                     "tokens": step * 128,
                     "created": 1.0,
-                    "config": to_flat(override(Config(), settings)),
+                    "config": to_flat(config),
                     "data_fingerprint": open_data(self.data, vocab_size=VOCAB).fingerprint,
+                    "environment": {"world_size": 1},
                 }
             )
 
@@ -110,7 +115,8 @@ def _file_in_the_way(place: Place) -> None:
 
 def _damage_checkpoint(place: Place) -> None:
     place.checkpoint(5)
-    (place.runs / "r" / "step_00000005" / "model.safetensors").write_bytes(b"x" * 64)
+    path = place.runs / "r" / "step_00000005" / "model.safetensors"
+    path.write_bytes(b"x" * path.stat().st_size)
 
 
 def _other_data(place: Place) -> None:
@@ -369,7 +375,7 @@ def test_of_many_processes_only_the_first_prints_a_rejection(
         assert (done.returncode, done.stderr.count("\n")) == (2, lines)
 
 
-@pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", ".."])
+@pytest.mark.parametrize("name", ["a/b", "/tmp/abs_run", "", "..", "-x", "a\nb", "a\x1b[2J"])
 def test_run_name_must_be_a_plain_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

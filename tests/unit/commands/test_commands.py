@@ -59,6 +59,7 @@ def write_checkpoint(run_dir: Path, step: int, *, kind: str = "rolling") -> None
                 "created": 1_700_000_000.0 + step,
                 "config": to_flat(Config()),
                 "data_fingerprint": "0" * 64,
+                "environment": {"world_size": 1},
             }
         )
 

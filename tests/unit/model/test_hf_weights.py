@@ -87,10 +87,10 @@ def test_a_folder_without_prefix_and_with_masks_is_read_too(
         ({"scale_attn_weights": False}, "scale_attn_weights False"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
         ({"n_inner": 100}, "n_inner 100"),
-        ({"n_embd": None}, "no usable"),
-        ({"n_layer": 3}, "no tensor blocks.2"),
-        ({"n_layer": 1}, "unknown tensor blocks.1"),
-        ({"n_positions": 30}, r"wpe.weight is \(24, 32\), config.json means \(30, 32\)"),
+        ({"n_embd": None}, "'n_embd' is None, not a whole number above 0"),
+        ({"n_layer": 3}, "holds 2 blocks, its settings say n_layer 3"),
+        ({"n_layer": 1}, "holds 2 blocks, its settings say n_layer 1"),
+        ({"n_positions": 30}, r"wpe.weight is \(24, 32\), its settings mean \(30, 32\)"),
     ],
 )
 def test_another_architecture_is_rejected_by_name(

@@ -16,7 +16,8 @@ import gpt2lab.training.trainer
 from gpt2lab.checkpoint import state as state_module
 from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.errors import DriftError, NonFiniteError
+from gpt2lab.errors import CheckpointError, DriftError, NonFiniteError
+from gpt2lab.files import JsonFile
 from gpt2lab.model.gpt import GPT
 from gpt2lab.training import health, ranks, rewind
 from whole_run import Run
@@ -194,9 +195,10 @@ def test_a_spike_is_judged_by_the_spread_and_needs_a_history() -> None:
 
 def test_states_of_before_the_guards_still_load() -> None:
     values = json.loads(json.dumps(TrainState(step=3).to_dict()))
+    file = JsonFile(Path("state.json"), CheckpointError)
     for name in ("non_finite_in_a_row", "recent_losses", "skipped"):
         del values[name]
-    assert TrainState.from_dict(values) == TrainState(step=3)
+    assert TrainState.from_file(file, values) == TrainState(step=3)
 
 
 @pytest.mark.parametrize("bit", [0, 13, 31])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +196,16 @@ def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used
     medium.mkdir()
     config = GPT2Config(n_layer=24, n_head=16, n_embd=1024)
     config.save_pretrained(medium)
-    (medium / "model.safetensors").write_bytes(b"never read here")
+    shapes = {"wte.weight": (50257, 1024), "wpe.weight": (1024, 1024)}
+    shapes |= {f"h.{block}.ln_1.bias": (1024,) for block in range(24)}
+    end, header = 0, {}
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    with open(medium / "model.safetensors", "wb") as file:  # a header; the rest is never read here
+        text = json.dumps(header).encode()
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
     (tmp_path / "gpt2-medium").mkdir()  # a folder of this name is not what hf: means
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

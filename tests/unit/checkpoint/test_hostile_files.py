@@ -1,0 +1,333 @@
+"""Files of a run made to hurt, with hashes that hold: one line that says what is wrong, or a run that goes on.
+
+`FUZZ=2000 pytest THIS_FILE -k any_edit` tries more.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import launch
+from gpt2lab.checkpoint import manifest
+from gpt2lab.checkpoint.listing import print_checkpoints
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.errors import CheckpointError, GPT2LabError
+from gpt2lab.model.weights_header import read_shapes
+from gpt2lab.runs import overview
+from tiny import VOCAB
+from whole_run import Run
+
+pytestmark = pytest.mark.timeout(300)  # what waits for a pipe waits for ever
+STEP = "step_00000004"
+RAW = "@raw@"  # what follows stands in the file as it is
+
+
+@pytest.fixture(scope="module")
+def two(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run with checkpoints of steps 2 and 4 of 5; copy before use."""
+    run = Run(tiny_data, tmp_path_factory.mktemp("two"))
+    run.train("--max_steps=5", "--checkpoint_freq=2", "--eval_freq=2", "--stop_after_steps=4")
+    return run
+
+
+def copied(two: Run, folder: Path) -> Run:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(two.path, folder / "tiny")
+    data = next(flag for flag in two.flags if flag.startswith("--data_dir="))
+    return Run(Path(data.partition("=")[2]), folder)
+
+
+@pytest.fixture
+def run(two: Run, tmp_path: Path) -> Run:
+    return copied(two, tmp_path / "runs")
+
+
+def text_of(content: Any) -> str:
+    text = json.dumps(content)
+    while RAW in text:
+        begin = text.index(f'"{RAW}')
+        end = text.index('"', begin + 1)
+        text = text[:begin] + text[begin + len(RAW) + 1 : end] + text[end + 1 :]
+    return text
+
+
+def edit(run: Run, file: str, place: tuple[Any, ...], value: Any) -> None:
+    """Replace (or remove, if it is `...`) one value of a file, and make the hashes hold again."""
+    folder = run.path / STEP if file in ("manifest.json", "state.json") else run.path
+    content = json.loads((folder / file).read_text())
+    inside = content
+    for key in place[:-1]:
+        inside = inside[key]
+    if value is ...:
+        del inside[place[-1]]
+    else:
+        inside[place[-1]] = copy.deepcopy(value)
+    if file == "state.json":
+        written = text_of(content).encode()
+        (folder / file).write_bytes(written)
+        content = json.loads((folder / "manifest.json").read_text())
+        content["files"][file] = {
+            "bytes": len(written),
+            "sha256": hashlib.sha256(written).hexdigest(),
+        }
+    if file in ("manifest.json", "state.json"):
+        if "manifest_sha256" in content:
+            content["manifest_sha256"] = manifest._hash_of(content)
+        file = "manifest.json"
+    (folder / file).write_text(text_of(content))
+
+
+def look_at(run: Run) -> None:
+    """List the run and its state, as commands do that must show other runs too."""
+    print_checkpoints(run.path.parent, run_name=None, as_json=False)
+    overview.describe(overview.read_runs(run.path.parent))
+
+
+DEEP = RAW + "[" * 100_000
+CASES: list[tuple[str, tuple[Any, ...], Any, str]] = [
+    ("manifest.json", ("config", "n_layer"), 10_000_000, "n_layer 10000000 must be at most 10000"),
+    (
+        "manifest.json",
+        ("config", "n_layer"),
+        9_999,
+        "holds 2 blocks, its settings say n_layer 9999",
+    ),
+    ("manifest.json", ("config", "n_embd"), 10**6, "wte.weight is .*, its settings mean"),
+    ("manifest.json", ("config", "lora_r"), 10**15, "holds 34,176 values, its settings mean"),
+    (
+        "manifest.json",
+        ("config", "context_length"),
+        10**30,
+        "'?context_length'? 1000.* is not a whole",
+    ),
+    ("manifest.json", ("config", "n_layer"), "2", "n_layer '2' is not a whole number"),
+    ("manifest.json", ("config", "hellaswag_path"), "\0", "hellaswag_path .* is not text"),
+    ("manifest.json", ("config", "max_lr"), RAW + "1e400", "1e400 is not a finite number"),
+    ("manifest.json", ("config",), DEEP, "not readable as JSON"),
+    ("manifest.json", ("config",), [], r"'config' is \[\], not an object"),
+    ("manifest.json", ("val_loss",), RAW + "NaN", "NaN is not a finite number"),
+    ("manifest.json", ("step",), ..., "no 'step'"),
+    ("manifest.json", ("step",), -4, "'step' is -4, not a whole number"),
+    ("manifest.json", ("samples",), -1, "'samples' is -1, not a whole number"),
+    ("manifest.json", ("samples",), 2**53, "'samples' is 9007199254740992, not a whole number"),
+    ("manifest.json", ("samples",), 10**15, "its state says samples 32, its manifest 10000"),
+    (
+        "manifest.json",
+        ("environment", "world_size"),
+        0,
+        "'world_size' is 0, not a whole number above",
+    ),
+    ("manifest.json", ("environment", "world_size"), 2, "generators of 1 ranks, not all"),
+    ("manifest.json", ("environment",), ..., "no 'environment'"),
+    ("manifest.json", ("order_version",), 7, "in an order of version 7"),
+    ("state.json", ("state", "samples"), 10**15, "its state says samples 1000"),
+    ("state.json", ("state", "samples"), ..., "state: no 'samples'"),
+    ("state.json", ("state", "best_val_loss"), RAW + "NaN", "NaN is not a finite number"),
+    (
+        "state.json",
+        ("state", "recent_losses"),
+        [RAW + "Infinity"],
+        "Infinity is not a finite number",
+    ),
+    (
+        "state.json",
+        ("state", "recent_losses"),
+        ["5.5"],
+        "'recent_losses' is .*, not a list of numbers",
+    ),
+    ("state.json", ("state", "other"), 1, "state: unknown 'other'"),
+    ("state.json", ("state",), DEEP, "not readable as JSON"),
+    ("state.json", ("rng",), [], "generators of 0 ranks, not all"),
+    ("state.json", ("rng", 0), {}, "the saved generators do not restore"),
+    ("state.json", ("rng", 0, "numpy", 2), 10**9, "the saved generators do not restore"),
+    ("state.json", ("rng", 0, "python"), None, "the saved generators do not restore"),
+]
+
+
+@pytest.mark.parametrize(("file", "place", "value", "message"), CASES)
+def test_a_resume_says_in_one_line_what_is_wrong(
+    run: Run, file: str, place: tuple[Any, ...], value: Any, message: str
+) -> None:
+    edit(run, file, place, value)
+    look_at(run)
+    before = run.listing()
+    with pytest.raises(GPT2LabError, match=message) as caught:
+        run.train("--resume=4")
+    assert "\n" not in str(caught.value)
+    assert {name for name in run.listing() if not name.endswith("run.lock")} <= set(before)
+
+
+# -- any edit at all -------------------------------------------------------------------------------------------------
+
+JUNK = [
+    *(..., None, True, -1, 0, 1, 7.5, 1e308, 10**7, 10**15, 2**53, 10**30, float("nan")),
+    *("", "x", "..", "../x", "/etc/passwd", "a\0b", "a\nb", "\ud800", "\x1b[2J", "x" * 5000),
+    *([], [1], ["x"], {}, {"name": "x"}, [[[]]], RAW + "1e400", DEEP),
+]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value; of a list its first three."""
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value[:3]):
+        yield (*path, key)
+        if isinstance(one, dict | list):
+            yield from places(one, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "file", ["manifest.json", "state.json", "config.json", "status.json", "run.json"]
+)
+def test_any_edit_is_one_line_or_a_run_that_goes_on(
+    two: Run, tmp_path_factory: pytest.TempPathFactory, file: str
+) -> None:
+    folder = two.path / STEP if file in ("manifest.json", "state.json") else two.path
+    of_file = list(places(json.loads((folder / file).read_text())))
+    work = tmp_path_factory.mktemp("fuzz")
+
+    @settings(max_examples=int(os.environ.get("FUZZ", "12")), deadline=None, database=None)
+    @given(place=st.sampled_from(of_file), value=st.sampled_from(JUNK))
+    def check(place: tuple[Any, ...], value: Any) -> None:
+        run = copied(two, work)
+        edit(run, file, place, value)
+        look_at(run)
+        try:
+            run.train("--resume=4")
+        except GPT2LabError as error:
+            assert "\n" not in str(error)
+        else:
+            assert run.status()["state"] == "completed"
+
+    check()
+
+
+# -- pipes and devices -----------------------------------------------------------------------------------------------
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("spoil", [pipe, device])
+@pytest.mark.parametrize(
+    "name", [f"{STEP}/{name}" for name in ("manifest.json", "state.json", "model.safetensors")]
+)
+def test_a_checkpoint_with_a_pipe_or_a_device_is_damaged(
+    run: Run, name: str, spoil: Callable[[Path], None]
+) -> None:
+    spoil(run.path / name)
+    look_at(run)
+    with pytest.raises(CheckpointError, match=r"not a regular file|a link, not a file"):
+        run.train("--resume=4")
+    run.train("--resume=latest")  # goes back to step 2
+    assert run.events("resume")[-1]["step"] == 2
+    assert run.status()["state"] == "completed"
+
+
+@pytest.mark.parametrize("name", ["config.json", "status.json", "run.json", "labels/best"])
+def test_a_pipe_among_the_files_of_a_run_is_never_waited_for(run: Run, name: str) -> None:
+    pipe(run.path / name)
+    look_at(run)
+    for program in ("report.py", "resume_command.py"):
+        done = launch.call(program, run.path)
+        assert (done.returncode, done.stderr.count("\n")) in ((0, 0), (2, 1)), done.stderr
+
+
+@pytest.mark.parametrize("target", ["../../elsewhere", "/", "x", "..", "step_1/../..", "a\nb"])
+def test_a_label_names_a_checkpoint_of_its_run_and_nothing_else(run: Run, target: str) -> None:
+    (run.path.parent / "elsewhere").mkdir()
+    (run.path / "labels" / "best").write_text(target)
+    look_at(run)
+    with pytest.raises(CheckpointError, match="is not the name of a checkpoint") as caught:
+        run.train("--resume=best")
+    assert "\n" not in str(caught.value)
+
+
+# -- weights of others -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    """Return a Hugging Face folder whose header is small."""
+    import numpy as np
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": VOCAB}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    tensors = {
+        "wte.weight": np.zeros((VOCAB, 8), np.float32),
+        "wpe.weight": np.zeros((16, 8), np.float32),
+        "h.0.ln_1.bias": np.zeros(8, np.float32),
+    }
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("n_layer", 10**7, "holds 1 blocks, its settings say n_layer 10000000"),
+        ("n_embd", 10**6, "its settings mean"),
+        ("n_positions", 10**12, "its settings mean"),
+        ("vocab_size", 10**12, "its settings mean"),
+        ("n_head", 0, "'n_head' is 0, not a whole number above 0"),
+        ("n_head", 3, "not a multiple of n_head 3"),
+        ("n_layer", "1", "'n_layer' is '1', not a whole number"),
+    ],
+)
+def test_sizes_are_compared_with_the_weights_before_a_model_is_built(
+    hf: Path, tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    values = json.loads((hf / "config.json").read_text()) | {key: value}
+    (hf / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=message):
+        find_target(str(hf), tmp_path).model_config()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_init_from_waits_for_no_pipe(hf: Path, tiny_flags: list[str], name: str) -> None:
+    pipe(hf / name)
+    done = launch.call(launch.TRAIN, *tiny_flags, f"--init_from={hf}", "--dry_run")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "not a regular file" in done.stderr or "neither a run" in done.stderr
+
+
+HEADERS = st.binary(max_size=60) | st.recursive(
+    st.none() | st.integers(-(2**70), 2**70) | st.floats() | st.sampled_from(["F32", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["w", "shape", "data_offsets", "dtype"]), inner)
+    ),
+    max_leaves=10,
+).map(lambda value: json.dumps(value).encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(header=HEADERS, length=st.none() | st.integers(0, 2**64 - 1))
+def test_any_header_is_read_or_rejected(
+    tmp_path_factory: pytest.TempPathFactory, header: bytes, length: int | None
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
+    with pytest.raises(CheckpointError) as caught:
+        read_shapes(path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,137 @@
+"""Command lines and scripts that we print: bash must read them as what was meant, whatever stands in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gpt2lab import fmt
+from gpt2lab.commands.resume_command import (
+    Continuation,
+    ResumeCommand,
+    plan_continuation,
+    write,
+)
+from launch import REPOSITORY
+from whole_run import Run
+
+BASH = shutil.which("bash") or ""
+OUTPUTS = get_args(get_type_hints(ResumeCommand)["output"])
+EVIL = [
+    *("'", '"', "\\", "\n", "\r", "\t", "\x1b]0;x\x07", "\x7f", "\udcff", "é", "\u2028", " ", "-x"),
+    *("$(touch x)", "`touch x`", "${IFS}", "$HOME", "; touch x", "&& touch x", "| touch x", "> x"),
+    *("#", "EOF", "*", "~", "!", "{a,b}", "{name}", "%s", "\\n", "$'", "#SBATCH --wrap=x"),
+]
+# What may stand in the argv of a process, or be the name of a folder.
+WORDS = st.one_of(
+    st.lists(st.sampled_from(EVIL), max_size=6).map("".join),
+    st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0")),
+)
+
+
+@pytest.fixture(scope="module")
+def found(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Continuation:
+    run = Run(tiny_data, tmp_path_factory.mktemp("run"))
+    run.train("--max_steps=2", "--checkpoint_freq=1")
+    return plan_continuation(str(run.path), num_gpus=None, argv=[])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with one program, `python`, which writes its words into the file `seen`."""
+    folder = tmp_path_factory.mktemp("shell")
+    program = folder / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text(f'#!{BASH}\nprintf \'%s\\0\' "$PWD" "$@" >> {folder}/seen\n')
+    program.chmod(0o755)
+    return folder
+
+
+def executed(text: str, place: Path) -> list[str]:
+    """Run a script where `python` is all there is; return the folder and the words that it was called with."""
+    script, seen = place / "script", place / "seen"
+    script.write_bytes(os.fsencode(text + "\n"))
+    seen.unlink(missing_ok=True)
+    for options in (["-n"], []):  # once to parse it, once to run it
+        done = subprocess.run(
+            [BASH, *options, script],
+            env={"PATH": str(place / "bin"), "HOME": "/nowhere"},
+            cwd=place,
+            capture_output=True,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), text
+    assert sorted(os.listdir(place)) == ["bin", "script", "seen"]
+    return os.fsdecode(seen.read_bytes()).split("\0")[:-1]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@settings(max_examples=25, deadline=None)
+@given(
+    name=WORDS.map(lambda word: word.replace("/", "_")[:60]),
+    words=st.lists(WORDS, max_size=4),
+    change=WORDS,
+)
+@example(name="r", words=["--sample_prompt", "a\ntouch x"], change="a\ntouch x")
+@example(name="r\ntouch x", words=["--run_name", "r\ntouch x"], change="")
+@example(name="r; touch x", words=[], change="$(touch x)")
+def test_a_script_runs_exactly_what_was_meant(
+    found: Continuation, place: Path, output: str, name: str, words: list[str], change: str
+) -> None:
+    with tempfile.TemporaryDirectory() as runs, pytest.MonkeyPatch.context() as patch:
+        here = Path(runs).resolve() / f"d{name}"
+        here.mkdir()
+        patch.chdir(here)  # the folder that the script goes to has a hostile name, too
+        start = dataclasses.replace(
+            found.start, run_dir=here, changes={"sample_prompt": ["", change]}
+        )
+        meant = ["--run_name", name, *words]
+        text = write(Continuation(start, 1, ("python", *meant)), output=output)
+        seen = executed(text, place)
+        assert seen[1:] == meant
+        assert seen[0] == str(here if output != "command" else place)
+    shown = text.replace("\n", "").replace("\udcff", "")
+    assert shown.isprintable()  # nothing that moves a terminal's cursor
+
+
+def test_slurm_reads_only_options_that_are_ours(found: Continuation) -> None:
+    start = dataclasses.replace(found.start, run_dir=Path("/r\n#SBATCH --wrap='x' --uid=0"))
+    text = write(Continuation(start, 1, ("python", "a\n#SBATCH --wrap=x")), output="slurm")
+    options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
+    plain = write(found, output="slurm").splitlines()
+    assert options == [line.split("=")[0] for line in plain if line.startswith("#SBATCH")]
+    assert "#SBATCH --job-name=r__SBATCH_--wrap__x__--uid_0" in text
+
+
+def shellcheck(*words: Any) -> str:
+    program = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run([program, *words], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: Path) -> None:
+    written = []
+    for output in set(OUTPUTS) - {"command"}:
+        written.append(tmp_path / f"{output}.sh")
+        written[-1].write_text(write(found, output=output) + "\n")
+    assert shellcheck(*sorted(REPOSITORY.glob("scripts/*.sh")), *written) == ""
+    bad = tmp_path / "bad.sh"
+    bad.write_text("#!/bin/bash\ncd $1\n")
+    assert "SC2086" in shellcheck(bad)
+
+
+def test_a_word_that_needs_no_quotes_gets_none() -> None:
+    assert fmt.command_line(["python", "src/train.py", "--run_name=r"]) == (
+        "python src/train.py --run_name=r"
+    )
+    assert fmt.command_line(["a b", "a\nb'"]) == r"'a b' $'a\x0ab\''"

@@ -1,0 +1,99 @@
+"""What files hold never reaches the terminal as it is: an escape sequence is shown, not done."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+from gpt2lab.checkpoint.manifest import staged
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import ConfigError, printable
+from launch import TRAIN
+
+EVIL = "a\x1b]0;owned\x07\x1b[2J\x9b31m\rb\x7f"
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Return runs whose names, labels and files hold escape sequences wherever one can be."""
+    folder = tmp_path / "runs" / EVIL
+    with staged(folder, 2) as staging:
+        staging.seal(
+            {
+                "step": 2,
+                "kind": "rolling",
+                "tokens": 1,
+                "created": 1.0,
+                "config": to_flat(Config()),
+                "data_fingerprint": "0" * 64,
+                "environment": {"world_size": 1},
+            }
+        )
+    (folder / "labels").mkdir()
+    (folder / "labels" / EVIL).write_text("step_00000002")
+    (folder / "config.json").write_text(json.dumps({"model": EVIL}))
+    (folder / "status.json").write_text(json.dumps({"state": "failed", "step": 1, "reason": EVIL}))
+    event = {"event": "step", "time": 1.0, "attempt": 1, "step": 1}
+    (folder / "metrics.jsonl").write_text(json.dumps(event)[:-1] + EVIL + "\n")
+    (folder / "step_00000004").mkdir()
+    (folder / "step_00000004" / "manifest.json").write_text(json.dumps({"format": EVIL}))
+    return folder.parent
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (TRAIN, ["--list_checkpoints"]),
+        (TRAIN, ["--list_checkpoints", "--verify"]),
+        (TRAIN, ["--resume=latest"]),
+        (TRAIN, [f"--run_name={EVIL}", "--resume=latest"]),
+        (TRAIN, [f"--{EVIL}"]),
+        ("status.py", []),
+        ("resume_command.py", [EVIL]),
+        ("resume_command.py", ["nowhere" + EVIL]),
+        ("report.py", [EVIL]),
+    ],
+)
+def test_no_command_prints_a_control_character(
+    runs: Path, program: Path | str, words: list[str]
+) -> None:
+    done = launch.call(program, *words, f"--checkpoint_dir={runs}")
+    assert done.stdout + done.stderr
+    for said in (done.stdout, done.stderr):
+        assert CONTROL.search(said) is None, ascii(said)
+    if done.returncode == 2:
+        assert done.stderr.count("\n") == 1
+
+
+def test_an_error_is_one_line_whatever_a_file_brings_into_it() -> None:
+    assert str(ConfigError("a\nb\x1b")) == r"a\nb\x1b"
+    assert printable("é\n\x00", keep="\n") == "é\n\\x00"
+
+
+def test_help_and_watch_still_work_in_a_terminal(tmp_path: Path) -> None:
+    """Our own sequences are not escaped: `--watch` clears the screen; help is plain text."""
+    for words, seen, unseen in (
+        (["status.py", "--help"], b"--watch", b"\\x1b"),
+        (["status.py", "--watch=60", f"--checkpoint_dir={tmp_path}"], b"\x1b[H\x1b[2J", b"\\x1b"),
+    ):
+        ours, theirs = pty.openpty()
+        command = [sys.executable, str(launch.SCRIPTS / words[0]), *words[1:]]
+        environment = {**os.environ, "TERM": "xterm"}
+        with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            said = b""
+            while seen not in said:
+                said += os.read(ours, 4096)
+            process.kill()
+        os.close(ours)
+        assert unseen not in said
