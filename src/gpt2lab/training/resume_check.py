@@ -120,7 +120,7 @@ def check_resume(
     """
     assert start.checkpoint is not None
     logged = _logged_steps(start)
-    saved_world_size = saved_environment(start).get("world_size")
+    saved_world_size = saved_environment(start)["world_size"]
     return ResumeCheck(
         from_step=state.step,
         world_size=start.plan.batch.world_size,
@@ -197,10 +197,10 @@ def _level(start: Start, facts: dict[str, Any]) -> str:
 
 
 def saved_environment(start: Start) -> dict[str, Any]:
-    """Return what the checkpoint's manifest says that it was trained on; {} if that is no object of names."""
+    """Return what the checkpoint's manifest says that it was trained on."""
     assert start.checkpoint is not None
-    saved = start.checkpoint.manifest.get("environment")
-    return saved if isinstance(saved, dict) else {}
+    found: dict[str, Any] = start.checkpoint.manifest["environment"]
+    return found
 
 
 def describe_other_environment(start: Start, facts: dict[str, Any]) -> str | None:
