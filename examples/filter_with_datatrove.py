@@ -109,13 +109,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the shards")
     parser.add_argument("--tasks", type=int, default=os.cpu_count(), help="shares of the files")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at once")
-    flags, for_prepare = parser.parse_known_args()
+    parser.add_argument("--val_tokens", type=int, help="tokens held out, as prepare_data.py has it")
+    flags = parser.parse_args()
     if not any(flags.source.rglob("*.jsonl*")):
         parser.error(f"{flags.source}: no .jsonl files")
     kept = filter_and_deduplicate(
         flags.source, flags.work, tasks=flags.tasks, workers=flags.workers
     )
-    prepare = [sys.executable, str(PREPARE), str(kept), "--out", str(flags.out), *for_prepare]
+    prepare = [sys.executable, str(PREPARE), str(kept), "--out", str(flags.out)]
+    if flags.val_tokens is not None:
+        prepare += ["--val_tokens", str(flags.val_tokens)]
     return subprocess.run(prepare).returncode
 
 

@@ -5,64 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import launch
-from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.config.command_line import parse
 from gpt2lab.errors import SaveError
 from gpt2lab.training.pretrain import pretrain
-from tiny import flags_of, write_items, write_shards
+from last_step import LAST, after_last_step, assert_complete, straight_run
+from tiny import flags_of
 
-LAST = 4
 BEFORE = [f"measure.{name}" for name in ("eval", "hellaswag", "sample")]
-AFTER = ["checkpoint.before_label", "checkpoint.after_label"]
-AFTER += ["end.before_done", "end.after_done", "end.before_status"]
-# Of an evaluation and a sample, all but what a clock says.
-TIMES = {"time", "attempt", "seconds", "checkpoint"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with data, items, and a run `straight` that nothing interrupted, which improves to its end."""
-    folder = tmp_path_factory.mktemp("last")
-    write_shards(folder / "data", train=(2000,), val=(650,))
-    write_items(folder / "items.jsonl", 6)
-    pretrain(parse(flags_of(folder, "straight")))
-    assert catalog.read_labels(folder / "runs" / "straight")["best"] == folder_name(LAST)
-    return folder
-
-
-def after_last_step(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return what a run recorded of its last step, without times."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for kind in ("eval", "hellaswag", "sample", "checkpoint", "done"):
-        events = [event for event in launch.events(run, kind) if event["step"] == LAST]
-        drop = TIMES | ({"path"} if kind == "checkpoint" else {"path", "bytes"})
-        found[kind] = [{k: v for k, v in event.items() if k not in drop} for event in events]
-    return found
-
-
-def assert_complete(folder: Path, name: str) -> None:
-    """Compare a run that was interrupted and resumed with the straight one."""
-    run, straight = folder / "runs" / name, folder / "runs" / "straight"
-    ours, theirs = after_last_step(run), after_last_step(straight)
-    (saved,), (expected,) = ours.pop("checkpoint"), theirs.pop("checkpoint")
-    assert saved["kind"] == expected["kind"] == "final"
-    assert ours == theirs
-    assert {kind: len(events) for kind, events in ours.items()} == dict.fromkeys(ours, 1)
-    assert catalog.read_labels(run)["best"] == folder_name(LAST)
-    status = json.loads((run / "status.json").read_text())
-    assert (status["state"], status["step"], status["exit_code"]) == ("completed", LAST, 0)
-    assert json.loads((run / "estimate.json").read_text())["actual"]["steps"] == LAST
-    for name in ("model.safetensors", "optim.safetensors"):
-        files = [path / folder_name(LAST) / name for path in (run, straight)]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    return straight_run(tmp_path_factory.mktemp("last"))
 
 
 @pytest.mark.parametrize("place", BEFORE)
@@ -104,40 +64,6 @@ def test_an_error_at_the_last_step_fails_the_start_and_the_resume_completes_the_
         assert_complete(folder, name)
     else:  # saved on the way out, before the last step's measurements
         assert [len(events[kind]) for kind in ("eval", "hellaswag", "sample", "done")] == [1] * 4
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("place", ["checkpoint.after_rename", *AFTER])
-def test_a_kill_at_the_last_step_loses_nothing(folder: Path, place: str) -> None:
-    name = f"kill_{place}"
-    command = launch.command_for(launch.TRAIN, flags_of(folder, name), world=1)
-    killed = launch.environment(FAULT=f"{place}:kill9@{LAST}")
-    assert subprocess.run(command, env=killed, capture_output=True).returncode == -9
-    done = subprocess.run(
-        [*command, "--resume=auto"], env=launch.environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert_complete(folder, name)
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("fault", ["measure.eval:term", "measure.sample:raise"])
-def test_two_ranks_go_on_after_an_interruption_of_one(folder: Path, fault: str) -> None:
-    rank = 0 if "sample" in fault else 1
-    name = f"two_{fault}".replace(":", "_")
-    command = launch.command_for(launch.TRAIN, flags_of(folder, name), world=2)
-    broken = launch.environment(FAULT=f"{fault}@{LAST},rank={rank}")
-    first = subprocess.run(command, env=broken, capture_output=True, text=True)
-    assert (first.returncode == 0) == ("term" in fault), first.stderr
-    state = json.loads((folder / "runs" / name / "status.json").read_text())["state"]
-    assert state == ("stopped" if "term" in fault else "failed")
-    done = subprocess.run(
-        [*command, "--resume=auto"], env=launch.environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads((folder / "runs" / name / "status.json").read_text())["state"] == "completed"
-    events = after_last_step(folder / "runs" / name)
-    assert {kind: len(found) for kind, found in events.items()} == dict.fromkeys(events, 1)
 
 
 def test_a_full_disk_at_the_label_of_the_last_step_is_made_good(

@@ -92,45 +92,38 @@ class Saver:
         return True
 
     def complete(self, state: TrainState, labels: list[str], *, is_recorded: bool) -> None:
-        """Give a checkpoint on disk the labels and the event that it lacks after a kill between them."""
-        if self.folder is None:
-            return
-        known = catalog.read_labels(self.run_dir)
-        self.label(state.step, [one for one in labels if known.get(one) != folder_name(state.step)])
-        if not is_recorded and self.resumed_kind is not None:
+        """Give the checkpoint resumed from the labels and the event that it lacks after a kill between them."""
+        self.label(state.step, labels)
+        if self.folder is not None and self.resumed_kind is not None and not is_recorded:
             self._record(state, self.resumed_kind, labels, seconds=None)
-
-    def require_labels(self, step: int, labels: list[str]) -> None:
-        """Set labels of the last step that could not be set before.
-
-        Raises: SaveError on all ranks: a run that lacks one is not complete.
-        """
-
-        def set_missing() -> None:
-            known = catalog.read_labels(self.run_dir)
-            for label in labels:
-                if known.get(label) == folder_name(step):
-                    continue
-                try:
-                    faultpoint("checkpoint.before_label", step)
-                    catalog.set_label(self.run_dir, label, step)
-                except OSError as error:
-                    raise SaveError(
-                        f"label {label} of step {step} not set: {error}; free space and resume"
-                    ) from error
-
-        self.runtime.on_rank_zero(set_missing)
 
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
-        if self.folder is None:
-            return
+        if self.folder is not None:
+            for problem in self._set_labels(step, labels):
+                self.logger.warn(problem, step)
+
+    def require_labels(self, step: int, labels: list[str]) -> None:
+        """Point labels at the last step: without them a run is not complete.
+
+        Raises: SaveError on all ranks.
+        """
+        problems = self.runtime.on_rank_zero(lambda: self._set_labels(step, labels))
+        if problems:
+            raise SaveError(f"{problems[0]}; free space and resume")
+
+    def _set_labels(self, step: int, labels: list[str]) -> list[str]:
+        """Set the labels that do not point at the step yet; return what went wrong."""
+        known, problems = catalog.read_labels(self.run_dir), []
         for label in labels:
+            if known.get(label) == folder_name(step):
+                continue
             try:
                 faultpoint("checkpoint.before_label", step)
-                catalog.set_label(self.folder.path, label, step)
+                catalog.set_label(self.run_dir, label, step)
             except OSError as error:
-                self.logger.warn(f"label {label} of step {step} not set: {error}", step)
+                problems.append(f"label {label} of step {step} not set: {error}")
+        return problems
 
     def _write(
         self,
