@@ -41,10 +41,9 @@ def read_regular(path: Path, *, at_most: int) -> bytes:
     Raises: OSError, also if it has over `at_most` bytes.
     """
     with open_regular(path) as file:
-        content = file.read(at_most + 1)
-    if len(content) > at_most:
-        raise OSError(errno.EFBIG, f"over {at_most} bytes", str(path))
-    return content
+        if os.fstat(file.fileno()).st_size > at_most:
+            raise OSError(errno.EFBIG, f"over {at_most} bytes", str(path))
+        return file.read()
 
 
 def sha256_of(path: Path) -> str:

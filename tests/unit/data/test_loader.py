@@ -210,6 +210,7 @@ def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path: Path, verify: boo
     reader = WindowReader((shard,), context_length=T, id_limit=VOCAB, verify=verify)
     first, last = np.array([0]), np.array([90_000])
     assert reader.read(first, last).shape == (1, T + 1)
+    reader.wait_until_verified()
     os.truncate(shard.path, 10_000)
     assert reader.read(first, first).shape == (1, T + 1)
     with pytest.raises(DataError, match="ends within the window at token 90000"):
