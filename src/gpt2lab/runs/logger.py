@@ -54,9 +54,8 @@ class MetricsLogger:
         self._is_full = False
         self._not_indexed = 0  # bytes
         self._flushed = 0  # bytes of metrics.jsonl that are on the disk
-        self._is_unsure = (
-            False  # the last flush failed: the kernel may have given up on what it could not write
-        )
+        # After a flush that failed the kernel may have given up on what it could not write.
+        self._is_unsure = False
         self._log: IO[str] | None = None
         self._tensorboard: SummaryWriter | None = None
         self._wandb: WandbMirror | None = None

@@ -78,13 +78,8 @@ class Saver:
                 self.logger.flush()
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
-        except (
-            OSError,
-            RuntimeError,
-            MemoryError,
-            GPT2LabError,
-        ):  # the first error is the one to report
-            return False
+        except (OSError, RuntimeError, MemoryError, GPT2LabError):
+            return False  # the first error is the one to report
         finally:
             if opened:
                 opened.close()

@@ -99,9 +99,8 @@ class Trainer:
             self.heartbeat.enter("reading data", self.state.step + 1)
             batch, error = fetch(batches)
             self.heartbeat.enter("agreeing", self.state.step + 1)
-            request = self.control.agree(
-                error or self.check_folder()
-            )  # the one moment at which a run may end early
+            # The one moment at which a run may end early.
+            request = self.control.agree(error or self.check_folder())
             if request.error is not None:
                 if not isinstance(request.error, FolderLostError):
                     self.save_step("emergency")
