@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -80,6 +81,11 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_temporary(name: str) -> bool:
+    """Tell whether a file's name is that of `replace_durably` before it renames."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{8}", name) is not None
+
+
 def replace_durably(path: Path, content: str | bytes) -> None:
     """Replace a small file in one step: readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
@@ -87,7 +93,8 @@ def replace_durably(path: Path, content: str | bytes) -> None:
         write_durably(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to report; a start sweeps
+            temporary.unlink()
         if isinstance(error, OSError):
             error.filename = str(path)  # a write names none
         raise

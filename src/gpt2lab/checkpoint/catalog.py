@@ -18,7 +18,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import read_regular, replace_durably
+from gpt2lab.files import is_temporary, read_regular, replace_durably
 from gpt2lab.model.counts import count_adapters, count_parameters
 from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
@@ -263,6 +263,11 @@ def sweep(run_dir: Path) -> None:
     for pattern in (".tmp-*", ".del-*"):
         for leftover in run_dir.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
+    # A power cut, or a disk that fails, also keeps the new versions of small files: of status.json, of a label.
+    for leftover in (*run_dir.glob(".*"), *run_dir.glob("*/.*")):
+        if is_temporary(leftover.name) and leftover.is_file():
+            with contextlib.suppress(OSError):
+                leftover.unlink()
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
