@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,7 +65,7 @@ def write_durably(path: Path, data: bytes) -> str:
 
     Raises: OSError (disk full, read-only), FileExistsError if the file is there already.
     """
-    with open(path, "xb") as file:
+    with _naming(path), open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -73,12 +73,26 @@ def write_durably(path: Path, data: bytes) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
+    """Make renames and new names in a folder survive a power cut.
+
+    Raises: OSError.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give an error of the disk the name that a write and a flush leave out."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def is_temporary(name: str) -> bool:
@@ -96,7 +110,7 @@ def replace_durably(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):  # the first error is the one to report; a start sweeps
             temporary.unlink()
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write names none
+            error.filename = str(path)  # the one that is known
         raise
     sync_folder(path.parent)
 

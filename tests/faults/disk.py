@@ -141,7 +141,6 @@ class Trainer:
             for number, path in enumerate(to, start=1):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
             import train
-
             from gpt2lab.commands.entry import run
 
             sys.argv = [train.__file__, *flags]
@@ -225,12 +224,16 @@ def unlike(run: Path, reference: dict[str, object]) -> list[str]:
         ours = bits(run)
     except (OSError, KeyError, ValueError) as error:
         return [f"no final checkpoint that can be read: {error!r}"]
-    found = [f"other {name} than the reference's" for name in reference if ours[name] != reference[name]]
+    found = [
+        f"other {name} than the reference's" for name in reference if ours[name] != reference[name]
+    ]
     status = json.loads((run / "status.json").read_text())
     if (status["state"], status["step"]) != ("completed", LAST):
         found.append(f"status is {status['state']} at step {status['step']}")
     if catalog.read_labels(run).get("best") != folder_name(LAST):
         found.append(f"labels are {catalog.read_labels(run)}")
+    labels, saved = catalog.read_labels(run), {path.name for path in run.glob("step_*")}
+    found += [f"label {label} of no checkpoint" for label in labels if labels[label] not in saved]
     at_end = _current_events(run)
     for kind in ("eval", "hellaswag", "sample", "checkpoint", "done"):
         times = sum((event["event"], event["step"]) == (kind, LAST) for event in at_end)

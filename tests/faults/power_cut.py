@@ -63,9 +63,13 @@ class Log:
     """The calls of some starts as changes of numbered files and folders."""
 
     ops: list[DataOp | NameOp | None] = field(default_factory=list)  # None for a flush
-    of: list[int] = field(default_factory=list)  # the file that is written, the file or folder flushed
+    of: list[int] = field(
+        default_factory=list
+    )  # the file that is written, the file or folder flushed
     folders: set[int] = field(default_factory=lambda: {ROOT})
-    commits: list[tuple[int, str]] = field(default_factory=list)  # (op, path) of a checkpoint's name
+    commits: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (op, path) of a checkpoint's name
 
     @classmethod
     def read(cls, calls: list[Call]) -> Log:
@@ -126,7 +130,9 @@ class Log:
     def committed(self, end: int) -> int:
         """Return the newest step whose checkpoint must be there after a power cut, 0 for none."""
         _, pending = self.pending(end)
-        there = {path: number for number, path in self.commits if number < end and number not in pending}
+        there = {
+            path: number for number, path in self.commits if number < end and number not in pending
+        }
         for path, number in list(there.items()):
             folder, name, _ = self.ops[number].names[-1]  # type: ignore[union-attr]
             later = [op for op in self.ops[number + 1 : end] if isinstance(op, NameOp)]
@@ -274,9 +280,7 @@ _given: tuple[Trainer, Path, dict[str, object]]
 
 def _judge_in_worker(state: State) -> tuple[State, list[str]]:
     trainer, folder, reference = _given
-    return state._replace(tree={}), judge(
-        trainer, folder / f"case-{os.getpid()}", state, reference
-    )
+    return state._replace(tree={}), judge(trainer, folder / f"case-{os.getpid()}", state, reference)
 
 
 def log_of(trainer: Trainer, folder: Path, starts: tuple[tuple[str, ...], ...]) -> Log:
@@ -318,7 +322,9 @@ def main() -> int:
             found = list(all_states(scene, log, dice))
             rows.append([scene, str(len(log.ops)), str(len(found))])
             states += found
-        print(fmt.table(["scene", "calls that change or flush", "different disks"], rows), flush=True)
+        print(
+            fmt.table(["scene", "calls that change or flush", "different disks"], rows), flush=True
+        )
         reference = disk.bits(folder / "quiet-0" / "run")
         global _given
         _given = trainer, folder, reference
