@@ -31,7 +31,8 @@ static void *real(const char *name) {
 }
 
 /* Begin: log to `log` unless it is empty; the call number `at` (from 1; 0: none) fails with `error`, with `on` all
- * later ones too. With `torn` it is a write that writes half of its bytes, and the call after it fails. */
+ * later ones too. With `torn` it is the first write from there on, which writes half of its bytes, and the call after it
+ * fails. */
 void shim_arm(const char *below, const char *log, long at, int error, int on, int torn) {
     if (*log)
         trace = REAL(open)(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
@@ -171,8 +172,8 @@ static ssize_t write_at(int fd, const void *data, size_t size, off_t at) {
     pthread_mutex_lock(&lock);
     int error = next_error();
     ssize_t result = -1;
-    if (is_torn && count == fail_at) {
-        is_torn = 0, size /= 2, fail_at++; /* the caller goes on with the other half, and that fails */
+    if (is_torn && count >= fail_at) {
+        is_torn = 0, size /= 2, fail_at = count + 1; /* the caller goes on with the other half, and that fails */
         error = size ? 0 : fail_with;
     }
     if (!error) {
