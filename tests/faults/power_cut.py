@@ -330,11 +330,15 @@ def main() -> int:
         _given = trainer, folder, reference
         if wanted.sample is not None:
             states = dice.sample(states, wanted.sample)
+        else:
+            dice.shuffle(states)
         counts, bad = Counter[str](), Counter[str]()
         with multiprocessing.get_context("fork").Pool(wanted.jobs) as pool:
             for state, wrong in pool.imap_unordered(_judge_in_worker, states):
                 counts[state.how] += 1
                 bad[state.how] += bool(wrong)
+                if counts.total() % 100 == 0:
+                    print(f"{counts.total()} of {len(states)}", file=sys.stderr, flush=True)
                 for what in wrong:
                     print(f"{state}: {what}", flush=True)
     rows = [[how, str(count), str(bad[how])] for how, count in sorted(counts.items())]

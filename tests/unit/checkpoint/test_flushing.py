@@ -6,6 +6,7 @@ tests/faults/power_cut.py and syscall_sweep.py found what each of these tests ho
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 
 from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.errors import CheckpointError, SaveError
+from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from whole_run import Run
 
@@ -190,3 +192,13 @@ def test_weights_that_the_disk_does_not_give_are_one_line(
     monkeypatch.setattr(store.safetensors.torch, "load_file", fail)
     with pytest.raises(CheckpointError, match="unable to open file"):
         store._read(folder / store.MODEL)
+
+
+@pytest.mark.parametrize("before", [b"\0" * 148, b'{"event": "begin", "ti' + b"\0" * 126])
+def test_a_line_after_a_hole_that_a_power_cut_left_is_read(before: bytes, tmp_path: Path) -> None:
+    """The disk may have the second of two lines that were not flushed, and zeros in place of the first."""
+    line = {"event": "warning", "time": 1.5, "attempt": 1, "step": 0, "message": "m"}
+    (tmp_path / "metrics.jsonl").write_bytes(before + json.dumps(line).encode() + b"\n")
+    log = history.read_log(tmp_path)
+    assert log.events == history.read_events(tmp_path) == [line]
+    assert log.problem is None
