@@ -1,6 +1,6 @@
 """Cut the power at every point of a run: rebuild what a disk may then hold, resume from it, compare; print a table.
 
-    python tests/faults/power_cut.py FOLDER [--sample N] [--seed N] [--jobs N]
+    python tests/faults/power_cut.py FOLDER [--sample N] [--minutes M] [--seed N] [--jobs N]
 
 The calls by which a run changes its folder are logged once. After each of them a power cut leaves what had been flushed
 and any part of the rest: a disk may write data after names, names after data, and both in another order than they were
@@ -21,6 +21,7 @@ import random
 import re
 import shutil
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -238,12 +239,14 @@ class State(NamedTuple):
 def all_states(scene: str, log: Log, dice: random.Random) -> Iterator[State]:
     """Yield the different states of a log."""
     seen: set[tuple[bytes, int]] = set()
+    contents: dict[bytes | None, bytes | None] = {}  # of all files of all states, each once
     for end in range(len(log.ops) + 1):
         committed = log.committed(end)
         for how, tree in states_after(log, end, dice):
             digest = hashlib.sha256(repr(sorted(tree.items())).encode()).digest()
             if (digest, committed) not in seen:
                 seen.add((digest, committed))
+                tree = {path: contents.setdefault(data, data) for path, data in tree.items()}
                 yield State(scene, end, how, committed, tree)
 
 
@@ -309,6 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sample", type=int, default=None)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then end early")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     wanted = parser.parse_args()
@@ -333,6 +337,7 @@ def main() -> int:
         else:
             dice.shuffle(states)
         counts, bad = Counter[str](), Counter[str]()
+        until = time.monotonic() + 60 * wanted.minutes
         with multiprocessing.get_context("fork").Pool(wanted.jobs) as pool:
             for state, wrong in pool.imap_unordered(_judge_in_worker, states):
                 counts[state.how] += 1
@@ -341,6 +346,8 @@ def main() -> int:
                     print(f"{counts.total()} of {len(states)}", file=sys.stderr, flush=True)
                 for what in wrong:
                     print(f"{state}: {what}", flush=True)
+                if time.monotonic() > until:
+                    break
     rows = [[how, str(count), str(bad[how])] for how, count in sorted(counts.items())]
     print(fmt.table(["after the power cut", "resumed", "wrong"], rows))
     print(f"{counts.total():,} disks resumed, seed {wanted.seed}, {bad.total()} wrong")

@@ -1,6 +1,6 @@
 """Let every system call by which a run changes its folder fail, one run for each, and resume; print a table.
 
-    python tests/faults/syscall_sweep.py FOLDER [--sample N] [--seed N] [--jobs N]
+    python tests/faults/syscall_sweep.py FOLDER [--sample N] [--minutes M] [--seed N] [--jobs N]
 
 Each call fails with EIO, once and with all that come after it; a sample of them with ENOSPC, EROFS, and writes that
 are torn: of a run from its start to its end, and of a resume. Checked of every run: it goes on, or ends with an exit
@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -167,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sample", type=int, default=None)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then end early")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     wanted = parser.parse_args()
@@ -194,6 +196,7 @@ def main() -> int:
         _sweep.reference.update(disk.bits(folder / "quiet-0" / "run"))
         cases = dice.sample(cases, wanted.sample or len(cases))
         verdicts: list[Verdict] = []
+        until = time.monotonic() + 60 * wanted.minutes
         with multiprocessing.get_context("fork").Pool(wanted.jobs) as pool:
             for verdict in pool.imap_unordered(_judge_in_worker, cases):
                 verdicts.append(verdict)
@@ -201,6 +204,8 @@ def main() -> int:
                     print(f"{len(verdicts)} of {len(cases)}", file=sys.stderr, flush=True)
                 for what in verdict.wrong:
                     print(f"{verdict.case}: {what}", flush=True)
+                if time.monotonic() > until:
+                    break
     print(tables_of(calls, verdicts))
     wrong = sum(bool(verdict.wrong) for verdict in verdicts)
     print(f"\n{len(verdicts):,} runs failed and resumed, seed {wanted.seed}, {wrong} wrong")
