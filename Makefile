@@ -48,7 +48,7 @@ endef
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart data train train-tb resume list status dry-run check preflight estimate gpu-info \
 	memory-check eval eval-quick finetune sample chat export plot report tensorboard tensorboard-stop \
-	test test-fast test-slow test-faults faults soak lint clean
+	test test-fast test-slow test-faults faults soak syscall-sweep power-cut-replay lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z -]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -153,6 +153,12 @@ faults: $(VENV)/.installed-dev  ## the random faults in large counts: 200 kills,
 
 soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and compare it with a quiet one (SEED=n in the environment)
 	MINUTES=$(MINUTES) $(PY) -m pytest tests/faults/test_soak.py -m fault -s $(ARGS)
+
+syscall-sweep: $(VENV)/.installed-dev  ## let every system call on a run's folder fail, one run each (SEED=n)
+	CASES=all $(PY) -m pytest tests/faults/test_disk.py -m fault -s -k row_48 $(ARGS)
+
+power-cut-replay: $(VENV)/.installed-dev  ## cut the power at every system call on a run's folder (SEED=n)
+	CASES=all $(PY) -m pytest tests/faults/test_disk.py -m fault -s -k row_49 $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check layout, style and types
 	$(VENV)/bin/ruff format --check .

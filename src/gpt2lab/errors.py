@@ -103,6 +103,7 @@ _FIXES = {  # of system errors that are not bugs
     ),
     **dict.fromkeys((errno.EROFS, errno.ENOTDIR, errno.ELOOP), "choose another place"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space and start again"),
+    errno.EIO: "its disk fails; repair it, or choose another place, and start again",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 
@@ -113,7 +114,8 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
         return error
     if not isinstance(error, OSError) or error.errno not in _FIXES:
         return None
-    kind = SaveError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+    is_of_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    kind = SaveError if is_of_disk else ConfigError
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     found = kind(f"{what}; {_FIXES[error.errno]}")
     found.is_local = True  # other ranks may have succeeded

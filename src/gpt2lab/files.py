@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -10,7 +11,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,7 +64,7 @@ def write_durably(path: Path, data: bytes) -> str:
 
     Raises: OSError (disk full, read-only), FileExistsError if the file is there already.
     """
-    with open(path, "xb") as file:
+    with _naming(path), open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -71,12 +72,31 @@ def write_durably(path: Path, data: bytes) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
+    """Make renames and new names in a folder survive a power cut.
+
+    Raises: OSError.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give an error of the disk the name that a write and a flush leave out."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a file's name is that of `replace_durably` before it renames."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{8}", name) is not None
 
 
 def replace_durably(path: Path, content: str | bytes) -> None:
@@ -86,9 +106,10 @@ def replace_durably(path: Path, content: str | bytes) -> None:
         write_durably(temporary, content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to report; a start sweeps
+            temporary.unlink()
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write names none
+            error.filename = str(path)  # the one that is known
         raise
     sync_folder(path.parent)
 

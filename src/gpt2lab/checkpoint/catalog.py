@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -18,7 +19,12 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import read_regular, replace_durably
+from gpt2lab.files import (
+    is_temporary,
+    read_regular,
+    replace_durably,
+    sync_folder,
+)
 from gpt2lab.model.counts import count_adapters, count_parameters
 from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
@@ -26,6 +32,8 @@ METRICS = "metrics.jsonl"
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
+# No file, or no label's: gone meanwhile, a folder, a link in a circle, a pipe, a device, too long.
+_NO_LABEL = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -106,16 +114,22 @@ def has_checkpoints(run_dir: Path) -> bool:
     return bool(_step_folders(run_dir))
 
 
-def read_labels(run_dir: Path) -> dict[str, str]:
-    """Return {label: folder name}, e.g. {'best': 'step_00000250'}."""
+def read_labels(run_dir: Path, *, all_of_them: bool = False) -> dict[str, str]:
+    """Return {label: folder name}, e.g. {'best': 'step_00000250'}.
+
+    Raises: OSError with `all_of_them` if the disk does not give one that is there: it would look like none.
+    """
     folder = run_dir / LABELS
     if not folder.is_dir():
         return {}
     found = {}
     for path in folder.iterdir():
         if not path.name.startswith("."):
-            with contextlib.suppress(OSError):  # no file, or no label's
+            try:
                 found[path.name] = read_regular(path, at_most=100).decode(errors="replace").strip()
+            except OSError as error:
+                if all_of_them and error.errno not in _NO_LABEL:
+                    raise
     return found
 
 
@@ -221,6 +235,9 @@ def supersede(run_dir: Path, step: int) -> list[str]:
             (run_dir / LABELS / label).unlink()
     for name in names:
         os.rename(run_dir / name, aside / name)
+    # Before the log says that the run goes on from an earlier step.
+    sync_folder(aside)
+    sync_folder(run_dir)
     return names
 
 
@@ -233,26 +250,33 @@ def retain(
     of all, and the one this start `resumed_from` until there are two newer ones, because a resume can be a mistake.
     Folders whose manifest cannot be read are never touched.
 
-    Raises: CheckpointError if only the newest would be left and it does not verify; nothing is deleted then.
+    Raises: CheckpointError if only the newest would be left and it does not verify, OSError if a label cannot be read;
+    nothing is deleted then.
     """
+    labels = read_labels(run_dir, all_of_them=True)
     infos, _ = list_checkpoints(run_dir)
     rolling = [info for info in infos if info.kind in ("rolling", "final")]
     emergency = [info for info in infos if info.kind == "emergency"]
     kept = {info.step for info in rolling[-keep:] + emergency[-keep_emergency:] + infos[-1:]}
-    for info in infos:
-        if any(not label.startswith("emergency_") for label in info.labels):
-            kept.add(info.step)
+    kept |= {
+        info.step
+        for info in infos
+        for label, target in labels.items()
+        if target == info.path.name and not label.startswith("emergency_")
+    }
     if resumed_from is not None and sum(info.step > resumed_from for info in infos) < 2:
         kept.add(resumed_from)
     deleted = [info for info in infos if info.step not in kept]
     if deleted and len(infos) - len(deleted) < 2:
         manifests.verify(infos[-1].path)  # the only one left must be sound
     for info in deleted:
-        for label in info.labels:
-            (run_dir / LABELS / label).unlink(missing_ok=True)
+        for label, target in labels.items():
+            if target == info.path.name:
+                (run_dir / LABELS / label).unlink(missing_ok=True)
         faultpoint("retain.before_delete", infos[-1].step)
         doomed = run_dir / f".del-{info.path.name}-{uuid.uuid4().hex[:8]}"
         os.rename(info.path, doomed)  # one rename: no reader sees half a checkpoint
+        sync_folder(run_dir)  # nor does one after a power cut, which may spare the deletions alone
         faultpoint("retain.after_rename", infos[-1].step)
         shutil.rmtree(doomed, ignore_errors=True)
     return [info.step for info in deleted]
@@ -263,6 +287,12 @@ def sweep(run_dir: Path) -> None:
     for pattern in (".tmp-*", ".del-*"):
         for leftover in run_dir.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
+    # A power cut, or a disk that fails, also keeps the new versions of small files: of status.json, of a label.
+    with contextlib.suppress(OSError):
+        inside = [path for path in run_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+        for leftover in [path for folder in (run_dir, *inside) for path in folder.glob(".*")]:
+            if is_temporary(leftover.name) and leftover.is_file():
+                leftover.unlink()
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:

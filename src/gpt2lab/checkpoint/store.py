@@ -21,7 +21,7 @@ from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.catalog import WEIGHTS
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
-from gpt2lab.errors import CheckpointError
+from gpt2lab.errors import CheckpointError, is_out_of_memory
 from gpt2lab.files import OBJECT, JsonFile, list_of
 
 MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
@@ -170,7 +170,9 @@ def _load_state(path: Path) -> tuple[TrainState, list[dict[str, Any]]]:
 def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(path, device="cpu")
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError, RuntimeError) as error:  # torch's, of a disk
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{path}: {error}; every machine of the run must see the same checkpoint folder"
         ) from error

@@ -20,7 +20,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, FolderLostError
-from gpt2lab.files import replace_durably
+from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import REPOSITORY
 
 
@@ -35,7 +35,11 @@ class RunFolder:
         self.path = path
         self.facts: dict[str, Any] = {}  # of this start, in every status
         try:
+            new = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
+            # A power cut that spares a checkpoint must spare the way to it.
+            for folder in {path, *new}:
+                sync_folder(folder.parent)
             self._lock: IO[str] = open(path / "run.lock", "a+")  # noqa: SIM115 - held until the process ends
         except OSError as error:
             raise ConfigError(

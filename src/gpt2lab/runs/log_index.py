@@ -92,10 +92,12 @@ def dtype_of(name: str) -> str:
 def parse_line(line: bytes) -> Event:
     """Return the event of a line.
 
+    Zero bytes before it are lines that a power cut took: they were not flushed, no checkpoint rests on them.
+
     Raises: ValueError if it is none.
     """
     try:
-        event = json.loads(line)
+        event = json.loads(line.rpartition(b"\0")[2])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not _is_event(event):

@@ -295,8 +295,10 @@ def _conclude(
     assert folder is not None
     faultpoint("end.after_done", step)
     if reason is None:
-        if problem := logger.catch_up():
-            raise SaveError(f"{problem}; free space and resume, which does what is missing")
+        if problem := logger.flush():  # a power cut that spares the status must spare them
+            raise SaveError(
+                f"{problem}; free space, or repair the disk, and resume, which does what is missing"
+            )
         forecast.score_forecast(
             components.start.run_dir,
             components.start.config,

@@ -158,6 +158,8 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
         "resume": summary.command_to_resume(start.run_dir, world_size=world_size),
     }
     folder.write_status("running", step=state.step)
+    # First of all: the log must not leave the newer steps while a start could still go on from them.
+    superseded = [] if check is None else catalog.supersede(start.run_dir, state.step)
     _describe_start(components, logger)
     environment, tokens = components.facts["environment"], start.data.tokens("train")
     dtype, compiled = environment["dtype"], environment["compile"] == "on"
@@ -183,7 +185,7 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
     logger.say(check.describe())
     if (warning := describe_other_environment(start, components.facts)) is not None:
         logger.warn(warning, state.step)
-    if superseded := catalog.supersede(start.run_dir, state.step):
+    if superseded:
         logger.say(f"set aside {', '.join(superseded)}: newer than the step resumed from")
     best = state.best_step
     if best is not None and (start.run_dir / folder_name(best)).is_dir():

@@ -53,7 +53,9 @@ class Saver:
             lambda: self._write(state, kind, labels, content, rng_states, began)
         )
         if failure is not None and must_succeed:
-            raise SaveError(f"{failure}; free space and resume from the checkpoint before")
+            raise SaveError(
+                f"{failure}; free space, or repair the disk, and resume from the checkpoint before"
+            )
         if failure is not None:
             self.logger.warn(f"{failure}; training goes on, the next is due as planned", state.step)
         return failure is None, time.monotonic() - began
@@ -105,7 +107,7 @@ class Saver:
         """
         problems = self.runtime.on_rank_zero(lambda: self._set_labels(step, labels))
         if problems:
-            raise SaveError(f"{problems[0]}; free space and resume")
+            raise SaveError(f"{problems[0]}; free space, or repair the disk, and resume")
 
     def _set_labels(self, step: int, labels: list[str]) -> list[str]:
         """Set the labels that do not point at the step yet; return what went wrong."""
@@ -140,17 +142,25 @@ class Saver:
             )
         if (problem := self._make_room() or self.logger.flush()) is not None:
             return f"checkpoint of step {state.step} not saved: {problem}"
+        is_flushed = True
         try:
             with self.signals.committing():
                 self._commit(state, kind, content, rng_states)
         except OSError as error:
             if not (self.run_dir / folder_name(state.step)).exists():  # else the commit stands
                 return f"checkpoint of step {state.step} not saved: {error}"
+            is_flushed = False
+            self.logger.warn(
+                f"checkpoint of step {state.step}: {error}; a power cut may lose it, so that older ones stay",
+                state.step,
+            )
         self.label(state.step, labels)
         faultpoint("checkpoint.after_label", state.step)
         self._report(state, kind, labels, time.monotonic() - began)
         try:
-            if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
+            if (
+                is_flushed and self.signals.level < 2
+            ):  # asked twice: the disk can be tidied by the next start
                 self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:

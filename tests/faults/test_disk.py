@@ -1,0 +1,49 @@
+"""Rows 48 and 49: calls of the disk that fail, and power cuts. A sample; `make syscall-sweep power-cut-replay` for all.
+
+`CASES=200 SEED=7 pytest THIS_FILE -m fault -s` draws other ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import disk
+import pytest
+
+import launch
+
+pytestmark = [
+    pytest.mark.fault,
+    pytest.mark.skipif(disk.compiler() is None, reason="no C compiler `cc` to build disk_shim.c"),
+]
+
+CASES = os.environ.get("CASES", "40")  # or `all`
+SEED = os.environ.get("SEED", "1337")
+SECONDS = 3 * 3600 if CASES == "all" else 300 + 10 * int(CASES)
+
+
+def run_all(program: str, folder: Path) -> None:
+    """Run a program over its cases and assert that it found nothing wrong."""
+    path = Path(__file__).with_name(program)
+    command = [sys.executable, str(path), str(folder), f"--seed={SEED}"]
+    command += [] if CASES == "all" else [f"--sample={CASES}", "--jobs=1"]
+    done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(SECONDS)
+def test_row_48_any_call_of_the_disk_fails_and_a_resume_has_the_bits_of_a_quiet_run(
+    tmp_path: Path,
+) -> None:
+    run_all("syscall_sweep.py", tmp_path)
+
+
+@pytest.mark.timeout(SECONDS)
+def test_row_49_whatever_a_power_cut_leaves_goes_on_with_the_bits_of_a_quiet_run(
+    tmp_path: Path,
+) -> None:
+    run_all("power_cut.py", tmp_path)
