@@ -18,7 +18,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import read_regular, replace_durably
+from gpt2lab.files import read_regular, replace_durably, sweep_temporaries
 from gpt2lab.model.counts import count_adapters, count_parameters
 from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
@@ -263,6 +263,8 @@ def sweep(run_dir: Path) -> None:
     for pattern in (".tmp-*", ".del-*"):
         for leftover in run_dir.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
+    for folder in (run_dir, run_dir / LABELS):
+        sweep_temporaries(folder)
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
