@@ -179,6 +179,8 @@ def _temporary(path: Path, *, make: Callable[[Path], None]) -> Iterator[Path]:
 
 def sweep(leftover: Path) -> None:
     """Remove a temporary file or folder whose process was killed; a live one holds it locked."""
+    if not leftover.is_file() and not leftover.is_dir():  # a pipe or a device is none of ours
+        return
     with suppress(OSError):
         if (descriptor := _open_locked(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
             return
