@@ -24,15 +24,26 @@ status="$folder/$name/status.json"
 
 field() { sed -nE "s/^ *\"$1\": \"?([^\",]*)\"?,?$/\1/p" "$status" 2>/dev/null; }
 
+# The trainer writes here with which of its own exit codes it rejected a start: torchrun reports 1 for all.
+GPT2LAB_EXIT_CODE_FILE=$(mktemp) || exit 2
+export GPT2LAB_EXIT_CODE_FILE
+trap 'rm -f "$GPT2LAB_EXIT_CODE_FILE"' EXIT
+
 child="" asked=""
 ask() { asked=$1; [[ -n $child ]] && kill -s "$1" "$child" 2>/dev/null; }
 trap 'ask INT' INT
 trap 'ask TERM' TERM
 trap 'ask HUP' HUP
 
-crashes=0 newest=""
+crashes=0 newest="" seen=""
 while true; do
     before=$(cksum "$status" 2>/dev/null)
+    [[ -e $status ]] && seen=1
+    if [[ -n $seen && ! -e $status ]]; then  # --resume auto would begin it anew
+        echo "error: $folder/$name: moved or deleted; put it back (if it was moved) and start again" >&2
+        exit 75
+    fi
+    : >"$GPT2LAB_EXIT_CODE_FILE"
     "$@" --resume auto &
     child=$!
     while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done  # a trapped signal ends wait, not the child
@@ -44,9 +55,11 @@ while true; do
     [[ -n $asked ]] && exit "$code"
     verdict=$code
     [[ $state == failed ]] && verdict=$(field exit_code)
+    [[ -s $GPT2LAB_EXIT_CODE_FILE ]] && verdict=$(<"$GPT2LAB_EXIT_CODE_FILE")
     case "$verdict" in
         2 | 75 | 76) echo "error: exit code $verdict: a restart would meet the same" >&2; exit "$verdict" ;;
     esac
+    [[ -e $status ]] && seen=1
     [[ $(field checkpoint) == "$newest" ]] && crashes=$((crashes + 1)) || crashes=1
     newest=$(field checkpoint)
     if ((crashes >= MAX_CRASHES)); then

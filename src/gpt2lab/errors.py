@@ -128,6 +128,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     words = r"DefaultCPUAllocator: .*memory|std::bad_alloc|Cannot allocate memory"
+    if isinstance(error, ImportError):  # a library has no room for its code
+        return "failed to map segment from shared object" in str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import math
 import os
 import re
+import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,10 +68,14 @@ def write_durably(path: Path, data: bytes) -> str:
     Raises: OSError (disk full, read-only), FileExistsError if the file is there already.
     """
     with _naming(path), open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        _write_flushed(file, data)
     return hashlib.sha256(data).hexdigest()
+
+
+def _write_flushed(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
@@ -84,7 +91,7 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Give an error of the disk the name that a write and a flush leave out."""
     try:
@@ -94,24 +101,147 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def is_temporary(name: str) -> bool:
-    """Tell whether a file's name is that of `replace_durably` before it renames."""
-    return re.fullmatch(r"\..+\.[0-9a-f]{8}", name) is not None
-
-
 def replace_durably(path: Path, content: str | bytes) -> None:
     """Replace a small file in one step: readers see the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    data = content.encode() if isinstance(content, str) else content
     try:
-        write_durably(temporary, content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # the first error is the one to report; a start sweeps
-            temporary.unlink()
-        if isinstance(error, OSError):
-            error.filename = str(path)  # the one that is known
+        with staged_file(path) as temporary, open(temporary, "wb") as file:
+            _write_flushed(file, data)
+            os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)  # the one that is known
         raise
     sync_folder(path.parent)
+
+
+def create_durably(path: Path, data: bytes) -> None:
+    """Write a new file in one step: it is there complete, or not at all.
+
+    Raises: OSError, FileExistsError if the file is there already.
+    """
+    with staged_file(path) as temporary, open(temporary, "wb") as file:
+        _write_flushed(file, data)
+        try:
+            os.link(temporary, path)  # unlike a rename it replaces nothing
+        except FileExistsError as error:
+            error.filename = str(path)
+            raise
+        except OSError:  # a disk without links
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.rename(temporary, path)
+    sync_folder(path.parent)
+
+
+# -- temporaries -----------------------------------------------------------------------------------------------------
+
+_HEX = "[0-9a-f]" * 8
+
+
+@contextmanager
+def staged_folder(path: Path) -> Iterator[Path]:
+    """Hand out a new folder beside `path`; when the block ends well it is flushed and becomes `path`, in one step.
+
+    Raises: OSError; `path` is then as it was, and nothing else is left.
+    """
+    with temporary_folder(path) as folder:
+        yield folder
+        for file in folder.iterdir():
+            _sync(file)
+        sync_folder(folder)
+        os.rename(folder, path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Hand out a new folder beside `path`, and remove it in the end.
+
+    Raises: OSError.
+    """
+    with _temporary(path, make=lambda temporary: temporary.mkdir(parents=True)) as folder:
+        yield folder
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """Hand out a new, empty file beside `path`, for the block to rename; it is removed if that does not happen.
+
+    Raises: OSError.
+    """
+    with _temporary(path, make=lambda temporary: temporary.touch(exist_ok=False)) as file:
+        yield file
+
+
+@contextmanager
+def _temporary(path: Path, *, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Sweep what killed processes left of `path`, and make a temporary of its own, locked as long as it is one."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.{_HEX}"):
+        sweep(leftover)
+    while True:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        make(temporary)
+        if (descriptor := _open_locked(temporary, fcntl.LOCK_EX)) is not None:
+            break  # else it was taken for a leftover in the instant before it was locked
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+        os.close(descriptor)
+
+
+def sweep(leftover: Path) -> None:
+    """Remove a temporary file or folder whose process was killed; a live one holds it locked."""
+    if not leftover.is_file() and not leftover.is_dir():  # a pipe or a device is none of ours
+        return
+    with suppress(OSError):
+        if (descriptor := _open_locked(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
+            return
+        try:
+            _remove(leftover)
+        finally:
+            os.close(descriptor)
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove the temporaries of all files in a folder whose processes were killed."""
+    for leftover in folder.glob(f".*.{_HEX}"):
+        sweep(leftover)
+
+
+def _open_locked(path: Path, how: int) -> int | None:
+    """Open and lock a file or folder; None if that name no longer is what was locked.
+
+    Raises: OSError if another process holds it; a new temporary's disk may know no locks.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        if how & fcntl.LOCK_NB:
+            os.close(descriptor)
+            raise
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor)):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):  # the first error is the one to report; a start sweeps
+            path.unlink()
+
+
+def _sync(path: Path) -> None:
+    with open_regular(path) as file:
+        os.fsync(file.fileno())
 
 
 # -- JSON files of ours ----------------------------------------------------------------------------------------------

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import signal
+import struct
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness import PACE, STEPS, FaultRun, python_program
+
+import launch
 
 pytestmark = pytest.mark.fault
 
@@ -202,23 +208,51 @@ def test_a_typed_moment_stops_in_time(run: FaultRun, tmp_path: Path) -> None:
     assert_stopped_cleanly(run, "stop_at")
 
 
+@pytest.fixture
+def set_clock(tmp_path: Path) -> Callable[[int], dict[str, str]]:
+    """Return a function that sets the wall clock of programs started with the environment it returns, in hours."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler to build a library with that sets the clock of a process")
+    library, offset = tmp_path / "jumping_clock.so", tmp_path / "offset"
+    source = launch.WORKERS / "jumping_clock.c"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"]
+    subprocess.run(command, check=True)
+    offset.write_bytes(bytes(8))
+
+    def set_to(hours: int) -> dict[str, str]:
+        with open(offset, "rb+") as file:  # in place: it is mapped into memory
+            file.write(struct.pack("=q", 3600 * hours))
+        return {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(offset)}
+
+    return set_to
+
+
 @pytest.mark.parametrize("hours", [-24, 24])
 def test_row_28_a_clock_that_jumps_changes_nothing(
-    hours: int, run: FaultRun, tmp_path: Path
+    hours: int, run: FaultRun, tmp_path: Path, set_clock: Callable[[int], dict[str, str]]
 ) -> None:
-    """Neither the job's end, nor the minutes between saves, nor a step's seconds follow the wall clock."""
+    """Neither the job's end, nor the minutes between saves, nor times, rates and forecasts follow the wall clock."""
     run.flags = (*FOREVER, "--checkpoint_minutes=0.02", "--keep_checkpoints=100")
-    jumping = python_program(
-        tmp_path,
-        IMPORTED + "plain, wall = t.train_step, time.time\nsteps = 0\n"
-        "def step(*a, **k):\n    global steps\n    steps += 1\n"
-        f"    if steps == 20:\n        time.time = lambda: wall() + {3600 * hours}\n"
-        "    return plain(*a, **k)\nt.train_step = step\n"
-        "os.environ['SLURM_JOB_END_TIME'] = str(int(time.time()) + 16)",
+    program = python_program(
+        tmp_path, IMPORTED + "os.environ['SLURM_JOB_END_TIME'] = str(int(time.time()) + 16)"
     )
-    assert run.finish(program=jumping, FAULT=PACE) == 0
+    process = run.start("--hang_seconds=60", program=program, FAULT=PACE, **set_clock(0))
+    run.wait_for(process, "step", 20)
+    set_clock(hours)
+    jumped_at = max(run.steps())
+    assert run.end_of(process) == 0
     # It did not stop where the clock jumped, nor did it go on for a day.
-    assert max(run.steps()) > 25
+    assert max(run.steps()) > jumped_at + 5
     assert_stopped_cleanly(run, "SLURM_JOB_END_TIME")
     assert len(run.saved()) >= 3
-    assert all(0 < event["step_seconds"] < 3600 for event in run.events("step"))
+    events = run.events("step")
+    jumps = [b["time"] - a["time"] for a, b in itertools.pairwise(events)]
+    assert sum(abs(jump) > 3600 for jump in jumps) == 1, "the events' own times did jump"
+    assert all(0 < event["step_seconds"] < 3600 for event in events)
+    assert all(0 < event["tokens_per_second"] < 1e9 for event in events)
+    elapsed = [event["elapsed_seconds"] for event in events]
+    assert 0 < elapsed[0] <= elapsed[-1] < 3600
+    assert elapsed == sorted(elapsed)
+    left = [event["remaining_seconds"] for event in events if event["remaining_seconds"]]
+    assert all(0 < seconds < 24 * 3600 for seconds in left)
+    assert [e["seconds"] for e in run.events("checkpoint") if not 0 <= e["seconds"] < 3600] == []

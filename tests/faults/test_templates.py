@@ -85,6 +85,42 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun
     assert marks.read_text() == "start\n"
 
 
+def test_row_47_run_until_done_begins_nothing_anew_that_somebody_moved_away(
+    run: FaultRun,
+) -> None:
+    """The launcher says 1 for it, as for a crash that a restart would cure."""
+    command = launch.command_for(launch.TRAIN, run.argv(), world=2)
+    script = [str(SCRIPTS / "run_until_done.sh"), *command]
+    process = start(run, script, PAUSE="0", FAULT=PACE)
+    run.wait_for(process, "checkpoint", 5)
+    away = run.folder / "away"
+    run.path.rename(away)
+    assert run.end_of(process) == 75
+    assert f"{run.path}: moved or deleted while training" in run.errors()
+    assert "error: exit code 75: a restart would meet the same" in run.errors()
+    assert not run.path.exists()
+    away.rename(run.path)
+    assert run.finish("--resume=auto") == 0, run.errors()
+    assert [event["from_step"] for event in run.events("resume")] == [max(5, min(run.saved()))]
+
+
+def test_row_47_run_until_done_begins_nothing_anew_that_went_between_two_starts(
+    run: FaultRun,
+) -> None:
+    marks, away = run.folder / "starts", run.folder / "away"
+    status = '{\n "state": "running",\n "checkpoint": null\n}'
+    crash = (
+        f"echo start >> '{marks}'; mkdir '{run.path}'; echo '{status}' > '{run.path}/status.json'"
+    )
+    command = ["bash", "-c", f"{crash}; mv '{run.path}' '{away}'; exit 1", *run.argv()]
+    run.path.mkdir(parents=True)
+    (run.path / "status.json").write_text(status)
+    process = start(run, [str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="0")
+    assert run.end_of(process) == 75
+    assert f"error: {run.path}: moved or deleted; put it back" in run.errors()
+    assert marks.read_text() == "start\n"
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "goes_back"),
     [

@@ -1,16 +1,21 @@
-"""Two machines, as far as one can play them: two network namespaces, joined by a cable of their own."""
+"""Two machines, as far as one can play them: two network namespaces, joined by a cable of their own.
+
+Where only processes fail, and not the network, both are on this machine's loopback.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, FaultRun
+from harness import PACE, STEPS, FaultRun, python_program
 
 import launch
 
@@ -92,4 +97,86 @@ def test_one_of_two_nodes_is_killed_and_both_go_on(
     again = [start_node(run, node, "--resume=latest") for node in (0, 1)]
     assert [run.end_of(process) for process in again] == [0, 0]
     assert run.events("resume")[-1]["from_step"] == newest
+    run.assert_equals(reference(2))
+
+
+# -- on the loopback -------------------------------------------------------------------------------------------------
+
+
+def start_script(
+    run: FaultRun, node: int, port: int, program: Path = launch.TRAIN
+) -> subprocess.Popen[str]:
+    """Start one machine's run_until_done.sh, which starts its torchrun again until the run is complete."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
+    torchrun += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    script = str(launch.SCRIPTS / "run_until_done.sh")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
+    with open(run.folder / f"node{node}.txt", "a") as said:
+        process = subprocess.Popen(
+            [script, *torchrun, str(program), *run.argv("--hang_seconds=3")],
+            env=launch.environment(PAUSE="1", FAULT=PACE),
+            stdout=said,
+            stderr=said,
+            text=True,
+            start_new_session=True,
+        )
+    run.processes.append(process)
+    return process
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def send(run: FaultRun, number: signal.Signals, node: subprocess.Popen[str], worker: int) -> None:
+    """Send a signal to all processes of a machine: script, launcher and worker."""
+    os.killpg(node.pid, number)
+    os.kill(worker, number)
+
+
+def test_row_51_a_node_that_freezes_is_named_and_waited_for(
+    run: FaultRun, reference: Callable[[int], FaultRun]
+) -> None:
+    """The other one ends its hang and starts again; once the frozen one moves, both go on by themselves."""
+    port = free_port()
+    first, second = (start_script(run, node, port) for node in (0, 1))
+    run.wait_for(first, "step", 12)
+    worker = run.workers(second)[1]
+    send(run, signal.SIGSTOP, second, worker)
+    said = run.folder / "node0.txt"
+    run.wait_until(first, lambda: "starting again" in said.read_text(), "the end of the hang")
+    assert "all wait for: rank 1 on" in said.read_text()
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
+    send(run, signal.SIGCONT, second, worker)
+    assert [run.end_of(process) for process in (first, second)] == [0, 0]
+    assert min(event["from_step"] for event in run.events("resume")) >= 10
+    run.assert_equals(reference(2))
+
+
+def test_row_51_a_slow_node_is_named_and_one_that_reboots_is_waited_for(
+    run: FaultRun, reference: Callable[[int], FaultRun], tmp_path: Path
+) -> None:
+    """All its processes are gone at once, and come back later with the same command line; the other one never left."""
+    slow = python_program(
+        tmp_path,
+        "import os, time\nfrom gpt2lab.model.gpt import GPT\nplain = GPT.forward\n"
+        "def forward(self, *a):\n    time.sleep(0.05 if os.environ['RANK'] == '1' else 0)\n"
+        "    return plain(self, *a)\nGPT.forward = forward",
+    )
+    port = free_port()
+    first, second = (start_script(run, node, port, slow) for node in (0, 1))
+    run.wait_for(first, "warning", 30)
+    [warning] = [e["message"] for e in run.events("warning") if "is slow" in e["message"]]
+    assert warning.startswith("rank 1 on ")
+    send(run, signal.SIGKILL, second, run.workers(second)[1])
+    said = run.folder / "node0.txt"
+    run.wait_until(first, lambda: "starting again" in said.read_text(), "the survivor's end")
+    assert "another rank of this run died" in said.read_text()
+    again = start_script(run, 1, port)
+    assert [run.end_of(process) for process in (first, again)] == [0, 0]
+    [resumed] = run.events("resume")
+    assert resumed["from_step"] >= 30, "the survivor saved the step that both had done"
     run.assert_equals(reference(2))

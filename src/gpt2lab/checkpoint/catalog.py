@@ -19,12 +19,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import (
-    is_temporary,
-    read_regular,
-    replace_durably,
-    sync_folder,
-)
+from gpt2lab.files import read_regular, replace_durably, sweep_temporaries, sync_folder
 from gpt2lab.model.counts import count_adapters, count_parameters
 from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
@@ -290,9 +285,8 @@ def sweep(run_dir: Path) -> None:
     # A power cut, or a disk that fails, also keeps the new versions of small files: of status.json, of a label.
     with contextlib.suppress(OSError):
         inside = [path for path in run_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-        for leftover in [path for folder in (run_dir, *inside) for path in folder.glob(".*")]:
-            if is_temporary(leftover.name) and leftover.is_file():
-                leftover.unlink()
+        for folder in (run_dir, *inside):
+            sweep_temporaries(folder)
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:

@@ -146,6 +146,8 @@ def carry_out(runs: Sequence[Run], *, say: Callable[[str], None]) -> None:
 
     Raises: CheckError if one fails or stops early; started again, the ablation goes on where it stood.
     """
+    from gpt2lab.training.stop import end_with_parent
+
     for number, run in enumerate(runs, start=1):
         start = _start_of(run.command)
         place = f"[{number}/{len(runs)}] {run.name}"
@@ -159,6 +161,7 @@ def carry_out(runs: Sequence[Run], *, say: Callable[[str], None]) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
         )
         if done.returncode:
             reason = (done.stderr.strip() or "no message").splitlines()[-1]

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from gpt2lab.errors import GPT2LabError, is_lost_peer, printable, to_gpt2lab_error
+from gpt2lab.errors import (
+    GPT2LabError,
+    OutOfMemoryError,
+    first_line,
+    is_lost_peer,
+    is_out_of_memory,
+    printable,
+    to_gpt2lab_error,
+)
 from gpt2lab.files import replace_durably
 
 
@@ -53,6 +61,11 @@ def run(main: Callable[[list[str]], int]) -> int:
         return _leave(2)
     except Exception as error:
         expected = to_gpt2lab_error(error)
+        if expected is None and is_out_of_memory(error):
+            expected = OutOfMemoryError(
+                f"out of memory: {first_line(error).rstrip('.')}; this command needs more than is free, or than "
+                f"`ulimit -v` and the machine's other limits leave it"
+            )
         if expected is not None:
             return _reject(expected)
         traceback.print_exc()
@@ -78,7 +91,18 @@ def _reject(error: GPT2LabError) -> int:
     elif error.is_local:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
     _tell_launcher(error, report=str(error))
+    _tell_script(error.exit_code)
     return _leave(error.exit_code)
+
+
+def _tell_script(code: int) -> None:
+    """Tell run_until_done.sh an exit code that torchrun hides, when no status.json can: the folder may be gone.
+
+    1 is not told: it may be that of a rank whose peer had a reason of its own.
+    """
+    if code != 1 and (path := os.environ.get("GPT2LAB_EXIT_CODE_FILE")):
+        with contextlib.suppress(OSError):
+            replace_durably(Path(path), f"{code}\n")
 
 
 def _tell_launcher(error: Exception, report: str) -> None:

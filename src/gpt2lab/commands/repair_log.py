@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,33 +62,31 @@ def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None
     Raises: SaveError if the folder does not take the new file; the log is then what it was.
     """
     from gpt2lab.errors import SaveError
-    from gpt2lab.files import sync_folder
+    from gpt2lab.files import staged_file, sync_folder
     from gpt2lab.runs.log_index import parse_line
 
     removed: list[tuple[int, str]] = []
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     original = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        with open(path, "rb") as log, open(temporary, "xb") as good:
-            for number, line in enumerate(log, start=1):
-                try:
-                    if not line.endswith(b"\n"):
-                        raise ValueError("not ended: its writer was killed")
-                    parse_line(line)
-                    good.write(line)
-                except ValueError as error:
-                    removed.append((number, str(error)))
-            good.flush()
-            os.fsync(good.fileno())
-        if not removed:
-            return [], None
-        os.link(path, original)  # before the rename: at no moment is there no log
-        os.replace(temporary, path)
+        with staged_file(path) as temporary:
+            with open(path, "rb") as log, open(temporary, "wb") as good:
+                for number, line in enumerate(log, start=1):
+                    try:
+                        if not line.endswith(b"\n"):
+                            raise ValueError("not ended: its writer was killed")
+                        parse_line(line)
+                        good.write(line)
+                    except ValueError as error:
+                        removed.append((number, str(error)))
+                good.flush()
+                os.fsync(good.fileno())
+            if not removed:
+                return [], None
+            os.link(path, original)  # before the rename: at no moment is there no log
+            os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
         raise SaveError(
             f"{path}: cannot be repaired ({error.strerror}); it is what it was"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return removed, original

@@ -4,9 +4,6 @@ python scripts/tokenizer.py train python-stdlib --vocab_size 4096 --out data/tok
 python scripts/tokenizer.py show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
 """
 
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,19 +146,12 @@ def main(argv: list[str]) -> int:
 
 def _write(tokenizer: Tokenizer, out: Path) -> None:
     """Write a tokenizer's files as a folder, or its tokenizer.json as a file; complete or not at all."""
-    from gpt2lab.files import replace_durably, sync_folder, write_durably
+    from gpt2lab.files import replace_durably, staged_folder, write_durably
 
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".json":
         replace_durably(out, tokenizer.tokenizer_json())
         return
-    staging = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
-    staging.mkdir()
-    try:
+    with staged_folder(out) as staging:
         for name, content in tokenizer.files.items():
             write_durably(staging / name, content)
-        sync_folder(staging)
-        os.rename(staging, out)
-        sync_folder(out.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

@@ -10,7 +10,6 @@ import hashlib
 import os
 import statistics
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from gpt2lab.config.schema import Config
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.files import staged_file
 from gpt2lab.model.counts import flops_per_token
 from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components
@@ -48,11 +48,10 @@ def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
 
     Raises: OSError if that cannot be done.
     """
-    path = folder / f".gpt2lab-trial-{uuid.uuid4().hex[:8]}"
     block = os.urandom(min(_BLOCK, num_bytes))
     digests, written, began = (hashlib.sha256(), hashlib.sha256()), 0, time.monotonic()
-    try:
-        with open(path, "xb") as file:
+    with staged_file(folder / "gpt2lab-trial") as path:
+        with open(path, "wb") as file:
             while written < num_bytes and time.monotonic() - began < _DISK_SECONDS:
                 part = block[: num_bytes - written]
                 digests[0].update(part)
@@ -67,8 +66,6 @@ def try_disk(folder: Path, num_bytes: int) -> DiskTrial:
             while part := file.read(_BLOCK):
                 digests[1].update(part)
         read_seconds = time.monotonic() - began
-    finally:
-        path.unlink(missing_ok=True)
     intact = digests[0].digest() == digests[1].digest()
     return DiskTrial(written, write_seconds, read_seconds, intact)
 

@@ -17,11 +17,11 @@ from gpt2lab.files import (
     OBJECT,
     TEXT,
     JsonFile,
+    create_durably,
     list_of,
     one_of,
     or_null,
     sync_folder,
-    write_durably,
 )
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -54,12 +54,12 @@ def fingerprint_of(manifest: dict[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write shards.json durably; its fingerprint is set in `manifest` too.
+    """Write shards.json, complete or not at all; its fingerprint is set in `manifest` too.
 
     Raises: OSError.
     """
     manifest["fingerprint"] = fingerprint_of(manifest)
-    write_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    create_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     sync_folder(folder)
 
 

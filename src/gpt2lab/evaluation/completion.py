@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from gpt2lab.checkpoint.target import find_target
 from gpt2lab.config.command_line import option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError
+from gpt2lab.files import staged_file
 from gpt2lab.tokenizers.opening import why_no_text
 
 
@@ -180,9 +180,8 @@ def complete_file(completer: Completer, source: Path, out: Path, *, num_samples:
         completer.encode(prompt, f"{source} line {number}")
         for number, prompt in enumerate(prompts, start=1)
     ]
-    temporary = out.with_name(f".tmp-{out.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with staged_file(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
             for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
                 texts = completer.complete(ids, number=number, num_samples=num_samples)
                 for sample, found in enumerate(texts):
@@ -190,8 +189,8 @@ def complete_file(completer: Completer, source: Path, out: Path, *, num_samples:
                     line = {"prompt": prompt, "text": found.text, **place}
                     line |= {"tokens": found.tokens, "ended": found.ended}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        os.rename(temporary, out)
+            file.flush()
+            os.fsync(file.fileno())
+            os.rename(temporary, out)
     except OSError as error:
         raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +14,12 @@ import safetensors.torch
 import torch
 
 from gpt2lab import paths
+from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.target import Target, find_target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.settings import options_of
 from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line
-from gpt2lab.files import sync_folder, write_durably
+from gpt2lab.files import staged_folder, write_durably
 from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.model.gpt import GPT
 from gpt2lab.model.hf_config import HF_WEIGHTS, write_hf_config
@@ -68,6 +67,7 @@ def export(
     with _staged(out) as folder:
         content = safetensors.torch.save(tensors, metadata={"format": "pt"})
         write_durably(folder / HF_WEIGHTS, content)
+        faultpoint("export.weights", 0)
         end_of_text = tokenizer.end_of_text if tokenizer else None
         write_hf_config(model.config, folder, dtype=dtype, end_of_text=end_of_text)
         if tokenizer is not None:
@@ -92,16 +92,12 @@ def export(
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """Hand out a temporary folder beside `out` and rename it when the block ends without an error."""
-    folder = out.with_name(f".tmp-{out.name}-{uuid.uuid4().hex[:8]}")
     try:
-        folder.mkdir(parents=True)
-        yield folder
-        sync_folder(folder)
-        os.rename(folder, out)
+        with staged_folder(out) as folder:
+            yield folder
+            faultpoint("export.before_rename", 0)
     except OSError as error:
         raise SaveError(f"{out}: {error.strerror or error}; choose another --out") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_tokenizer(

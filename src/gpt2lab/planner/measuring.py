@@ -10,11 +10,9 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError
+from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, hardware, machine, reports
 from gpt2lab.planner.ask import Ask, Predictor
 from gpt2lab.planner.hardware import Profile
@@ -275,17 +274,15 @@ def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> 
 @contextlib.contextmanager
 def _scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a hidden folder beside the runs, so that checkpoints go to the disk that they will go to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=".measure-", dir=folder))
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot write there ({error.strerror}); give another --checkpoint_dir"
-        ) from None
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            place = stack.enter_context(temporary_folder(folder / "measure"))
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: cannot write there ({error.strerror}); give another --checkpoint_dir"
+            ) from None
         yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def _without_process_group() -> dict[str, str]:
@@ -358,8 +355,7 @@ def self_test(folder: Path, *, as_json: bool) -> int:
     """
     known, steps = hardware.load(), SELF_TEST_STEPS
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".self-test-", dir=folder) as name:
-        place = Path(name)
+    with temporary_folder(folder / "self-test") as place:
         ask = Ask(
             checkpoint_dir=place,
             model="gpt2-micro",

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_KEPT = (*_FULL, errno.EIO)  # of a write that is tried again later
+# Of a write that is tried again later. A kernel that finds a file system damaged makes it read-only until somebody
+# has repaired it.
+_KEPT = (*_FULL, errno.EIO, errno.EROFS)
 _BLOCK = 1 << 20
 _BINS = 64  # of a histogram, of equal width
 

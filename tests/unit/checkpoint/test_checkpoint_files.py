@@ -143,6 +143,8 @@ def test_a_full_disk_is_seen_before_the_save_and_training_goes_on(
 class FullDisk(FileIO):
     """A file on a disk that has some bytes left, and is emptied once enough writes have failed."""
 
+    code = errno.ENOSPC
+
     def __init__(self, path: Path, mode: str) -> None:
         super().__init__(path, mode)
         self.left, self.failures = 3000, 4
@@ -153,18 +155,21 @@ class FullDisk(FileIO):
                 written, self.left = super().write(memoryview(content)[: self.left]), 0
                 return written
             self.failures -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(self.code, os.strerror(self.code))
         self.left -= len(content)
         return super().write(content)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_too_full_for_a_line_of_the_metrics_ends_no_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
+    """The same of one that the kernel made read-only for a while."""
     monkeypatch.setattr(logger, "FileIO", FullDisk)
+    monkeypatch.setattr(FullDisk, "code", code)
     run.train("--max_steps=10", "--checkpoint_freq=1", "--eval_freq=0", "--sample_freq=0")
     said = capsys.readouterr().out
-    assert said.count("No space left on device; training continues and keeps") == 1
+    assert said.count(f"{os.strerror(code)}; training continues and keeps") == 1
     assert "metrics.jsonl: written again, nothing is missing" in said
     assert list(run.losses()) == list(range(1, 11))
     [skipped] = [e["step"] for e in run.events("warning") if "not saved" in e["message"]]

@@ -178,7 +178,7 @@ def test_a_disk_that_returns_other_bytes_is_seen(
 
     def spoil(descriptor: int) -> None:
         real(descriptor)
-        [path] = tmp_path.glob(".gpt2lab-trial-*")
+        [path] = tmp_path.glob(".gpt2lab-trial.*")
         content = bytearray(path.read_bytes())
         content[77] ^= 4
         path.write_bytes(content)

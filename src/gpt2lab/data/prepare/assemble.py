@@ -19,7 +19,7 @@ from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
 from gpt2lab.data.shards import open_shard, shard_name
 from gpt2lab.errors import DataError
-from gpt2lab.files import sha256_of, sync_folder, write_durably
+from gpt2lab.files import sha256_of, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
@@ -86,26 +86,23 @@ def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
     if os.path.lexists(target):
         raise DataError(f"{target}: is there already; choose another folder")
     by_number = _in_order(parts)
-    staging = target.with_name(f"{target.name}.partial")
-    if os.path.lexists(staging):
+    partial = target.with_name(f"{target.name}.partial")
+    if os.path.lexists(partial):
         raise DataError(
-            f"{staging}: is there already; unfinished work of another command, or delete it"
+            f"{partial}: is there already; the unfinished preparation of {target.name}, or delete it"
         )
     try:
-        manifest = _merge_into(staging, by_number)
-        os.rename(staging, target)
-        sync_folder(target.parent)
+        with staged_folder(target) as staging:
+            manifest = _merge_into(staging, by_number)
+            faultpoint("merge.before_rename", 0)
     except OSError as error:
         raise DataError(
             f"{target}: cannot be written ({error.strerror}); nothing was kept"
         ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return manifest
 
 
 def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
-    folder.mkdir(parents=True)
     first = parts[0][1]
     dataset, tokenizer = first["dataset"], of_record(first["tokenizer"], parts[0][0], MANIFEST)
     assert tokenizer is not None  # only data of another program's is of an unknown one

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data import formats
 from gpt2lab.data.formats import DTYPES, SUFFIXES, Layout, Place, TokenFile
 from gpt2lab.data.manifest import (
@@ -28,15 +29,17 @@ from gpt2lab.data.manifest import (
 )
 from gpt2lab.data.shards import RAW_SUFFIX, measure_shard, names_on_disk, open_shard
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.files import sha256_of, write_durably
+from gpt2lab.files import create_durably, sha256_of, sweep_temporaries
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
+from gpt2lab.tokenizers.huggingface import CONFIG_FILE, TOKENIZER_FILE
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import open_tokenizer, record_of
-from gpt2lab.tokenizers.plain import META_FILE, read_characters
+from gpt2lab.tokenizers.plain import CHARACTERS_FILE, META_FILE, read_characters
 
 # A name says its split by one of these words, between other characters than letters and digits.
 _WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 _COMPANIONS = (".idx", ".index", ".metadata", ".loss", ".json", ".pkl")  # of token files
+_FIRST = {CHARACTERS_FILE, TOKENIZER_FILE, CONFIG_FILE}  # an import writes them before shards.json
 _GPT2_NAMES = {"gpt2", "gpt-2", "openai-community/gpt2"}
 
 
@@ -96,7 +99,7 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
         manifest["folder"] = str(folder.resolve())
     try:
         target.mkdir(parents=True, exist_ok=True)
-        _put_beside(target, tokenizer)
+        _put_beside(target, tokenizer, is_own=target != folder)
         check_manifest(target / MANIFEST, manifest)
         write_manifest(target, manifest)
     except FileExistsError as error:
@@ -107,12 +110,16 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
     return manifest
 
 
-def _put_beside(target: Path, tokenizer: Tokenizer | None) -> None:
+def _put_beside(target: Path, tokenizer: Tokenizer | None, *, is_own: bool) -> None:
     """Write the files of a tokenizer beside shards.json, unless they are there."""
-    for name, content in (tokenizer.files if tokenizer else {}).items():
+    files = tokenizer.files if tokenizer else {}
+    if is_own and (others := sorted(_FIRST.intersection(os.listdir(target)) - set(files))):
+        raise DataError(f"{target / others[0]}: of another tokenizer; choose another --out")
+    for name, content in files.items():
         path = target / name
         if not path.exists():
-            write_durably(path, content)
+            create_durably(path, content)
+            faultpoint("import.after_tokenizer", 0)
         elif path.read_bytes() != content:
             raise DataError(f"{path}: of another tokenizer than --tokenizer; move it away")
 
@@ -121,6 +128,7 @@ def _check_places(folder: Path, target: Path) -> None:
     """Check the folders before hours are spent on reading."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
+    sweep_temporaries(target)
     if (target / MANIFEST).exists():
         raise DataError(
             f"{target / MANIFEST}: is there already; check it with scripts/data.py verify"
@@ -130,7 +138,7 @@ def _check_places(folder: Path, target: Path) -> None:
             raise DataError(
                 f"{folder}: not writable; --out FOLDER puts {MANIFEST} into another folder"
             )
-    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+    elif target.exists() and (not target.is_dir() or set(os.listdir(target)) - _FIRST):
         raise DataError(f"{target}: holds something else already; choose another --out")
 
 

@@ -1,0 +1,238 @@
+"""Row 46: every command that writes is killed in the middle, at each of its calls, and repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SHAPE, FaultRun
+
+import launch
+from corpora import TEXTS, write_jsonl
+from gpt2lab.config.command_line import parse
+from gpt2lab.model.gpt import build_model
+from gpt2lab.runs.folder import RunFolder
+from launch import call
+from ranks import run_ranks
+from tiny import write_shards
+
+pytestmark = pytest.mark.fault
+
+KILLED_AT = launch.WORKERS / "killed_at.py"
+KILLED = -signal.SIGKILL
+DONE_BEFORE = ("is there already", "exists already", "holds checkpoints already")
+
+CPU = torch.device("cpu")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return {name: bytes} of all files below a folder, hidden ones too."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def kill(script: Path, words: list[str], *, at: int, below: Path) -> int:
+    """Run a script in a fork that dies before its call number `at` below a folder; return its exit code."""
+    environment = launch.environment(WATCH=str(below))
+    done = run_ranks(
+        KILLED_AT,
+        [str(at), str(script), *words],
+        world=1,
+        environment=environment,
+        seconds=launch.HANG_SECONDS,
+    )
+    assert done.returncode in (0, KILLED), done.stderr
+    return done.returncode
+
+
+def kill_everywhere(
+    script: str, make: Callable[[Path], list[str]], tmp_path: Path, *, every: int = 1
+) -> int:
+    """Kill a script at each call, repeat it, and compare with one that was not killed; return the calls.
+
+    `make` fills a new folder and returns the script's words; all that they write lies in that folder.
+    """
+    folder = tmp_path / "here"  # the same path every time: it is in what is written
+
+    def begin() -> list[str]:
+        if folder.exists():
+            folder.rename(tmp_path / f"before_{len(list(tmp_path.iterdir()))}")
+        folder.mkdir()
+        return make(folder)
+
+    done = call(script, *begin())
+    assert done.returncode == 0, done.stderr
+    straight = content(folder)
+    for at in range(1, 1000, every):
+        words = begin()
+        if kill(launch.SCRIPTS / script, words, at=at, below=folder) == 0:
+            return at - 1
+        again = call(script, *words)
+        if again.returncode:  # what was killed after its last step is there
+            assert any(said in again.stderr for said in DONE_BEFORE), again.stderr
+        assert content(folder) == straight, f"killed at call {at}"
+    raise AssertionError("a command of a thousand calls")
+
+
+def test_import_of_shards(tmp_path: Path) -> None:
+    def make(folder: Path) -> list[str]:
+        write_shards(folder / "data", train=(1003, 777), val=(650,))
+        return ["import", str(folder / "data"), "--tokenizer=unknown"]
+
+    assert kill_everywhere("data.py", make, tmp_path) >= 3
+
+
+def test_import_into_another_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "learned"
+    texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+    done = call("tokenizer.py", "train", texts, f"--out={tokenizer}", "--vocab_size=300")
+    assert done.returncode == 0, done.stderr
+
+    def make(folder: Path) -> list[str]:
+        write_shards(folder / "data", train=(1003,), val=(650,))
+        words = ["import", str(folder / "data"), f"--out={folder / 'named'}"]
+        return [*words, f"--tokenizer={tokenizer}"]
+
+    assert kill_everywhere("data.py", make, tmp_path) >= 8
+
+
+def test_merge_of_parts(tmp_path: Path) -> None:
+    texts = write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 40)
+    write_jsonl(tmp_path / "text" / "b.jsonl", TEXTS * 30)
+    parts = [tmp_path / f"part{number}" for number in (1, 2)]
+    for number, part in enumerate(parts, start=1):
+        words = [texts.parent, f"--out={part}", f"--part={number}/2", "--tokenizer=bytes"]
+        done = call("prepare_data.py", *words, "--val_tokens=2000", "--group_bytes=10k")
+        assert done.returncode == 0, done.stderr
+
+    def make(folder: Path) -> list[str]:
+        return ["merge", str(folder / "full"), *map(str, parts)]
+
+    assert kill_everywhere("data.py", make, tmp_path) >= 8
+
+
+def test_preparation(tmp_path: Path) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 40)
+
+    def make(folder: Path) -> list[str]:
+        words = [str(texts), f"--out={folder / 'data'}", "--tokenizer=bytes"]
+        return [*words, "--val_tokens=2000", "--num_workers=1"]
+
+    assert kill_everywhere("prepare_data.py", make, tmp_path, every=2) >= 10
+
+
+def test_learning_a_tokenizer(tmp_path: Path) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
+
+    def make(folder: Path) -> list[str]:
+        return ["train", str(texts), f"--out={folder / 'learned'}", "--vocab_size=300"]
+
+    assert kill_everywhere("tokenizer.py", make, tmp_path) >= 5
+
+
+def test_import_of_a_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
+    """A run that is there after the kill is the imported one; one that is not is begun again by the same line."""
+    model = build_model(parse([*SHAPE, "--max_steps=8"]).fresh().model, seed=1, device=CPU)
+    weights = {name.replace("blocks.", "h."): value for name, value in model.state_dict().items()}
+    names = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 256}
+    file = tmp_path / "nano.pt"
+    state = {f"transformer.{name}": value for name, value in weights.items()}
+    torch.save({"model": state, "model_args": {**names, "bias": True}, "iter_num": 4}, file)
+
+    def words(folder: Path) -> list[str]:
+        run = FaultRun(tiny_data, folder, flags=("--max_steps=8",))
+        return [*run.argv(), f"--import_checkpoint={file}"]
+
+    straight = FaultRun(tiny_data, tmp_path / "straight")
+    assert call(launch.TRAIN, *words(straight.folder)).returncode == 0
+    for at in range(1, 1000, 2):
+        run = FaultRun(tiny_data, tmp_path / f"at{at}")
+        if kill(launch.TRAIN, words(run.folder), at=at, below=run.folder) == 0:
+            break
+        committed = bool(run.saved())
+        again = call(launch.TRAIN, *words(run.folder))
+        assert (again.returncode, "holds checkpoints already" in again.stderr) == (
+            (2, True) if committed else (0, False)
+        )
+        assert launch.parameter_hash(run.path, 4) == launch.parameter_hash(straight.path, 4)
+        if committed:
+            RunFolder(run.path).close()  # as the resume does that it was told to do
+        assert [path.name for path in run.path.glob(".*")] == []
+    assert at > 10
+
+
+@pytest.mark.parametrize("at", ["export.weights", "export.before_rename"])
+def test_export(at: str, tiny_data: Path, tmp_path: Path) -> None:
+    run = FaultRun(tiny_data, tmp_path / "runs", flags=("--max_steps=2", "--eval_freq=0"))
+    done = launch.train_in_forks(run.argv())
+    assert done.returncode == 0, done.stderr
+    words = ["run", f"--checkpoint_dir={run.folder}"]
+    out = tmp_path / "exports" / "run"
+    killed = subprocess.run(
+        [sys.executable, str(launch.SCRIPTS / "export_hf.py"), *words, f"--out={out}"],
+        env=launch.environment(FAULT=f"{at}:kill9@0"),
+        capture_output=True,
+    )
+    assert killed.returncode == KILLED
+    [leftover] = out.parent.iterdir()
+    with open_locked_folder(out.with_name(".run.0123abcd")):  # of an export that still works
+        assert call("export_hf.py", *words, f"--out={out}").returncode == 0
+        assert not leftover.exists()
+        assert {path.name for path in out.parent.iterdir()} == {"run", ".run.0123abcd"}
+    straight = tmp_path / "elsewhere" / "run"
+    assert call("export_hf.py", *words, f"--out={straight}").returncode == 0
+    assert content(out) == content(straight)
+
+
+@contextlib.contextmanager
+def open_locked_folder(path: Path) -> Iterator[None]:
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+    os.close(descriptor)
+
+
+def test_an_ablation_takes_its_run_along_and_goes_on_with_it(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    settings = tmp_path / "settings.txt"
+    settings.write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
+    out = tmp_path / "out"
+    shape = [word for word in SHAPE if not word.startswith("--run_name")]
+    shared = [*shape, f"--data_dir={tiny_data}", "--eval_freq=6", "--max_steps=12"]
+    words = [str(settings), f"--out={out}", "--seeds=1", *shared]
+    command = [sys.executable, str(launch.SCRIPTS / "ablate.py"), *words]
+    process = subprocess.Popen(
+        command, env=launch.environment(FAULT="step:sleep0.2@*"), stdout=subprocess.PIPE
+    )
+    cold = out / "cold_seed1"
+    launch.wait_for_step(process, cold, 3)
+    process.kill()
+    process.communicate()  # its pipe ends when nobody holds it
+    trainer = int(json.loads((cold / "status.json").read_text())["pid"])
+    while Path(f"/proc/{trainer}").exists():
+        time.sleep(0.05)
+    told = json.loads((cold / "status.json").read_text())
+    assert (told["state"], told["reason"]) == ("stopped", "SIGTERM")
+    assert 3 <= told["step"] < 12
+    done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    straight = tmp_path / "straight"
+    flags = ["--max_lr=0.0001", "--seed=1", f"--checkpoint_dir={straight}", "--run_name=cold"]
+    assert launch.train_in_forks([*shared, *flags]).returncode == 0
+    assert launch.parameter_hash(cold, 12) == launch.parameter_hash(straight / "cold", 12)
+    assert [path for path in out.rglob(".*")] == []

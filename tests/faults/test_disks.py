@@ -1,0 +1,126 @@
+"""Rows 48 and 49: the disk of a run becomes read-only, or full, while it trains; a file system of its own plays it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import PACE, FaultRun
+
+pytestmark = pytest.mark.fault
+
+Reference = Callable[[int], FaultRun]
+NOT_SAVED = 75
+SIZE = "16m"
+
+
+def mount(*words: object) -> None:
+    subprocess.run(["mount", *map(str, words)], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def disk(run: FaultRun) -> Iterator[Path]:
+    """Give the run's folder a file system of its own; skip where mounting is not allowed."""
+    run.path.mkdir(parents=True)
+    try:
+        mount("-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", run.path)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting is not allowed here: {getattr(error, 'stderr', error)}")
+    try:
+        yield run.path
+    finally:
+        for process in run.processes:
+            process.kill()
+        while subprocess.run(["umount", "-l", run.path], capture_output=True).returncode == 0:
+            pass  # the second one lies over it
+
+
+class ReadOnly:
+    """The same folder, mounted read-only over itself: what is open for writing forbids a plain remount."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self) -> None:
+        mount("--bind", self._path, self._path)
+        mount("-o", "remount,ro,bind", self._path)
+
+    def end(self) -> None:
+        subprocess.run(["umount", "-l", self._path], check=True)
+
+
+class Full:
+    """Another file that takes all the room, as others' files on a disk or in a quota do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path / "others"
+
+    def begin(self) -> None:
+        subprocess.run(["dd", "if=/dev/zero", f"of={self._path}"], capture_output=True)
+
+    def end(self) -> None:
+        self._path.unlink()
+
+
+FAULTS = [
+    pytest.param(ReadOnly, "Read-only file system", id="row_48_read_only"),
+    pytest.param(Full, "free on its disk", id="row_49_full"),
+]
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS)
+def test_a_disk_that_takes_nothing_for_a_while_costs_nothing(
+    fault: type[ReadOnly | Full], said: str, run: FaultRun, disk: Path, reference: Reference
+) -> None:
+    """Saves are missing with a warning each; all else is as it was, and every event is there in the end."""
+    process = run.start(FAULT=PACE)
+    run.wait_for(process, "checkpoint", 10)
+    broken = fault(disk)
+    broken.begin()
+    run.wait_until(process, lambda: run.said().count("not saved") >= 2, "two warnings")
+    broken.end()
+    assert run.end_of(process) == 0, run.errors()
+    assert said in run.said()
+    assert run.errors() == ""
+    assert sorted(run.steps()) == list(range(1, 41))
+    missing = {5, 10, 15, 20, 25, 30, 35, 40} - {e["step"] for e in run.events("checkpoint")}
+    assert len(missing) >= 2
+    run.assert_equals(reference(1))
+    assert list(disk.rglob(".*")) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "end"),
+    [
+        pytest.param(*FAULTS[0].values, "stop", id=FAULTS[0].id),
+        pytest.param(*FAULTS[1].values, "last step", id=FAULTS[1].id),
+    ],
+)
+def test_a_disk_that_takes_nothing_more_ends_with_75_and_the_run_goes_on_later(
+    fault: type[ReadOnly | Full],
+    said: str,
+    end: str,
+    run: FaultRun,
+    disk: Path,
+    reference: Reference,
+) -> None:
+    process = run.start(FAULT=PACE)
+    run.wait_for(process, "checkpoint", 10)
+    broken = fault(disk)
+    broken.begin()
+    saved = max(run.saved())
+    run.wait_until(process, lambda: "not saved" in run.said(), "a warning")
+    if end == "stop":
+        process.send_signal(signal.SIGTERM)
+    assert run.end_of(process) == NOT_SAVED, run.errors()
+    [line] = run.errors().splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    broken.end()
+    assert max(run.saved()) == saved
+    assert run.finish("--resume=latest") == 0, run.errors()
+    assert run.events("resume")[-1]["from_step"] == saved
+    run.assert_equals(reference(1))

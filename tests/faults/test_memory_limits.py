@@ -1,0 +1,84 @@
+"""Row 50: the kernel kills a rank because its control group is out of memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import PACE, FaultRun, python_program
+
+import launch
+
+pytestmark = pytest.mark.fault
+
+CGROUPS = Path("/sys/fs/cgroup")
+LIMIT = 64 << 20
+
+
+def own_group() -> tuple[Path, str]:
+    """Return the folder of this process's control group for memory, and the file of its limit."""
+    places = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        places[controllers] = path.lstrip("/")
+    if "memory" in places:  # version 1
+        return CGROUPS / "memory" / places["memory"], "memory.limit_in_bytes"
+    return CGROUPS / places.get("", ""), "memory.max"
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """Make a control group with little memory; skip where that is not allowed."""
+    group = None
+    try:
+        parent, limit = own_group()
+        (group := parent / f"g2l-{os.getpid()}").mkdir()
+        (group / limit).write_text(str(LIMIT))
+    except OSError as error:
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    else:
+        yield group
+    finally:
+        if group is not None and group.is_dir():
+            group.rmdir()
+
+
+def test_row_50_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
+    run: FaultRun, reference: Callable[[int], FaultRun], small_group: Path, tmp_path: Path
+) -> None:
+    """The other rank saves the step and ends, and run_until_done.sh goes on from there by itself."""
+    program = python_program(
+        tmp_path,
+        "import os\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        f"group, once = {str(small_group / 'cgroup.procs')!r}, {str(tmp_path / 'once')!r}\n"
+        "def step(model, o, batch, *a, **k):\n"
+        "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 14:\n"
+        "        if not os.path.exists(once):\n"
+        "            open(once, 'x').close()\n"
+        "            open(group, 'w').write(str(os.getpid()))\n"
+        f"            bytearray(os.urandom({4 * LIMIT}))\n"
+        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
+    )
+    run.flags = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=40")
+    script = str(launch.SCRIPTS / "run_until_done.sh")
+    command = launch.command_for(program, run.argv(), world=2)
+    done = subprocess.run(
+        [script, *command],
+        env=launch.environment(PAUSE="0", FAULT=PACE),
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "oom_kill 1" in "".join(
+        (small_group / name).read_text()
+        for name in ("memory.oom_control", "memory.events")
+        if (small_group / name).exists()
+    )
+    assert "another rank of this run died after step 14; that step is saved" in done.stderr
+    assert "ended with exit code 1; starting again in 0 s" in done.stderr
+    assert [event["from_step"] for event in run.events("resume")] == [14]
+    run.assert_equals(reference(2))

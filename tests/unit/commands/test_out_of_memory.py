@@ -1,0 +1,69 @@
+"""Memory that is used up is one line and exit code 1 in every command, as it is in training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2lab.checkpoint import weights
+from gpt2lab.config.command_line import parse
+from gpt2lab.training.pretrain import pretrain
+from launch import REPOSITORY, call
+from tiny import flags_of, write_items, write_shards
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the run `big`; read only."""
+    folder = tmp_path_factory.mktemp("memory")
+    write_shards(folder / "data", train=(2000,), val=(650,))
+    write_items(folder / "items.jsonl", 20)
+    pretrain(parse(flags_of(folder, "big", "--max_steps=2")))
+    return folder
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 50), lambda: bytearray(1 << 60)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sample.py", "big", "--prompt=hello"),
+        ("evaluate.py", "big"),
+        ("export_hf.py", "big", "--out=never"),
+    ],
+)
+def test_no_room_for_the_weights_is_one_line(
+    words: tuple[str, ...],
+    allocate: Callable[[], object],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "load_weights", lambda target: allocate())
+    monkeypatch.setattr("gpt2lab.huggingface.export.load_weights", lambda target: allocate())
+    done = call(*words, "--checkpoint_dir=runs", folder=folder)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: out of memory: ")
+    assert "this command needs more than is free" in line
+
+
+def test_no_room_for_a_library_is_one_line(folder: Path) -> None:
+    """A limit so low that torch itself cannot be loaded."""
+    program = "import resource, runpy, sys; limit = 300 << 20\n"
+    program += "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+    program += "sys.argv = sys.argv[1:]; sys.path.insert(0, 'scripts')\n"
+    program += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    words = ["scripts/sample.py", str(folder / "runs" / "big"), "--prompt=hello"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: out of memory: ")
+    assert "Traceback" not in done.stderr
