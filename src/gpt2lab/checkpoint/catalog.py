@@ -81,13 +81,14 @@ def list_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[Checkpoi
     infos, damaged = [], []
     for folder in _step_folders(run_dir):
         try:
-            infos.append(_describe(folder, manifests.read_manifest(folder), labels))
+            infos.append(describe(folder, manifests.read_manifest(folder), labels))
         except CheckpointError as error:
             damaged.append(error)
     return sorted(infos, key=lambda info: info.step), damaged
 
 
-def _describe(folder: Path, manifest: dict[str, Any], labels: dict[str, str]) -> CheckpointInfo:
+def describe(folder: Path, manifest: dict[str, Any], labels: dict[str, str]) -> CheckpointInfo:
+    """Return what a manifest says of the checkpoint in a folder; `labels` are the run's."""
     return CheckpointInfo(
         path=folder,
         step=manifest["step"],
@@ -200,7 +201,7 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
             f"{folder}: a run; name one of its checkpoints, or continue it with "
             f"--run_name {folder.name} --resume latest"
         )
-    return _describe(folder, manifests.verify(folder), read_labels(folder.parent))
+    return describe(folder, manifests.verify(folder), read_labels(folder.parent))
 
 
 def supersede(run_dir: Path, step: int) -> list[str]:
@@ -236,12 +237,7 @@ def retain(
     Raises: CheckpointError if only the newest would be left and it does not verify; nothing is deleted then.
     """
     infos, _ = list_checkpoints(run_dir)
-    rolling = [info for info in infos if info.kind in ("rolling", "final")]
-    emergency = [info for info in infos if info.kind == "emergency"]
-    kept = {info.step for info in rolling[-keep:] + emergency[-keep_emergency:] + infos[-1:]}
-    for info in infos:
-        if any(not label.startswith("emergency_") for label in info.labels):
-            kept.add(info.step)
+    kept = {info.step for info in to_keep(infos, keep=keep, keep_emergency=keep_emergency)}
     if resumed_from is not None and sum(info.step > resumed_from for info in infos) < 2:
         kept.add(resumed_from)
     deleted = [info for info in infos if info.step not in kept]
@@ -256,6 +252,21 @@ def retain(
         faultpoint("retain.after_rename", infos[-1].step)
         shutil.rmtree(doomed, ignore_errors=True)
     return [info.step for info in deleted]
+
+
+def to_keep(infos: list[CheckpointInfo], *, keep: int, keep_emergency: int) -> list[CheckpointInfo]:
+    """Return those of the checkpoints, oldest first, that kinds, labels and the newest of all keep."""
+    rolling = [info for info in infos if info.kind in ("rolling", "final")]
+    emergency = [info for info in infos if info.kind == "emergency"]
+    return [
+        *(rolling[-keep:] + emergency[-keep_emergency:] + infos[-1:]),
+        *(info for info in infos if is_labelled(info)),
+    ]
+
+
+def is_labelled(info: CheckpointInfo) -> bool:
+    """Tell whether a label keeps a checkpoint; those of emergencies do not."""
+    return any(not label.startswith("emergency_") for label in info.labels)
 
 
 def sweep(run_dir: Path) -> None:

@@ -36,6 +36,7 @@ from gpt2lab.planner.job import Plan, make_plan
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
+from gpt2lab.training.from_mirror import check_mirror, fetch_newer, url_of
 from gpt2lab.training.init_from import InitialWeights, begin_from
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.start import Start
@@ -180,11 +181,13 @@ def resolve_to_train(
     world_size: int,
     free_memory: Sequence[float | None] | None,
 ) -> Start:
-    """Resolve a start that is going to train: set damaged checkpoints aside, and download HellaSwag if it is wanted.
+    """Resolve a start that is going to train: set damaged checkpoints aside, fetch a newer one from the mirror, and
+    download HellaSwag if it is wanted.
 
     Raises: ConfigError, DataError, CheckpointError.
     """
     start = resolve(command, recipe, world_size=world_size, set_aside=True, free_memory=free_memory)
+    start = dataclasses.replace(start, warnings=(*start.warnings, *check_mirror(start)))
     return with_hellaswag(start)
 
 
@@ -382,6 +385,10 @@ def _choose(
                 )
         return run_dir, checkpoint, []
     found = folder / name if name else catalog.newest_run(folder)
+    if found is None and config.checkpoint.checkpoint_mirror is not None:
+        raise ConfigError(
+            f"{folder}: no run to resume; name the one to fetch from --checkpoint_mirror with --run_name"
+        )
     if found is None:
         raise CheckpointError(
             f"{folder}: no checkpoint of any run to resume; start one without --resume"
@@ -391,6 +398,10 @@ def _choose(
         return run_dir, catalog.find(run_dir, target), []
     existed = catalog.has_checkpoints(run_dir)
     info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
+    url = url_of(command, config.checkpoint.checkpoint_mirror, info)
+    if url is not None and set_aside:
+        info, more = fetch_newer(url, run_dir, info)
+        warnings += more
     if info is None and existed:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
     if info is None and target == "latest":

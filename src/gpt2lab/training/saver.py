@@ -30,6 +30,7 @@ class Saver:
         start = components.start
         self.config, self.run_dir = start.config.checkpoint, start.run_dir
         self.folder, self.logger, self.signals = session.folder, session.logger, signals
+        self.mirror = session.mirror
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime, self.facts = components.runtime, components.facts
         self.tokenizer_files = start.tokenizer_files
@@ -78,6 +79,8 @@ class Saver:
                 self.logger.flush()
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
+            if self.mirror is not None:
+                self.mirror.offer()
         except (
             OSError,
             RuntimeError,
@@ -90,6 +93,18 @@ class Saver:
                 opened.close()
         self._report(state, "emergency", [label], time.monotonic() - began)
         return True
+
+    def report_mirror(self, step: int) -> None:
+        """Pass on what the mirror has to say: to status.json, and a warning of each kind of error."""
+        if self.mirror is None or self.folder is None or (news := self.mirror.news()) is None:
+            return
+        report, warnings = news
+        for warning in warnings:
+            self.logger.warn(warning, step)
+        try:
+            self.folder.add_to_status(mirror=report.to_dict())
+        except OSError as error:
+            self.logger.warn(f"status.json: {error.strerror}", step)
 
     def complete(self, state: TrainState, labels: list[str], *, is_recorded: bool) -> None:
         """Give the checkpoint resumed from the labels and the event that it lacks after a kill between them."""
@@ -157,6 +172,8 @@ class Saver:
         try:
             if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
                 self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
+            if self.mirror is not None:
+                self.mirror.offer()
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:
             self.logger.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
