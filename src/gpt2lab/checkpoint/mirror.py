@@ -354,7 +354,10 @@ class Mirror:
             for label, target in about["labels"].items():
                 replace_durably(run_dir / LABELS / label, f"{target}\n")
             final = run_dir / folder_name(step)
-            if final.exists():  # and does not verify, else it would not be fetched
+            if final.exists():
+                with contextlib.suppress(CheckpointError):
+                    if manifests.verify(final) == copy.manifest:
+                        return final  # on a shared disk, where it was not seen before
                 os.rename(final, final.with_name(f"corrupt-{final.name}-{uuid.uuid4().hex[:4]}"))
             faultpoint("mirror.before_rename", step)
             os.rename(folder, final)

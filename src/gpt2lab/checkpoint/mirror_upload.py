@@ -14,9 +14,8 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.mirror import Mirror, copy_name
 from gpt2lab.errors import first_line
 
-STALL_SECONDS = (
-    120.0  # without a byte until the next save: the thread is given up, another takes over
-)
+STALL_SECONDS = 120.0  # no byte until the next save: the thread is given up, another takes over
+_MOST_STALLED = 10  # threads of one start; then the store is left alone until the next start
 
 
 class _GivenUpError(Exception):
@@ -56,6 +55,7 @@ class Uploader:
         self._asked = self._done = 0  # saves that were announced, and dealt with
         self._moved = time.monotonic()  # when a byte moved last
         self._report = Report(mirror.url, None, None, None)
+        self._stalled = 0
         self._told: set[str] = set()  # kinds of errors
         self._warnings: list[str] = []
         self._is_news = False
@@ -71,11 +71,14 @@ class Uploader:
     def offer(self) -> None:
         """Say that a checkpoint was committed; returns at once."""
         with self._changed:
-            still = time.monotonic() - self._moved
+            still = self._still()
             if self._asked > self._done and still >= self._stall_seconds:
                 problem = TimeoutError(f"no byte moved for {still:.0f} s; tried again")
                 self._fail(problem)
-                self._start()
+                self._stalled += 1
+                if self._stalled <= _MOST_STALLED:
+                    self._start()
+                self._moved = time.monotonic()
             if self._asked == self._done:
                 self._moved = time.monotonic()
             self._asked += 1
@@ -94,12 +97,15 @@ class Uploader:
         if self._report.error is not None:
             self.offer()
         with self._changed:
-            while self._asked > self._done and may_wait():
+            while self._asked > self._done and may_wait() and self._still() < self._stall_seconds:
                 self._changed.wait(0.05)
             if self._asked > self._done:
                 self._fail(TimeoutError("the process ended before the copy was complete"))
             self._thread = None  # whoever copies still is given up
             self._changed.notify_all()
+
+    def _still(self) -> float:
+        return time.monotonic() - self._moved
 
     # -- the thread's side ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
 from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.checkpoint.target import tokenizer_of
 from gpt2lab.config.command_line import PROGRAMS, Command
 from gpt2lab.config.derived import mini_batch_sizes
@@ -94,6 +95,8 @@ def resolve(
             run_dir = _fresh_folder(config)
             config = override(config, {"run_name": run_dir.name})
     _raise_problems(find_problems(config))
+    if config.checkpoint.checkpoint_mirror is not None:
+        connect(config.checkpoint.checkpoint_mirror, run_dir.name)
     config, notes = _fit_parallel(command, config, world_size)
     of_weights = _tokenizer_of(checkpoint, initial)
     data = recipe.open_data(config, of_weights)

@@ -169,11 +169,11 @@ class Saver:
         self.label(state.step, labels)
         faultpoint("checkpoint.after_label", state.step)
         self._report(state, kind, labels, time.monotonic() - began)
+        if self.mirror is not None:
+            self.mirror.offer()
         try:
             if self.signals.level < 2:  # asked twice: the disk can be tidied by the next start
                 self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
-            if self.mirror is not None:
-                self.mirror.offer()
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:
             self.logger.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
