@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class Store:
             aws_secret_access_key="secret",
             region_name="us-east-1",
         )
-        self.s3.create_bucket(Bucket="bucket")
+        self.bucket = f"bucket-{uuid.uuid4().hex}"  # all servers of a process share moto's state
+        self.s3.create_bucket(Bucket=self.bucket)
 
     def run(
         self, machine: str, *more: str, world: int = 1, **env: str
@@ -53,7 +55,7 @@ class Store:
                 *(f"--data_dir={self.data}", "--run_name=run", f"--max_steps={STEPS}"),
                 *("--checkpoint_freq=5", "--eval_freq=10", "--sample_freq=0"),
                 *(f"--checkpoint_dir={self.folder / machine}", "--resume=auto"),
-                *("--checkpoint_mirror=s3://bucket/models", *more),
+                *(f"--checkpoint_mirror=s3://{self.bucket}/models", *more),
             ],
             world=world,
             **self.env,
@@ -71,7 +73,7 @@ class Store:
         return self.folder / machine / "run"
 
     def list_keys(self) -> list[str]:
-        found = self.s3.list_objects_v2(Bucket="bucket").get("Contents", [])
+        found = self.s3.list_objects_v2(Bucket=self.bucket).get("Contents", [])
         return [entry["Key"] for entry in found]
 
     def complete(self) -> list[int]:
@@ -111,7 +113,7 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of all steps that had no mirror and never ended early."""
     folder = tmp_path_factory.mktemp("straight")
     store = Store.__new__(Store)
-    store.data, store.folder, store.env = data, folder, {}
+    store.data, store.folder, store.env, store.bucket = data, folder, {}, "none"
     done = store.run("one", "--checkpoint_mirror=None")
     assert done.returncode == 0, done.stderr
     return store.path("one")
@@ -140,7 +142,7 @@ def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(
     assert f"fetching step {newest}" in done.stdout
     status = json.loads((store.path("c") / "status.json").read_text())
     assert status["mirror"] == {
-        "url": "s3://bucket/models/run",
+        "url": f"s3://{store.bucket}/models/run",
         "step": STEPS,
         "newest": STEPS,
         "error": None,
@@ -154,11 +156,11 @@ def test_damaged_and_partial_copies_are_passed_over_with_a_warning(
 ) -> None:
     store.stop_after("a", 5, 10, 15)
     (fifteen,) = (key for key in store.list_keys() if "15-" in key and "model.safe" in key)
-    body = bytearray(store.s3.get_object(Bucket="bucket", Key=fifteen)["Body"].read())
+    body = bytearray(store.s3.get_object(Bucket=store.bucket, Key=fifteen)["Body"].read())
     body[-1] ^= 1
-    store.s3.put_object(Bucket="bucket", Key=fifteen, Body=bytes(body))
+    store.s3.put_object(Bucket=store.bucket, Key=fifteen, Body=bytes(body))
     (ten,) = (key for key in store.list_keys() if "10-" in key and "manifest" in key)
-    store.s3.delete_object(Bucket="bucket", Key=ten)
+    store.s3.delete_object(Bucket=store.bucket, Key=ten)
     done = store.run("b")
     assert done.returncode == 0, done.stderr
     assert [event["from_step"] for event in launch.events(store.path("b"), "resume")] == [5]
@@ -204,11 +206,12 @@ def test_wrong_credentials_a_lost_bucket_and_a_dead_server_never_stop_training(
 ) -> None:
     store.stop_after("a", 5)
     for key in store.list_keys():
-        store.s3.delete_object(Bucket="bucket", Key=key)
-    store.s3.delete_bucket(Bucket="bucket")
+        store.s3.delete_object(Bucket=store.bucket, Key=key)
+    store.s3.delete_bucket(Bucket=store.bucket)
     lost = store.run("x")
     assert lost.returncode == 2
-    assert lost.stderr.splitlines()[-1].startswith("error: checkpoint_mirror s3://bucket/models")
+    assert lost.stderr.splitlines()[-1].startswith("error: checkpoint_mirror s3://")
+    assert f"there is no {store.bucket}" in lost.stderr
     assert not store.path("x").exists()
     store.env["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # nobody listens there
     fresh = store.run("x")

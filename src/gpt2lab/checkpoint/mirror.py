@@ -133,9 +133,7 @@ class Mirror:
         self.fs, self.url, self.run = fs, f"{url}/{run}", run
         self._base, self._root = base, f"{base}/{run}"
         self._protocol = url.partition("://")[0]
-        self._known: dict[
-            str, Copy
-        ] = {}  # manifests that were read; a name always means one content
+        self._known: dict[str, Copy] = {}  # what was read once: a name means one content
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -195,18 +193,22 @@ class Mirror:
         )
         if _OWNER not in names:
             raise foreign
+        data = self.fs.cat_file(f"{self._root}/{_OWNER}", end=10_000)
         try:
-            found = json.loads(self.fs.cat_file(f"{self._root}/{_OWNER}", end=10_000))
-            return str(found["id"]) if found["format"] == FORMAT else None
+            found = json.loads(data)
+            if found["format"] == FORMAT:
+                return str(found["id"])
         except (ValueError, KeyError, TypeError):
-            raise foreign from None
+            if set(names) == {_OWNER}:
+                return None  # torn by a kill, before anything else was written
+        raise foreign
 
     def require_own(self, own: str | None) -> None:
         """Reject the copies of another run with this name; a run that left no complete one may be replaced.
 
         Raises: ConfigError.
         """
-        if self.owner() not in (None, own) and self.look()[0]:
+        if self.owner() not in (None, own) and any(self.look()):
             raise ConfigError(
                 f"checkpoint_mirror {self.url}: holds checkpoints of another run of this name; continue that one "
                 f"with --resume latest, or choose another --run_name"
@@ -220,11 +222,8 @@ class Mirror:
         Raises: FileNotFoundError if the checkpoint is retired already; CheckpointError if it is damaged; ConfigError
         if the mirror is another run's.
         """
-        run_dir, step, place = (
-            folder.parent,
-            manifest["step"],
-            f"{self._root}/{copy_name(manifest)}",
-        )
+        run_dir, step = folder.parent, manifest["step"]
+        place = f"{self._root}/{copy_name(manifest)}"
         names = [*manifest["files"], MANIFEST]
         with contextlib.ExitStack() as opened:
             # Open, they can be read to their end, also when the checkpoint is retired meanwhile.

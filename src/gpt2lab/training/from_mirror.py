@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -14,9 +15,11 @@ from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import read_manifest
-from gpt2lab.checkpoint.mirror import Copy, Mirror, connect, copy_name, run_id
+from gpt2lab.checkpoint.mirror import Copy, Mirror, connect, copy_name, describe_status, run_id
+from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.config.command_line import Command
 from gpt2lab.errors import CheckpointError, ConfigError, first_line
+from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.start import Start
@@ -131,12 +134,52 @@ def check_mirror(start: Start) -> tuple[str, ...]:
         return ()
     mirror = connect(url, start.run_dir.name)
     try:
-        _in_time(lambda: mirror.require_own(run_id(start.run_dir)))
+        # A run that begins afresh owns none: it would retire the copies of what it has forgotten.
+        own = run_id(start.run_dir) if start.checkpoint else None
+        _in_time(lambda: mirror.require_own(own))
     except ConfigError:
         raise
     except Exception as error:
         return (f"{mirror.url}: not reached ({type(error).__name__}: {first_line(error)})",)
     return ()
+
+
+def catch_up_after_end(start: Start, signals: Signals) -> None:
+    """Copy on rank 0 what the mirror of a complete run lacks, because its last start could not; say how far it is."""
+    uploader = open_uploader(start)
+    if uploader is None:
+        return
+    folder = RunFolder(start.run_dir)
+    try:
+        uploader.offer()
+        uploader.finish(patience(signals, {}, most=WAIT_SECONDS, has_failed=False))
+        report, _ = uploader.news() or (None, [])
+        path = start.run_dir / "status.json"
+        status = history.read_json(path)
+        if report is None or status is None:
+            return
+        if status.get("mirror") != report.to_dict():
+            status["mirror"] = report.to_dict()
+            replace_durably(path, json.dumps(status, indent=1) + "\n")
+        print(describe_status(status))
+    finally:
+        folder.close()
+
+
+def open_uploader(start: Start) -> Uploader | None:
+    """Begin to copy what the mirror lacks, if there is one."""
+    config = start.config.checkpoint
+    if config.checkpoint_mirror is None:
+        return None
+    uploader = Uploader(
+        connect(config.checkpoint_mirror, start.run_dir.name),
+        start.run_dir,
+        keep=config.keep_checkpoints,
+        keep_emergency=config.keep_emergency_checkpoints,
+    )
+    if start.checkpoint is not None:  # the last start may have ended before its last copy arrived
+        uploader.offer()
+    return uploader
 
 
 def _in_time(act: Callable[[], T]) -> T:

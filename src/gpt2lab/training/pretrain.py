@@ -11,7 +11,6 @@ import os
 import time
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.command_line import Command
@@ -44,7 +43,12 @@ from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.control import Control
 from gpt2lab.training.evaluator import Evaluator
-from gpt2lab.training.from_mirror import fetch_on_this_machine, patience
+from gpt2lab.training.from_mirror import (
+    catch_up_after_end,
+    fetch_on_this_machine,
+    open_uploader,
+    patience,
+)
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve_to_train
@@ -83,6 +87,7 @@ def pretrain(
             if runtime.rank == 0:
                 steps = start.plan.max_steps
                 print(f"{start.run_dir.name}: already complete after {steps} steps; nothing to do")
+                catch_up_after_end(start, signals)
         else:
             start = choose_hardware(start, runtime)
             model = recipe.build_model(start, runtime)
@@ -254,7 +259,7 @@ def _train(
 
     try:
         runtime.on_rank_zero(lambda: announce(components, folder, logger))
-        mirror = _open_mirror(start) if folder else None
+        mirror = open_uploader(start) if folder else None
         components.strategy.warm_up_reducer(
             components.trained,
             batch_size=config.batch.mini_batch_size,
@@ -332,22 +337,6 @@ def _conclude(
         )
     faultpoint("end.before_status", step)
     folder.write_status("stopped" if reason else "completed", step=step, reason=reason, exit_code=0)
-
-
-def _open_mirror(start: Start) -> Uploader | None:
-    """Begin to copy on rank 0 what the mirror lacks, if there is one."""
-    config = start.config.checkpoint
-    if config.checkpoint_mirror is None:
-        return None
-    mirror = Uploader(
-        connect(config.checkpoint_mirror, start.run_dir.name),
-        start.run_dir,
-        keep=config.keep_checkpoints,
-        keep_emergency=config.keep_emergency_checkpoints,
-    )
-    if start.checkpoint is not None:  # the last start may have ended before its last copy arrived
-        mirror.offer()
-    return mirror
 
 
 def _record_hang(report: str, folder: RunFolder | None, logger: MetricsLogger) -> None:

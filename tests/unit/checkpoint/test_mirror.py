@@ -221,6 +221,25 @@ def test_a_run_that_died_before_its_first_copy_is_replaced(
     assert steps(mirror) == [2]
 
 
+@pytest.mark.parametrize(
+    ("text", "is_claimed"), [("", True), ('{"format": "gpt2la', True), ('{"format": "x/2"}', False)]
+)
+def test_a_torn_owner_is_written_again_and_another_formats_is_left(
+    text: str, is_claimed: bool, run_dir: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "bucket" / "run"
+    place.mkdir(parents=True)
+    (place / "mirror.json").write_text(text)
+    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 1)
+    if is_claimed:
+        copy_to(mirror, folder)
+        assert steps(mirror) == [1]
+    else:
+        with pytest.raises(ConfigError, match="holds other files"):
+            copy_to(mirror, folder)
+        assert (place / "mirror.json").read_text() == text
+
+
 def test_files_of_others_are_neither_claimed_nor_deleted(run_dir: Path, tmp_path: Path) -> None:
     place = tmp_path / "bucket" / "run"
     place.mkdir(parents=True)

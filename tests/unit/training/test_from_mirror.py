@@ -113,6 +113,32 @@ def test_another_run_of_the_name_is_rejected_before_anything_is_written(
     assert {path: path.stat().st_mtime_ns for path in bucket.rglob("*")} == before
 
 
+def test_a_complete_run_brings_its_mirror_up_to_date(
+    mirrored: Run, bucket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    assert not list(bucket.glob("tiny/step_00000006-*"))
+    mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    assert "mirror: step 6 of 6" in capsys.readouterr().out
+    assert list(bucket.glob("tiny/step_00000006-*/manifest.json"))
+    assert (mirrored.status()["state"], mirrored.status()["mirror"]["step"]) == ("completed", 6)
+    before = mirrored.listing()
+    mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    assert {k: v for k, v in mirrored.listing().items() if "run.lock" not in k} == {
+        k: v for k, v in before.items() if "run.lock" not in k
+    }
+
+
+def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(
+    mirrored: Run, bucket: Path
+) -> None:
+    for path in mirrored.path.glob("step_*"):
+        shutil.rmtree(path)
+    before = sorted(bucket.rglob("*"))
+    assert "--resume latest" in str(mirrored.rejected())
+    assert sorted(bucket.rglob("*")) == before
+
+
 class Broken(MemoryFileSystem):
     protocol = "broken"
 
