@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,8 @@ class Uploader:
     def _next(self) -> CheckpointInfo | None:
         """Return what to copy next: the newest checkpoint, then those with labels; None if all are there."""
         infos, _ = catalog.list_checkpoints(self._run_dir)
+        with self._changed:
+            self._report = replace(self._report, newest=infos[-1].step if infos else None)
         copies, _ = self._mirror.look()
         self._tick()
         there = {copy.name for copy in copies}
@@ -165,9 +167,8 @@ class Uploader:
             before = self._report
             error = before.error if not has_newest else None
             step = copies[0].step if copies else None
-            newest = infos[-1].step if infos else None
-            self._report = Report(before.url, step, newest, error)
-            self._is_news |= self._report != before
+            self._report = replace(before, step=step, error=error)
+            self._is_news = True
         wanted = [*infos[-1:], *(info for info in infos[-2::-1] if catalog.is_labelled(info))]
         return next((info for info in wanted if copy_name(info.manifest) not in there), None)
 
@@ -175,12 +176,11 @@ class Uploader:
         """Note an error; the first of its kind is a warning."""
         with self._changed:
             said, kind = first_line(error), type(error).__name__
-            before = self._report
-            self._report = Report(before.url, before.step, before.newest, f"{kind}: {said}")
+            self._report = replace(self._report, error=f"{kind}: {said}")
             self._is_news = True
             if kind not in self._told:
                 self._told.add(kind)
                 self._warnings.append(
-                    f"{before.url}: checkpoint not copied ({kind}: {said}); training goes on, "
-                    f"the next save tries again"
+                    f"{self._report.url}: checkpoint not copied ({kind}: {said}); training goes on, "
+                    f"the next save or start tries again"
                 )

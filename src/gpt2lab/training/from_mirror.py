@@ -28,7 +28,7 @@ from gpt2lab.training.stop import Signals, launcher_grace_seconds
 LOOK_SECONDS = 60.0  # for an answer at the start; a mirror that hangs must not
 WAIT_SECONDS = 600.0  # for the last copy, at an end that nobody asked for
 _GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL: torchrun's, Slurm's and Kubernetes' default
-_MARGIN_SECONDS = 5.0  # to end in, of that
+_MARGIN_SECONDS = 10.0  # to end in, of that
 
 T = TypeVar("T")
 

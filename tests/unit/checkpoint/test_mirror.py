@@ -426,13 +426,16 @@ def test_a_store_that_hangs_is_given_up_and_another_thread_goes_on(
     commit(run_dir, 1)
     follow.uploader.offer()
     assert reached.wait(WAIT)
+    hung = follow.uploader._thread
+    assert hung is not None
     commit(run_dir, 2)
     follow.uploader.offer()
     follow.until(lambda report: report.step == 2)
     assert len(follow.warnings) == 1
     assert "no byte moved" in follow.warnings[0]
     free.set()
-    follow.uploader.finish(lambda: True)
+    hung.join(WAIT)
+    assert not hung.is_alive()
     assert steps(follow.mirror) == [2], "the thread that was given up completes nothing"
 
 

@@ -193,7 +193,7 @@ def test_another_machine_of_the_run_fetches_what_rank_zero_chose(
         (0, 0.0, -1.0, False, False),  # a deadline has passed
         (0, 0.0, 100.0, False, True),
         (1, 1.0, None, False, True),
-        (1, 26.0, None, False, False),  # 30 s after the signal a launcher kills
+        (1, 21.0, None, False, False),  # 30 s after the signal a launcher kills
         (2, 1.0, None, False, False),  # asked twice
         (0, 0.0, None, True, True),
     ],
