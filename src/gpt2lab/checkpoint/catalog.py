@@ -78,19 +78,25 @@ def _step_folders(run_dir: Path) -> list[Path]:
     )
 
 
-def list_checkpoints(run_dir: Path) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
-    """Return the run's checkpoints, oldest first, and an error for each folder with an invalid manifest."""
-    labels = read_labels(run_dir)
+def list_checkpoints(
+    run_dir: Path, *, labels: dict[str, str] | None = None
+) -> tuple[list[CheckpointInfo], list[CheckpointError]]:
+    """Return the run's checkpoints, oldest first, and an error for each folder with an invalid manifest.
+
+    `labels` are those of the run, read here by default.
+    """
+    labels = read_labels(run_dir) if labels is None else labels
     infos, damaged = [], []
     for folder in _step_folders(run_dir):
         try:
-            infos.append(_describe(folder, manifests.read_manifest(folder), labels))
+            infos.append(describe(folder, manifests.read_manifest(folder), labels))
         except CheckpointError as error:
             damaged.append(error)
     return sorted(infos, key=lambda info: info.step), damaged
 
 
-def _describe(folder: Path, manifest: dict[str, Any], labels: dict[str, str]) -> CheckpointInfo:
+def describe(folder: Path, manifest: dict[str, Any], labels: dict[str, str]) -> CheckpointInfo:
+    """Return what a manifest says of the checkpoint in a folder; `labels` are the run's."""
     return CheckpointInfo(
         path=folder,
         step=manifest["step"],
@@ -209,7 +215,7 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
             f"{folder}: a run; name one of its checkpoints, or continue it with "
             f"--run_name {folder.name} --resume latest"
         )
-    return _describe(folder, manifests.verify(folder), read_labels(folder.parent))
+    return describe(folder, manifests.verify(folder), read_labels(folder.parent))
 
 
 def supersede(run_dir: Path, step: int) -> list[str]:
@@ -248,26 +254,16 @@ def retain(
     Raises: CheckpointError if only the newest would be left and it does not verify, OSError if a label cannot be read;
     nothing is deleted then.
     """
-    labels = read_labels(run_dir, all_of_them=True)
-    infos, _ = list_checkpoints(run_dir)
-    rolling = [info for info in infos if info.kind in ("rolling", "final")]
-    emergency = [info for info in infos if info.kind == "emergency"]
-    kept = {info.step for info in rolling[-keep:] + emergency[-keep_emergency:] + infos[-1:]}
-    kept |= {
-        info.step
-        for info in infos
-        for label, target in labels.items()
-        if target == info.path.name and not label.startswith("emergency_")
-    }
+    infos, _ = list_checkpoints(run_dir, labels=read_labels(run_dir, all_of_them=True))
+    kept = {info.step for info in to_keep(infos, keep=keep, keep_emergency=keep_emergency)}
     if resumed_from is not None and sum(info.step > resumed_from for info in infos) < 2:
         kept.add(resumed_from)
     deleted = [info for info in infos if info.step not in kept]
     if deleted and len(infos) - len(deleted) < 2:
         manifests.verify(infos[-1].path)  # the only one left must be sound
     for info in deleted:
-        for label, target in labels.items():
-            if target == info.path.name:
-                (run_dir / LABELS / label).unlink(missing_ok=True)
+        for label in info.labels:
+            (run_dir / LABELS / label).unlink(missing_ok=True)
         faultpoint("retain.before_delete", infos[-1].step)
         doomed = run_dir / f".del-{info.path.name}-{uuid.uuid4().hex[:8]}"
         os.rename(info.path, doomed)  # one rename: no reader sees half a checkpoint
@@ -275,6 +271,21 @@ def retain(
         faultpoint("retain.after_rename", infos[-1].step)
         shutil.rmtree(doomed, ignore_errors=True)
     return [info.step for info in deleted]
+
+
+def to_keep(infos: list[CheckpointInfo], *, keep: int, keep_emergency: int) -> list[CheckpointInfo]:
+    """Return those of the checkpoints, oldest first, that kinds, labels and the newest of all keep."""
+    rolling = [info for info in infos if info.kind in ("rolling", "final")]
+    emergency = [info for info in infos if info.kind == "emergency"]
+    return [
+        *(rolling[-keep:] + emergency[-keep_emergency:] + infos[-1:]),
+        *(info for info in infos if is_labelled(info)),
+    ]
+
+
+def is_labelled(info: CheckpointInfo) -> bool:
+    """Tell whether a label keeps a checkpoint; those of emergencies do not."""
+    return any(not label.startswith("emergency_") for label in info.labels)
 
 
 def sweep(run_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
+from gpt2lab.checkpoint.mirror import describe_status
 from gpt2lab.errors import CheckpointError
+from gpt2lab.files import JsonFile
 
 
 def print_checkpoints(
@@ -40,6 +43,10 @@ def print_checkpoints(
         total = fmt.num_bytes(sum(info.num_bytes for info in infos))
         print(f"{paths.for_people(run)}: {len(infos)} checkpoints, {total}")
         print(checkpoint_table(infos))
+        with contextlib.suppress(CheckpointError):  # a run may have no status yet
+            status = JsonFile(run / "status.json", CheckpointError).read()
+            if line := describe_status(status):
+                print(f"  {line}")
         for problem in damaged:
             print(f"  damaged, not counted: {problem}")
         if verify:

@@ -257,6 +257,11 @@ class CheckpointConfig:
     keep_emergency_checkpoints: int = free(
         10, "emergency checkpoints kept, of interrupted starts", least=1
     )
+    checkpoint_mirror: str | None = free(
+        None,
+        "copy every checkpoint in the background to s3://BUCKET/PATH, gs://... or file:///..., and let --resume auto "
+        "or latest fetch the newest from there",
+    )
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class Runtime:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.is_distributed = "RANK" in os.environ
         self.device = torch.device("cpu")
+        self.timeout_seconds = 60 * timeout_minutes
         if self.is_distributed:
             # Decisions travel by gloo between CPUs, gradients by NCCL between GPUs.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -34,6 +34,7 @@ class RunFolder:
         """
         self.path = path
         self.facts: dict[str, Any] = {}  # of this start, in every status
+        self._status: dict[str, Any] = {"state": "running", "step": 0}  # as it was asked for last
         try:
             new = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,16 @@ class RunFolder:
             "host": socket.gethostname(),
             "time": time.time(),
         }
+        self._status = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
         replace_durably(self.path / "status.json", json.dumps(status, indent=1) + "\n")
+
+    def add_to_status(self, **facts: Any) -> None:
+        """Write status.json again with more facts, which every later one has too.
+
+        Raises: OSError.
+        """
+        self.facts |= facts
+        self.write_status(**self._status)
 
 
 def _place_of(found: os.stat_result) -> tuple[int, int]:

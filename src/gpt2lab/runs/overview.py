@@ -11,6 +11,7 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.mirror import describe_status
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
@@ -33,6 +34,7 @@ class RunStatus:
     checkpoint_seconds: float | None  # since it was committed
     heartbeat_seconds: float | None  # since the run last wrote to its metrics
     problem: str | None
+    mirror: str | None = None  # how far --checkpoint_mirror is
 
 
 def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
@@ -75,6 +77,7 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         checkpoint_seconds=max(0.0, now - infos[-1].created) if infos else None,
         heartbeat_seconds=max(0.0, now - _last_write(run_dir)) if log else None,
         problem=problem,
+        mirror=describe_status(status),
     )
 
 
@@ -97,8 +100,10 @@ def describe(runs: list[RunStatus]) -> str:
         )
         for run in runs
     ]
-    problems = [f"{run.run_name}: {run.problem}" for run in runs if run.problem]
-    return "\n".join([fmt.table(header, rows), *problems])
+    lines = [
+        f"{run.run_name}: {line}" for run in runs for line in (run.problem, run.mirror) if line
+    ]
+    return "\n".join([fmt.table(header, rows), *lines])
 
 
 def as_json(runs: list[RunStatus]) -> dict[str, Any]:

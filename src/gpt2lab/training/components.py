@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -47,3 +48,4 @@ class Session:
     control: Control
     heartbeat: Heartbeat
     clock: RunClock
+    mirror: Uploader | None = None  # on rank 0, with --checkpoint_mirror

@@ -11,6 +11,7 @@ import os
 import time
 
 from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
@@ -42,6 +43,12 @@ from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.control import Control
 from gpt2lab.training.evaluator import Evaluator
+from gpt2lab.training.from_mirror import (
+    catch_up_after_end,
+    fetch_on_this_machine,
+    open_uploader,
+    patience,
+)
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve_to_train
@@ -80,10 +87,14 @@ def pretrain(
             if runtime.rank == 0:
                 steps = start.plan.max_steps
                 print(f"{start.run_dir.name}: already complete after {steps} steps; nothing to do")
+                catch_up_after_end(start, signals)
         else:
             start = choose_hardware(start, runtime)
             model = recipe.build_model(start, runtime)
             start = check_attention(start, model, runtime)
+            runtime.on_all_ranks(
+                lambda: fetch_on_this_machine(start) if runtime.local_rank == 0 else None
+            )
             folder = _open_folder(start, runtime)
             # What is rejected while building has written nothing.
             components = build(start, runtime, model, recipe)
@@ -236,8 +247,19 @@ def _train(
         tell=lambda report: _record_hang(report, folder, logger),
     )
     trainer, watch = None, Watch()
+    mirror: Uploader | None = None
+    saver: Saver | None = None
+
+    def finish_mirror(*, has_failed: bool) -> None:
+        """Give the last copy some time to arrive, when all else is on disk."""
+        if mirror is not None and saver is not None:
+            most = runtime.timeout_seconds / 2  # the other ranks wait in a barrier
+            mirror.finish(patience(signals, start.deadlines, most=most, has_failed=has_failed))
+            saver.report_mirror(trainer.state.step if trainer else components.state.step)
+
     try:
         runtime.on_rank_zero(lambda: announce(components, folder, logger))
+        mirror = open_uploader(start) if folder else None
         components.strategy.warm_up_reducer(
             components.trained,
             batch_size=config.batch.mini_batch_size,
@@ -252,12 +274,18 @@ def _train(
             heartbeat=heartbeat,
         )
         session = Session(
-            folder, logger, control, heartbeat, clock=_open_clock(components, folder, began)
+            folder,
+            logger,
+            control,
+            heartbeat,
+            clock=_open_clock(components, folder, began),
+            mirror=mirror,
         )
+        saver = Saver(components, session, signals)
         trainer = Trainer(
             components,
             session,
-            saver=Saver(components, session, signals),
+            saver=saver,
             evaluator=Evaluator(components, session, _open_hellaswag(components)),
         )
         reason, step = trainer.fit(), trainer.state.step
@@ -271,10 +299,13 @@ def _train(
             with contextlib.suppress(OSError, GPT2LabError):  # the first error is the one to report
                 folder.write_status("failed", step=step, reason=str(error), exit_code=code)
                 logger.event("stop", step, reason=reason, checkpoint=None)
+            heartbeat.close()
+            finish_mirror(has_failed=True)
         logger.close()
         raise
     finally:
         heartbeat.close()
+    finish_mirror(has_failed=False)
     if folder and signals.level < 2:  # who asks twice has no time for a report
         logger.say(summary.describe_run(start.run_dir))
     logger.close()

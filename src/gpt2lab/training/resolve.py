@@ -18,6 +18,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
 from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.checkpoint.target import tokenizer_of
 from gpt2lab.config.command_line import PROGRAMS, Command
 from gpt2lab.config.derived import mini_batch_sizes
@@ -36,6 +37,7 @@ from gpt2lab.planner.job import Plan, make_plan
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
+from gpt2lab.training.from_mirror import check_mirror, fetch_newer, url_of
 from gpt2lab.training.init_from import InitialWeights, begin_from
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.start import Start
@@ -93,6 +95,8 @@ def resolve(
             run_dir = _fresh_folder(config)
             config = override(config, {"run_name": run_dir.name})
     _raise_problems(find_problems(config))
+    if config.checkpoint.checkpoint_mirror is not None:
+        connect(config.checkpoint.checkpoint_mirror, run_dir.name)
     config, notes = _fit_parallel(command, config, world_size)
     of_weights = _tokenizer_of(checkpoint, initial)
     data = recipe.open_data(config, of_weights)
@@ -180,11 +184,13 @@ def resolve_to_train(
     world_size: int,
     free_memory: Sequence[float | None] | None,
 ) -> Start:
-    """Resolve a start that is going to train: set damaged checkpoints aside, and download HellaSwag if it is wanted.
+    """Resolve a start that is going to train: set damaged checkpoints aside, fetch a newer one from the mirror, and
+    download HellaSwag if it is wanted.
 
     Raises: ConfigError, DataError, CheckpointError.
     """
     start = resolve(command, recipe, world_size=world_size, set_aside=True, free_memory=free_memory)
+    start = dataclasses.replace(start, warnings=(*start.warnings, *check_mirror(start)))
     return with_hellaswag(start)
 
 
@@ -382,6 +388,10 @@ def _choose(
                 )
         return run_dir, checkpoint, []
     found = folder / name if name else catalog.newest_run(folder)
+    if found is None and config.checkpoint.checkpoint_mirror is not None:
+        raise ConfigError(
+            f"{folder}: no run to resume; name the one to fetch from --checkpoint_mirror with --run_name"
+        )
     if found is None:
         raise CheckpointError(
             f"{folder}: no checkpoint of any run to resume; start one without --resume"
@@ -391,6 +401,10 @@ def _choose(
         return run_dir, catalog.find(run_dir, target), []
     existed = catalog.has_checkpoints(run_dir)
     info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
+    url = url_of(command, config.checkpoint.checkpoint_mirror, info)
+    if url is not None and set_aside:
+        info, more = fetch_newer(url, run_dir, info)
+        warnings += more
     if info is None and existed:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
     if info is None and target == "latest":

@@ -30,6 +30,7 @@ class Saver:
         start = components.start
         self.config, self.run_dir = start.config.checkpoint, start.run_dir
         self.folder, self.logger, self.signals = session.folder, session.logger, signals
+        self.mirror = session.mirror
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime, self.facts = components.runtime, components.facts
         self.tokenizer_files = start.tokenizer_files
@@ -80,6 +81,8 @@ class Saver:
                 self.logger.flush()
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
+            if self.mirror is not None:
+                self.mirror.offer()
         except (OSError, RuntimeError, MemoryError, GPT2LabError):
             return False  # the first error is the one to report
         finally:
@@ -87,6 +90,18 @@ class Saver:
                 opened.close()
         self._report(state, "emergency", [label], time.monotonic() - began)
         return True
+
+    def report_mirror(self, step: int) -> None:
+        """Pass on what the mirror has to say: to status.json, and a warning of each kind of error."""
+        if self.mirror is None or self.folder is None or (news := self.mirror.news()) is None:
+            return
+        report, warnings = news
+        for warning in warnings:
+            self.logger.warn(warning, step)
+        try:
+            self.folder.add_to_status(mirror=report.to_dict())
+        except OSError as error:
+            self.logger.warn(f"status.json: {error.strerror}", step)
 
     def complete(self, state: TrainState, labels: list[str], *, is_recorded: bool) -> None:
         """Give the checkpoint resumed from the labels and the event that it lacks after a kill between them."""
@@ -157,10 +172,11 @@ class Saver:
         self.label(state.step, labels)
         faultpoint("checkpoint.after_label", state.step)
         self._report(state, kind, labels, time.monotonic() - began)
+        if self.mirror is not None:
+            self.mirror.offer()
         try:
-            if (
-                is_flushed and self.signals.level < 2
-            ):  # asked twice: the disk can be tidied by the next start
+            # Asked twice: the disk can be tidied by the next start.
+            if is_flushed and self.signals.level < 2:
                 self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:

@@ -38,7 +38,7 @@ class Signals:
         self.number = 0  # the signal that asked last
         self.wants_save = False
         self._committing = False
-        self._last = -ONE_WISH_SECONDS  # when it was asked last, on the monotonic clock
+        self.asked_at = -ONE_WISH_SECONDS  # when, last, on the monotonic clock
         self._ears, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         self._handlers = {  # the thread acts
@@ -61,9 +61,9 @@ class Signals:
         if number not in STOP_SIGNALS:
             return
         now = time.monotonic()
-        if now - self._last < ONE_WISH_SECONDS:
+        if now - self.asked_at < ONE_WISH_SECONDS:
             return
-        self._last = now
+        self.asked_at = now
         self.level, self.number = self.level + 1, number
         if self.level >= GIVE_UP_AFTER:
             until = time.monotonic() + COMMIT_SECONDS

@@ -116,6 +116,7 @@ class Trainer:
             self.heartbeat.enter("training", self.state.step + 1)
             if not self.step(batch):
                 return "rewind"
+            self.saver.report_mirror(self.state.step)
             self.check_drift_if_due()
             self.state = dataclasses.replace(self.state, due=self.due_after_step())
             self.measure()

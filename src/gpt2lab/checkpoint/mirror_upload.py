@@ -1,0 +1,186 @@
+"""The thread that brings a mirror up to date with a run's folder. Training neither waits for it nor ends by it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.checkpoint.mirror import Mirror, copy_name
+from gpt2lab.errors import first_line
+
+STALL_SECONDS = 120.0  # no byte until the next save: the thread is given up, another takes over
+_MOST_STALLED = 10  # threads of one start; then the store is left alone until the next start
+
+
+class _GivenUpError(Exception):
+    """Another thread has taken this one's place."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far the mirror is: what status.json says of it."""
+
+    url: str
+    step: int | None  # of the newest complete copy
+    newest: int | None  # of the newest checkpoint of the run
+    error: str | None  # of the last try; None if it worked
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return dict(self.__dict__)
+
+
+class Uploader:
+    """Copies the newest checkpoint, then those with labels, after every save; a failure waits for the next save."""
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        run_dir: Path,
+        *,
+        keep: int,
+        keep_emergency: int,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        self._mirror, self._run_dir = mirror, run_dir
+        self._keep, self._keep_emergency = keep, keep_emergency
+        self._stall_seconds = stall_seconds
+        self._changed = threading.Condition()
+        self._asked = self._done = 0  # saves that were announced, and dealt with
+        self._moved = time.monotonic()  # when a byte moved last
+        self._report = Report(mirror.url, None, None, None)
+        self._stalled = 0
+        self._told: set[str] = set()  # kinds of errors
+        self._warnings: list[str] = []
+        self._is_news = False
+        self._start()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread: threading.Thread | None = thread
+        thread.start()
+
+    # -- the trainer's side --------------------------------------------------------------------------------------
+
+    def offer(self) -> None:
+        """Say that a checkpoint was committed; returns at once."""
+        with self._changed:
+            still = self._still()
+            if self._asked > self._done and still >= self._stall_seconds:
+                problem = TimeoutError(f"no byte moved for {still:.0f} s; tried again")
+                self._fail(problem)
+                self._stalled += 1
+                if self._stalled <= _MOST_STALLED:
+                    self._start()
+                self._moved = time.monotonic()
+            if self._asked == self._done:
+                self._moved = time.monotonic()
+            self._asked += 1
+            self._changed.notify_all()
+
+    def news(self) -> tuple[Report, list[str]] | None:
+        """Return the state and the warnings since the last call, None if nothing has changed."""
+        with self._changed:
+            if not self._is_news:
+                return None
+            warnings, self._warnings, self._is_news = self._warnings, [], False
+            return self._report, warnings
+
+    def finish(self, may_wait: Callable[[], bool]) -> None:
+        """Wait until the newest checkpoint has arrived, or failed to, while `may_wait`; then end the thread."""
+        if self._report.error is not None:
+            self.offer()
+        with self._changed:
+            while self._asked > self._done and may_wait() and self._still() < self._stall_seconds:
+                self._changed.wait(0.05)
+            if self._asked > self._done:
+                self._fail(TimeoutError("the process ended before the copy was complete"))
+            self._thread = None  # whoever copies still is given up
+            self._changed.notify_all()
+
+    def _still(self) -> float:
+        return time.monotonic() - self._moved
+
+    # -- the thread's side ---------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked > self._done or self._is_given_up())
+                if self._is_given_up():
+                    return
+                asked = self._asked
+            error: Exception | None = None
+            try:
+                self._bring_up_to_date()
+            except _GivenUpError:
+                return
+            except Exception as problem:  # of any kind: a file system's own, the network's, ours
+                error = problem
+            with self._changed:
+                if self._is_given_up():
+                    return
+                self._done = asked
+                if error is not None:
+                    self._fail(error)
+                self._changed.notify_all()
+
+    def _is_given_up(self) -> bool:
+        return threading.current_thread() is not self._thread
+
+    def _tick(self) -> None:
+        if self._is_given_up():
+            raise _GivenUpError
+        self._moved = time.monotonic()
+
+    def _bring_up_to_date(self) -> None:
+        while (info := self._next()) is not None:
+            try:
+                self._mirror.put(info.path, info.manifest, self._tick)
+            except FileNotFoundError:
+                if info.path.is_dir():
+                    raise
+                continue  # retired meanwhile: there is a newer one
+            self._tick()
+            self._mirror.retire(
+                catalog.read_labels(self._run_dir),
+                keep=self._keep,
+                keep_emergency=self._keep_emergency,
+            )
+
+    def _next(self) -> CheckpointInfo | None:
+        """Return what to copy next: the newest checkpoint, then those with labels; None if all are there."""
+        infos, _ = catalog.list_checkpoints(self._run_dir)
+        with self._changed:
+            self._report = replace(self._report, newest=infos[-1].step if infos else None)
+        copies, _ = self._mirror.look()
+        self._tick()
+        there = {copy.name for copy in copies}
+        has_newest = bool(infos) and copy_name(infos[-1].manifest) in there
+        with self._changed:
+            before = self._report
+            error = before.error if not has_newest else None
+            step = copies[0].step if copies else None
+            self._report = replace(before, step=step, error=error)
+            self._is_news = True
+        wanted = [*infos[-1:], *(info for info in infos[-2::-1] if catalog.is_labelled(info))]
+        return next((info for info in wanted if copy_name(info.manifest) not in there), None)
+
+    def _fail(self, error: Exception) -> None:
+        """Note an error; the first of its kind is a warning."""
+        with self._changed:
+            said, kind = first_line(error), type(error).__name__
+            self._report = replace(self._report, error=f"{kind}: {said}")
+            self._is_news = True
+            if kind not in self._told:
+                self._told.add(kind)
+                self._warnings.append(
+                    f"{self._report.url}: checkpoint not copied ({kind}: {said}); training goes on, "
+                    f"the next save or start tries again"
+                )

@@ -1,0 +1,228 @@
+"""Runs whose checkpoints go to a real S3 server, moto's, on this machine, and come back on another one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from tiny import TRAIN_SHARDS, VAL_SHARDS, write_shards
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+
+
+class Store:
+    """A bucket of a server, and runs named `run` whose checkpoints go there."""
+
+    def __init__(self, server: Any, data: Path, folder: Path) -> None:
+        import boto3
+
+        host, port = server.get_host_and_port()
+        self.data, self.folder = data, folder
+        self.env = {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        self.s3 = boto3.client(
+            "s3",
+            endpoint_url=self.env["AWS_ENDPOINT_URL"],
+            aws_access_key_id="key",
+            aws_secret_access_key="secret",
+            region_name="us-east-1",
+        )
+        self.bucket = f"bucket-{uuid.uuid4().hex}"  # all servers of a process share moto's state
+        self.s3.create_bucket(Bucket=self.bucket)
+
+    def run(
+        self, machine: str, *more: str, world: int = 1, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Start the run on a machine: in a folder of its own."""
+        return launch.train(
+            [
+                *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16"),
+                *("--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2"),
+                *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320"),
+                *(f"--data_dir={self.data}", "--run_name=run", f"--max_steps={STEPS}"),
+                *("--checkpoint_freq=5", "--eval_freq=10", "--sample_freq=0"),
+                *(f"--checkpoint_dir={self.folder / machine}", "--resume=auto"),
+                *(f"--checkpoint_mirror=s3://{self.bucket}/models", *more),
+            ],
+            world=world,
+            **self.env,
+            **env,
+        )
+
+    def stop_after(self, machine: str, *steps: int) -> None:
+        """Start it once for each step; the end waits for the copy of its last one."""
+        for step in steps:
+            done = self.run(machine, f"--stop_after_steps={step}")
+            assert done.returncode == 0, done.stderr
+            assert step in self.complete(), done.stdout
+
+    def path(self, machine: str) -> Path:
+        return self.folder / machine / "run"
+
+    def list_keys(self) -> list[str]:
+        found = self.s3.list_objects_v2(Bucket=self.bucket).get("Contents", [])
+        return [entry["Key"] for entry in found]
+
+    def complete(self) -> list[int]:
+        """Return the steps that have a manifest there."""
+        ends = "/manifest.json"
+        return sorted(
+            int(key.split("step_")[1][:8]) for key in self.list_keys() if key.endswith(ends)
+        )
+
+    def assert_equals(self, machine: str, reference: Path) -> None:
+        """The last machine's log is that of the whole run: every loss, and the final weights, have the same bits."""
+        path = self.path(machine)
+        assert launch.losses(path) == launch.losses(reference)
+        hashes = [launch.parameter_hash(run, STEPS) for run in (path, reference)]
+        assert hashes[0] == hashes[1]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("s3") / "tiny", train=TRAIN_SHARDS, val=VAL_SHARDS)
+
+
+@pytest.fixture
+def store(data: Path, tmp_path: Path) -> Iterator[Store]:
+    pytest.importorskip("s3fs", reason="s3fs is not installed (requirements-dev.txt)")
+    pytest.importorskip("moto.server", reason="moto is not installed (requirements-dev.txt)")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield Store(server, data, tmp_path)
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of all steps that had no mirror and never ended early."""
+    folder = tmp_path_factory.mktemp("straight")
+    store = Store.__new__(Store)
+    store.data, store.folder, store.env, store.bucket = data, folder, {}, "none"
+    done = store.run("one", "--checkpoint_mirror=None")
+    assert done.returncode == 0, done.stderr
+    return store.path("one")
+
+
+def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(
+    store: Store, reference: Path
+) -> None:
+    store.stop_after("a", 5)
+    killed = store.run(
+        "a", "--stop_after_steps=10", FAULT="mirror.upload.optim.safetensors:kill9@10"
+    )
+    assert killed.returncode == -9
+    assert store.complete() == [5], "the copy of step 10 has no manifest"
+    for point in ("download.optim.safetensors", "before_rename"):
+        killed = store.run("b", FAULT=f"mirror.{point}:kill9@5")
+        assert killed.returncode == -9
+        assert "fetching step 5" in killed.stdout
+        assert not list(store.path("b").glob("step_*"))
+    killed = store.run("b", "--stop_after_steps=15", FAULT="mirror.upload.manifest.json:kill9@15")
+    assert killed.returncode == -9
+    newest = store.complete()[-1]
+    assert newest in (5, 10), "whether step 10 was skipped is a matter of time"
+    done = store.run("c")
+    assert done.returncode == 0, done.stderr
+    assert f"fetching step {newest}" in done.stdout
+    status = json.loads((store.path("c") / "status.json").read_text())
+    assert status["mirror"] == {
+        "url": f"s3://{store.bucket}/models/run",
+        "step": STEPS,
+        "newest": STEPS,
+        "error": None,
+    }
+    assert not list(store.path("c").glob(".tmp-*"))
+    store.assert_equals("c", reference)
+
+
+def test_damaged_and_partial_copies_are_passed_over_with_a_warning(
+    store: Store, reference: Path
+) -> None:
+    store.stop_after("a", 5, 10, 15)
+    (fifteen,) = (key for key in store.list_keys() if "15-" in key and "model.safe" in key)
+    body = bytearray(store.s3.get_object(Bucket=store.bucket, Key=fifteen)["Body"].read())
+    body[-1] ^= 1
+    store.s3.put_object(Bucket=store.bucket, Key=fifteen, Body=bytes(body))
+    (ten,) = (key for key in store.list_keys() if "10-" in key and "manifest" in key)
+    store.s3.delete_object(Bucket=store.bucket, Key=ten)
+    done = store.run("b")
+    assert done.returncode == 0, done.stderr
+    assert [event["from_step"] for event in launch.events(store.path("b"), "resume")] == [5]
+    warnings = [event["message"] for event in launch.events(store.path("b"), "warning")]
+    assert any("passed over" in message and "sha256" in message for message in warnings), warnings
+    store.assert_equals("b", reference)
+
+
+def test_the_newer_of_mirror_and_folder_is_used(store: Store, reference: Path) -> None:
+    store.stop_after("a", 5)
+    store.stop_after("b", 10)
+    store.stop_after("a", 15)  # has 5, the mirror 10
+    assert [e["from_step"] for e in launch.events(store.path("a"), "resume")][-1] == 10
+    assert store.run("a", "--stop_after_steps=18", "--checkpoint_mirror=None").returncode == 0
+    done = store.run("a")  # has 18, the mirror 15
+    assert done.returncode == 0, done.stderr
+    assert [e["from_step"] for e in launch.events(store.path("a"), "resume")][-1] == 18
+    store.assert_equals("a", reference)
+
+
+def test_a_run_that_went_back_is_not_brought_forward_by_its_mirror(store: Store) -> None:
+    store.stop_after("a", 5, 10)
+    killed = store.run("a", "--resume=5", FAULT="step:kill9@7")
+    assert killed.returncode == -9
+    store.stop_after("a", 8)  # else 10 would be taken, which the run has left behind
+    assert [e["from_step"] for e in launch.events(store.path("a"), "resume")][-2:] == [5, 5]
+    store.run("b", "--stop_after_steps=9")
+    assert [e["from_step"] for e in launch.events(store.path("b"), "resume")][-1:] == [8]
+
+
+def test_two_ranks_resume_on_a_new_machine(store: Store, reference: Path) -> None:
+    assert store.run("a", "--stop_after_steps=10", world=2).returncode == 0
+    done = store.run("b", world=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fetching step 10") == 1
+    straight = store.run("c", "--checkpoint_mirror=None", world=2)
+    assert straight.returncode == 0
+    store.assert_equals("b", store.path("c"))
+
+
+def test_wrong_credentials_a_lost_bucket_and_a_dead_server_never_stop_training(
+    store: Store, reference: Path
+) -> None:
+    store.stop_after("a", 5)
+    for key in store.list_keys():
+        store.s3.delete_object(Bucket=store.bucket, Key=key)
+    store.s3.delete_bucket(Bucket=store.bucket)
+    lost = store.run("x")
+    assert lost.returncode == 2
+    assert lost.stderr.splitlines()[-1].startswith("error: checkpoint_mirror s3://")
+    assert f"there is no {store.bucket}" in lost.stderr
+    assert not store.path("x").exists()
+    store.env["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # nobody listens there
+    fresh = store.run("x")
+    assert fresh.returncode == 2
+    assert "cannot be read" in fresh.stderr
+    assert not store.path("x").exists()
+    done = store.run("a")
+    assert done.returncode == 0, done.stderr
+    warnings = [event["message"] for event in launch.events(store.path("a"), "warning")]
+    assert sum("checkpoint not copied" in message for message in warnings) == 1, warnings
+    status = json.loads((store.path("a") / "status.json").read_text())
+    assert (status["state"], status["mirror"]["step"]) == ("completed", None)
+    assert status["mirror"]["error"]
+    store.assert_equals("a", reference)
