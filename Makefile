@@ -155,10 +155,10 @@ soak: $(VENV)/.installed-dev  ## disturb one run at random for MINUTES=10, and c
 	MINUTES=$(MINUTES) $(PY) -m pytest tests/faults/test_soak.py -m fault -s $(ARGS)
 
 syscall-sweep: $(VENV)/.installed-dev  ## let every system call on a run's folder fail, one run each (SEED=n)
-	CASES=all $(PY) -m pytest tests/faults/test_disk.py -m fault -s -k row_48 $(ARGS)
+	CASES=all $(PY) -m pytest tests/faults/test_failing_calls.py -m fault -s -k row_46 $(ARGS)
 
 power-cut-replay: $(VENV)/.installed-dev  ## cut the power at every system call on a run's folder (SEED=n)
-	CASES=all $(PY) -m pytest tests/faults/test_disk.py -m fault -s -k row_49 $(ARGS)
+	CASES=all $(PY) -m pytest tests/faults/test_failing_calls.py -m fault -s -k row_47 $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## check layout, style and types
 	$(VENV)/bin/ruff format --check .

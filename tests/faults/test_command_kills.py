@@ -1,4 +1,4 @@
-"""Row 46: every command that writes is killed in the middle, at each of its calls, and repeated."""
+"""Row 40: every command that writes is killed in the middle, at each of its calls, and repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 50: the kernel kills a rank because its control group is out of memory."""
+"""Row 44: the kernel kills a rank because its control group is out of memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def small_group() -> Iterator[Path]:
             group.rmdir()
 
 
-def test_row_50_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
+def test_row_44_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
     run: FaultRun, reference: Callable[[int], FaultRun], small_group: Path, tmp_path: Path
 ) -> None:
     """The other rank saves the step and ends, and run_until_done.sh goes on from there by itself."""

@@ -85,7 +85,7 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun
     assert marks.read_text() == "start\n"
 
 
-def test_row_47_run_until_done_begins_nothing_anew_that_somebody_moved_away(
+def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(
     run: FaultRun,
 ) -> None:
     """The launcher says 1 for it, as for a crash that a restart would cure."""
@@ -104,7 +104,7 @@ def test_row_47_run_until_done_begins_nothing_anew_that_somebody_moved_away(
     assert [event["from_step"] for event in run.events("resume")] == [max(5, min(run.saved()))]
 
 
-def test_row_47_run_until_done_begins_nothing_anew_that_went_between_two_starts(
+def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
     run: FaultRun,
 ) -> None:
     marks, away = run.folder / "starts", run.folder / "away"

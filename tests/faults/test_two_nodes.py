@@ -137,7 +137,7 @@ def send(run: FaultRun, number: signal.Signals, node: subprocess.Popen[str], wor
     os.kill(worker, number)
 
 
-def test_row_51_a_node_that_freezes_is_named_and_waited_for(
+def test_row_45_a_node_that_freezes_is_named_and_waited_for(
     run: FaultRun, reference: Callable[[int], FaultRun]
 ) -> None:
     """The other one ends its hang and starts again; once the frozen one moves, both go on by themselves."""
@@ -156,7 +156,7 @@ def test_row_51_a_node_that_freezes_is_named_and_waited_for(
     run.assert_equals(reference(2))
 
 
-def test_row_51_a_slow_node_is_named_and_one_that_reboots_is_waited_for(
+def test_row_45_a_slow_node_is_named_and_one_that_reboots_is_waited_for(
     run: FaultRun, reference: Callable[[int], FaultRun], tmp_path: Path
 ) -> None:
     """All its processes are gone at once, and come back later with the same command line; the other one never left."""

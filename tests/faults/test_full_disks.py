@@ -1,4 +1,4 @@
-"""Rows 48 and 49: the disk of a run becomes read-only, or full, while it trains; a file system of its own plays it."""
+"""Rows 42 and 43: the disk of a run becomes read-only, or full, while it trains; a file system of its own plays it."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Full:
 
 
 FAULTS = [
-    pytest.param(ReadOnly, "Read-only file system", id="row_48_read_only"),
-    pytest.param(Full, "free on its disk", id="row_49_full"),
+    pytest.param(ReadOnly, "Read-only file system", id="row_42_read_only"),
+    pytest.param(Full, "free on its disk", id="row_43_full"),
 ]
 
 
