@@ -1,4 +1,4 @@
-"""Rows 48 and 49: calls of the disk that fail, and power cuts. A sample; `make syscall-sweep power-cut-replay` for all.
+"""Rows 46 and 47: calls of the disk that fail, and power cuts. A sample; `make syscall-sweep power-cut-replay` for all.
 
 `CASES=200 SEED=7 pytest THIS_FILE -m fault -s` draws other ones.
 """

@@ -1,4 +1,4 @@
-"""Rows 48 and 49: what is on the disk before something else, and what a call that fails leaves.
+"""Rows 46 and 47: what is on the disk before something else, and what a call that fails leaves.
 
 tests/faults/power_cut.py and syscall_sweep.py found what each of these tests holds.
 """
