@@ -21,6 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gpt2lab.errors import GPT2LabError
+from gpt2lab.files import COUNT, NUMBER, STRING, JsonFile
+
 FOLDER = "heartbeat"
 EXIT_CODE = 78
 _BEAT_SECONDS = 2.0
@@ -29,6 +32,11 @@ _SLOWER = 10  # a phase is given this many times the longest that it has taken
 
 # In the order of a step: who is furthest behind is the one that the others wait for.
 PHASES = ("reading data", "agreeing", "training", "comparing weights", "measuring", "saving")
+_BEAT = {
+    **dict.fromkeys(("rank", "step"), COUNT),
+    **dict.fromkeys(("host", "phase"), STRING),
+    **dict.fromkeys(("seconds", "time"), NUMBER),
+}
 
 
 class Heartbeat:
@@ -39,11 +47,12 @@ class Heartbeat:
         run_dir: Path,
         *,
         rank: int,
+        world_size: int,
         hang_seconds: float,
         tell: Callable[[str], None] = lambda report: None,
     ) -> None:
         """`hang_seconds` 0: no watch. `tell` receives the report before the process ends."""
-        self._folder, self._rank = run_dir / FOLDER, rank
+        self._folder, self._rank, self._world_size = run_dir / FOLDER, rank, world_size
         self._hang_seconds, self._tell = hang_seconds, tell
         self._pause = min(_BEAT_SECONDS, hang_seconds / 4)
         # One object each, so that no thread sees one phase with another's age.
@@ -124,9 +133,12 @@ class Heartbeat:
     def report(self) -> str:
         """Name the ranks that the others wait for: silent ones, else those furthest behind."""
         beats: list[dict[str, Any]] = []
-        for path in sorted(self._folder.glob("rank_*.json")):
-            with suppress(OSError, ValueError):
-                beats.append(json.loads(path.read_text()))
+        for rank in range(self._world_size):  # an earlier start may have had more
+            file = JsonFile(self._path(rank), GPT2LabError)
+            with suppress(GPT2LabError):
+                beat = file.read()
+                file.check(beat, _BEAT)
+                beats.append(beat)
         silent = [beat for beat in beats if time.time() - beat["time"] > 2 * self._pause + 0.5]
         behind = min(map(_place, beats), default=None)
         blamed = silent or [beat for beat in beats if _place(beat) == behind]

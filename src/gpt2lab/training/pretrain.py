@@ -243,6 +243,7 @@ def _train(
     heartbeat = Heartbeat(
         start.run_dir,
         rank=runtime.rank,
+        world_size=runtime.world_size,
         hang_seconds=config.system.hang_seconds,
         tell=lambda report: _record_hang(report, folder, logger),
     )

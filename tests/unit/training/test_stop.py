@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.training.control import Control, Request
-from gpt2lab.training.heartbeat import Heartbeat
+from gpt2lab.training.heartbeat import FOLDER, Heartbeat
 from gpt2lab.training.stop import (
     Signals,
     find_deadlines,
@@ -93,7 +94,7 @@ def test_a_phase_is_judged_by_its_own_limit_though_it_ends_meanwhile(tmp_path: P
     """Its state is written to a disk that may be slow; the next phase's limit once ended a run that went well."""
     code = (
         "from pathlib import Path\nfrom gpt2lab.training.heartbeat import Heartbeat\n"
-        f"beats = Heartbeat(Path({str(tmp_path)!r}), rank=0, hang_seconds=0.4)\n"
+        f"beats = Heartbeat(Path({str(tmp_path)!r}), rank=0, world_size=1, hang_seconds=0.4)\n"
         "beats.enter('agreeing', 1); beats.enter('training', 1)\n"  # for the first time: thrice as long
         "write = beats._write\n"
         "def write_slowly(*told):\n"
@@ -110,7 +111,7 @@ def test_a_stopped_process_has_not_hung_and_still_sees_a_hang(tmp_path: Path) ->
     """Ctrl+Z and fg once ended a healthy run; nor may the pause become what a phase is allowed to last."""
     code = (
         "import subprocess\nfrom pathlib import Path\nfrom gpt2lab.training.heartbeat import Heartbeat\n"
-        f"beats = Heartbeat(Path({str(tmp_path)!r}), rank=0, hang_seconds=0.8)\n"
+        f"beats = Heartbeat(Path({str(tmp_path)!r}), rank=0, world_size=1, hang_seconds=0.8)\n"
         "beats.enter('training', 1); beats.enter('agreeing', 2); beats.enter('training', 2)\n"
         "fg = subprocess.Popen(['sh', '-c', f'sleep 3; kill -CONT {me}'])\n"
         "time.sleep(0.1); os.kill(me, signal.SIGSTOP)\n"
@@ -122,6 +123,24 @@ def test_a_stopped_process_has_not_hung_and_still_sees_a_hang(tmp_path: Path) ->
     done = ends_as(code)
     assert (done.returncode, done.stdout) == (78, "alive True\n"), done.stderr
     assert "hangs in saving of step 3" in done.stderr
+
+
+def test_a_hang_blames_no_rank_of_an_earlier_start_and_reads_no_damaged_file(
+    tmp_path: Path,
+) -> None:
+    """Rank 7 was killed when the run had eight; that rank is long gone when one of two hangs."""
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    beat = {"rank": 0, "host": "a", "step": 5, "phase": "saving", "seconds": 9, "time": 1e12}
+    (folder / "rank_0000.json").write_text(json.dumps(beat))
+    (folder / "rank_0007.json").write_text(json.dumps({**beat, "rank": 7, "step": 1, "time": 0}))
+    report = Heartbeat(tmp_path, rank=0, world_size=2, hang_seconds=0).report()
+    assert (
+        "all wait for: rank 0 on a saving of step 5 for 9 s;" in report and "rank 7" not in report
+    )
+    for damaged in ("[]", "{", json.dumps({**beat, "time": "now"})):
+        (folder / "rank_0001.json").write_text(damaged)
+        assert Heartbeat(tmp_path, rank=0, world_size=2, hang_seconds=0).report() == report
 
 
 @pytest.fixture
@@ -205,7 +224,7 @@ def control(signals: Signals, run_dir: Path, every: float = 0.0, **deadlines: fl
         run_dir=run_dir,
         deadlines=deadlines,
         save_every_seconds=every,
-        heartbeat=Heartbeat(run_dir, rank=0, hang_seconds=0),
+        heartbeat=Heartbeat(run_dir, rank=0, world_size=1, hang_seconds=0),
     )
     made._last_look -= 10
     return made
