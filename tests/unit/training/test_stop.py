@@ -135,9 +135,8 @@ def test_a_hang_blames_no_rank_of_an_earlier_start_and_reads_no_damaged_file(
     (folder / "rank_0000.json").write_text(json.dumps(beat))
     (folder / "rank_0007.json").write_text(json.dumps({**beat, "rank": 7, "step": 1, "time": 0}))
     report = Heartbeat(tmp_path, rank=0, world_size=2, hang_seconds=0).report()
-    assert (
-        "all wait for: rank 0 on a saving of step 5 for 9 s;" in report and "rank 7" not in report
-    )
+    assert "all wait for: rank 0 on a saving of step 5 for 9 s;" in report
+    assert "rank 7" not in report
     for damaged in ("[]", "{", json.dumps({**beat, "time": "now"})):
         (folder / "rank_0001.json").write_text(damaged)
         assert Heartbeat(tmp_path, rank=0, world_size=2, hang_seconds=0).report() == report
