@@ -243,9 +243,12 @@ def all_states(scene: str, log: Log, dice: random.Random) -> Iterator[State]:
     for end in range(len(log.ops) + 1):
         committed = log.committed(end)
         for how, tree in states_after(log, end, dice):
-            digest = hashlib.sha256(repr(sorted(tree.items())).encode()).digest()
-            if (digest, committed) not in seen:
-                seen.add((digest, committed))
+            digest = hashlib.sha256()
+            for path, data in sorted(tree.items()):
+                size = None if data is None else len(data)
+                digest.update(f"{path}\0{size}\0".encode() + (data or b""))
+            if (key := (digest.digest(), committed)) not in seen:
+                seen.add(key)
                 tree = {path: contents.setdefault(data, data) for path, data in tree.items()}
                 yield State(scene, end, how, committed, tree)
 

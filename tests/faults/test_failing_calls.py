@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(disk.compiler() is None, reason="no C compiler `cc` to build disk_shim.c"),
 ]
 
-CASES = os.environ.get("CASES", "40")  # or `all`
+CASES = os.environ.get("CASES", "30")  # or `all`
 SEED = os.environ.get("SEED", "1337")
 SECONDS = 3 * 3600 if CASES == "all" else 300 + 10 * int(CASES)
 
