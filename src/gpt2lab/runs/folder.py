@@ -40,7 +40,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             # A power cut that spares a checkpoint must spare the way to it.
             for folder in {path, *new}:
-                sync_folder(folder.parent)
+                with contextlib.suppress(PermissionError):  # it may be another user's
+                    sync_folder(folder.parent)
             self._lock: IO[str] = open(path / "run.lock", "a+")  # noqa: SIM115 - held until the process ends
         except OSError as error:
             raise ConfigError(
