@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2lab.config.schema import RecipeName
+from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gpt2lab.config.command_line import Command
     from gpt2lab.training.recipe import Recipe
+
+
+# Settings that the data or the place decide, where nobody typed them: the file serves elsewhere too.
+_OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_dir"})
 
 
 def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
@@ -27,6 +34,8 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
             verify=command.verbs.verify,
         )
     recipe = recipe_named(recipe_name)
+    if command.verbs.save_config is not None:
+        return _save_config(command, recipe, command.verbs.save_config)
     if command.verbs.dry_run:
         from gpt2lab.commands.dry_run import print_plan
 
@@ -50,6 +59,24 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     from gpt2lab.training.pretrain import pretrain
 
     pretrain(command, recipe=recipe, start=start, began=process_began())
+    return 0
+
+
+def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
+    """Write the settings of a fresh start to a file, and say how to start with it."""
+    from gpt2lab import fmt, paths
+    from gpt2lab.config.settings import find_problems
+    from gpt2lab.config.settings_file import PROGRAMS, write_file
+    from gpt2lab.training.resolve import fresh_settings
+
+    config, _ = fresh_settings(command, recipe)
+    if problems := find_problems(config):
+        raise ConfigError("; ".join(problems))
+    path = paths.from_working_directory(out)
+    if os.environ.get("RANK", "0") == "0":
+        write_file(path, config, leave_out=_OF_THE_PLACE - command.typed)
+        words = ["python", PROGRAMS[command.recipe], "--config", paths.for_people(path)]
+        print(f"{paths.for_people(path)}: train with {fmt.command_line(words)}")
     return 0
 
 
