@@ -1,7 +1,7 @@
 r"""Chat with a fine-tuned run, checkpoint or export, line by line; also from a pipe.
 
-python scripts/chat.py my_tuned_run
-printf 'Hello!\nWho are you?\n' | python scripts/chat.py my_tuned_run --temperature 0
+gpt2lab chat my_tuned_run
+printf 'Hello!\nWho are you?\n' | gpt2lab chat my_tuned_run --temperature 0
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Predict a run before it starts: time, memory, cost, loss; or tell how long the newest run still takes.
 
-python scripts/estimate_time.py
-python scripts/estimate_time.py --gpu H100 --gpus 8 --model gpt2 --tokens 10B
-python scripts/estimate_time.py --measure --deadline 12h
+gpt2lab estimate
+gpt2lab estimate --gpu H100 --gpus 8 --model gpt2 --tokens 10B
+gpt2lab estimate --measure --deadline 12h
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
 
 DOES_NOT_FIT = 3
+_COMMON = (  # flags of the short help
+    *("run_name", "model", "gpu", "gpus", "tokens", "steps", "epochs", "data_dir", "deadline"),
+    *("mini_batch_size", "measure", "compare", "explain", "list_gpus", "json", "checkpoint_dir"),
+)
 _EVENT_SHARE = 0.05  # of the time, from which a hint names a longer evaluation interval
 _WANTED_SHARE = 0.02  # of the time that evaluations take with it
 
 
 def main(argv: list[str]) -> int:
     """Answer the question on the command line."""
-    return answer(run_tyro(Ask, argv))
+    return answer(run_tyro(Ask, argv, about=__doc__, common=_COMMON))
 
 
 def answer(ask: Ask) -> int:

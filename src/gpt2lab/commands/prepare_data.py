@@ -1,9 +1,9 @@
 """Tokenize text into the shards that the trainer reads.
 
-python scripts/prepare_data.py python-stdlib
-python scripts/prepare_data.py fineweb-edu
-python scripts/prepare_data.py my_texts/ --out data/my_texts
-python scripts/prepare_data.py my_texts/ --out data/my_texts_32k --tokenizer data/tokenizers/code_32k
+gpt2lab prepare python-stdlib
+gpt2lab prepare fineweb-edu
+gpt2lab prepare my_texts/ --out data/my_texts
+gpt2lab prepare my_texts/ --out data/my_texts_32k --tokenizer data/tokenizers/code_32k
 """
 
 import re
@@ -60,11 +60,17 @@ class PrepareData:
     skip_bad: bool = option(False, "leave out and count records that cannot be read")
 
 
+_COMMON = (  # flags of the short help
+    *("source", "out", "max_tokens", "val_tokens", "tokenizer", "text_column", "subset"),
+    *("num_workers", "skip_bad"),
+)
+
+
 def main(argv: list[str]) -> int:
     """Prepare one source and print what was written; SIGTERM, of a job's end, is taken as Ctrl+C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _prepare(run_tyro(PrepareData, argv))
+        return _prepare(run_tyro(PrepareData, argv, common=_COMMON))
     finally:
         signal.signal(signal.SIGTERM, before)
 

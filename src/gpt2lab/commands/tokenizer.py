@@ -1,7 +1,7 @@
 """Learn a tokenizer from text, and show what one makes of text.
 
-python scripts/tokenizer.py train python-stdlib --vocab_size 4096 --out data/tokenizers/stdlib_4k
-python scripts/tokenizer.py show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
+gpt2lab tokenizer train python-stdlib --vocab_size 4096 --out data/tokenizers/stdlib_4k
+gpt2lab tokenizer show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
 """
 
 import os
@@ -143,7 +143,7 @@ Command = Train | Show  # tyro's verbs are the names in lower case
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about="Learn a tokenizer from text, and show one.")
+    verb: Command = run_tyro(Command, argv, about=__doc__)
     return verb.execute()
 
 

@@ -10,7 +10,7 @@ from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gpt2lab.config.command_line import Command
+    from gpt2lab.config.command_line import Command, Page
     from gpt2lab.training.recipe import Recipe
 
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_dir"})
 
 
-def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
-    """Do what the command line says and return the exit code."""
+def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | None = None) -> int:
+    """Do what the command line says and return the exit code; `page`: whose help is shown."""
     from gpt2lab.config.command_line import parse
 
-    command = parse(argv, recipe_name)
+    command = parse(argv, recipe_name, page=page)
     if command.verbs.list_checkpoints:
         from gpt2lab.checkpoint.listing import print_checkpoints
 
@@ -42,13 +42,13 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
         return print_plan(command, recipe)
     # From here on torch is imported: seconds that the actions above do not owe.
     if command.verbs.preflight:
-        from gpt2lab.commands.preflight import preflight
+        from gpt2lab.commands.preflight import preflight as check
 
-        return preflight(command, recipe=recipe)
+        return check(command, recipe=recipe)
     if command.verbs.import_checkpoint is not None:
-        from gpt2lab.commands.import_checkpoint import import_checkpoint
+        from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
 
-        return import_checkpoint(command, command.verbs.import_checkpoint)
+        return take_over(command, command.verbs.import_checkpoint)
     from gpt2lab.planner.run_clock import process_began
     from gpt2lab.training.resolve import resolve_to_train
 
@@ -60,6 +60,26 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
 
     pretrain(command, recipe=recipe, start=start, began=process_began())
     return 0
+
+
+def finetune(argv: list[str]) -> int:
+    """Fine-tune."""
+    return main(argv, "finetune")
+
+
+def list_checkpoints(argv: list[str]) -> int:
+    """List the checkpoints."""
+    return main(["--list_checkpoints", *argv], page="list")
+
+
+def preflight(argv: list[str]) -> int:
+    """Check what a run will need."""
+    return main(["--preflight", *argv], page="preflight")
+
+
+def import_checkpoint(argv: list[str]) -> int:
+    """Take over the checkpoint of another program: FILE is the first word."""
+    return main(["--import_checkpoint", *argv], page="import")
 
 
 def _save_config(command: Command, recipe: Recipe, out: Path) -> int:

@@ -8,6 +8,7 @@ import difflib
 import io
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from gpt2lab import fmt, paths
+from gpt2lab.config import help_page
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import (
@@ -157,13 +159,59 @@ class _TuningFlags(_Flags):
     tuning: TuningConfig = field(default_factory=TuningConfig)
 
 
-_ABOUT = {
-    "pretrain": "Train GPT-2 on token shards.",
-    "finetune": """Fine-tune a model on conversations: python src/finetune.py --init_from RUN --instructions FILE.jsonl
+_SIZES = ("n_layer", "n_head", "n_embd", "context_length")
+_PLACE = ("run_name", "checkpoint_dir")
+Page = Literal["train", "finetune", "list", "preflight", "import"]
+# What the trainer is asked for: the head of its help, and the flags of its short page.
+_PAGES: dict[Page, tuple[str, tuple[str, ...]]] = {
+    "train": (
+        """Train a GPT on token shards, or continue a run.
 
-The defaults below are pretraining's. Here, where nothing is typed: num_epochs 3, 16 rows a step (4 for small models),
-a tenth of max_lr (half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and
-checkpoint_freq 50, keep_checkpoints 3, epoch_checkpoints off.""",
+gpt2lab train --model gpt2-nano --max_steps 200
+gpt2lab train --run_name my_run --resume latest
+torchrun --nproc_per_node=4 -m gpt2lab.train --model gpt2""",
+        (
+            *("model", "data_dir", "run_name", "resume", "config", "init_from", "dry_run"),
+            *("max_steps", "max_tokens", "num_epochs", "max_hours", "total_batch_size"),
+            *("mini_batch_size", "max_lr", *_SIZES, "eval_freq", "checkpoint_freq"),
+            *("use_tensorboard", "device", "checkpoint_dir"),
+        ),
+    ),
+    "finetune": (
+        """Fine-tune a model on conversations.
+
+gpt2lab finetune --init_from my_run --instructions demo --run_name tuned
+gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8
+
+Where nothing is typed, other than in the long help: num_epochs 3, 16 rows a step (4 for small models), a tenth of
+max_lr (half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and checkpoint_freq 50,
+keep_checkpoints 3, epoch_checkpoints off.""",
+        (
+            *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "lora_r"),
+            *("num_epochs", "max_steps", "max_lr", "mini_batch_size", "device", "checkpoint_dir"),
+        ),
+    ),
+    "list": (
+        """List the checkpoints of all runs, or of one; reads manifests only.
+
+gpt2lab list
+gpt2lab list --run_name my_run --verify""",
+        (*_PLACE, "verify", "json"),
+    ),
+    "preflight": (
+        """Check disk, memory, data, one small step and the network before a run, and answer GO or NO-GO.
+
+gpt2lab preflight --model gpt2
+torchrun --nproc_per_node=4 -m gpt2lab preflight --model gpt2 --run_name my_run""",
+        ("model", "data_dir", *_PLACE, "resume", "mini_batch_size", "device", "json"),
+    ),
+    "import": (
+        """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
+
+gpt2lab import ckpt.pt --run_name taken_over --data_dir data/my_texts
+gpt2lab import old/model.pt --trust --run_name old""",
+        ("trust", *_PLACE, "data_dir", "config", "max_steps"),
+    ),
 }
 _PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
 
@@ -210,14 +258,15 @@ def _on_top(given: dict[str, Any], base: Config) -> Config:
     return override(base, given)
 
 
-def parse(argv: list[str], recipe: RecipeName = "pretrain") -> Command:
-    """Parse the trainer's command line, or that of another recipe.
+def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None = None) -> Command:
+    """Parse the trainer's command line, or that of another recipe; `page`: whose help is shown, default the recipe's.
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
     words, finds_mini_batch = _take_auto(argv)
     target = _TuningFlags if recipe == "finetune" else _Flags
-    flags = run_tyro(target, words, default=target(), about=_ABOUT[recipe])
+    about, common = _PAGES[page or ("finetune" if recipe == "finetune" else "train")]
+    flags = run_tyro(target, words, default=target(), about=about, common=common)
     config = flags.config
     if isinstance(flags, _TuningFlags):
         config = dataclasses.replace(config, tuning=flags.tuning)
@@ -313,15 +362,20 @@ def run_tyro(
     *,
     default: Any = None,
     about: str | None = None,
+    common: Collection[str] = (),
     passed_on: list[str] | None = None,
 ) -> Any:
     """Let tyro fill the dataclass `target`, or one of a union of them, but report a mistake as one line.
 
-    `about` stands at the top of the help; default the docstring. Words that `target` does not know are appended to
-    `passed_on`, where that is given.
+    `about` stands at the top of the help; default the docstring of the target's module. `common`: the flags of the
+    short help, default all. Words that `target` does not know are appended to `passed_on`, where that is given.
 
     Raises: ConfigError; SystemExit(0) after printing help.
     """
+    if how := help_page.asked(argv):
+        about = about or sys.modules[target.__module__].__doc__ or ""
+        print(help_page.page(target, argv, about, everything=how == "long", common=common))
+        raise SystemExit(0)
     tyro._experimental_options["ansi_codes"] = False  # entry.py shows them as text
     complaints = io.StringIO()
     registry = ConstructorRegistry()
@@ -336,7 +390,6 @@ def run_tyro(
                 use_underscores=True,
                 config=(tyro.conf.OmitArgPrefixes,),
                 prog=Path(sys.argv[0]).name,
-                description=about or target.__doc__,
             )
     except SystemExit as exit:
         if exit.code in (0, None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -78,15 +79,15 @@ def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     words = [paths.program("python")]
     if world_size > 1:
         words = [paths.program("torchrun"), f"--nproc_per_node={world_size}"]
-    words += [paths.for_people(program_of(run_dir)), "--run_name", run_dir.name]
+    words += [paths.for_people(Path(word)) for word in paths.trainer(program_of(run_dir))]
+    words += ["--run_name", run_dir.name]
     words += ["--resume", "latest"]
-    if run_dir.parent != paths.REPOSITORY / "checkpoints":
+    if run_dir.parent != paths.runs_folder(None):
         words += ["--checkpoint_dir", paths.for_people(run_dir.parent)]
     return fmt.command_line(words)
 
 
-def program_of(run_dir: Path) -> Path:
-    """Return the program that began a run: src/train.py, or src/finetune.py if it has instructions."""
+def program_of(run_dir: Path) -> Literal["train", "finetune"]:
+    """Return the program that began a run: finetune if it has instructions."""
     settings = history.read_json(run_dir / "config.json") or {}  # not written yet
-    name = "train.py" if settings.get("instructions") is None else "finetune.py"
-    return paths.REPOSITORY / "src" / name
+    return "train" if settings.get("instructions") is None else "finetune"

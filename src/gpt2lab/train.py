@@ -1,0 +1,9 @@
+"""Entry point for torchrun where gpt2lab is installed: torchrun --nproc_per_node=4 -m gpt2lab.train ..."""
+
+import sys
+
+from gpt2lab.commands.entry import run
+from gpt2lab.commands.train import main
+
+if __name__ == "__main__":
+    sys.exit(run(main))
