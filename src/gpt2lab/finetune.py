@@ -7,3 +7,5 @@ from gpt2lab.commands.train import finetune
 
 if __name__ == "__main__":
     sys.exit(run(finetune))
+if __name__ != "__mp_main__":  # that of a process which multiprocessing starts
+    raise ImportError("an entry point for `python -m`; in Python call gpt2lab.train(...)")

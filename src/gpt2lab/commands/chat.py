@@ -24,7 +24,7 @@ HELP = "/reset clears the conversation, /quit ends"
 
 @dataclass(frozen=True)
 class Talk:
-    """Chat with a model that was fine-tuned with src/finetune.py: /reset clears the conversation, /quit ends."""
+    """Chat with a model that was fine-tuned with `gpt2lab finetune`: /reset clears the conversation, /quit ends."""
 
     target: Positional[str] = argument(TARGET)
     style: Style = option(Style(max_new_tokens=200, temperature=0.7), "how an answer is drawn")

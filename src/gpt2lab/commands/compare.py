@@ -20,7 +20,7 @@ class Compare:
     """Tell whether two evaluations differ by more than noise."""
 
     a: Positional[str] = argument(
-        "a run, a checkpoint, a folder of evaluate.py --save, or a results file"
+        "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file"
     )
     b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag"] | None = option(None, "compare this alone")

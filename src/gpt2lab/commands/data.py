@@ -139,7 +139,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Merge:
-    """Join the parts that prepare_data.py --part i/n wrote, in the order of their numbers."""
+    """Join the parts that `gpt2lab prepare --part i/n` wrote, in the order of their numbers."""
 
     out: Positional[Path] = argument("folder to create")
     parts: Positional[tuple[Path, ...]] = argument("all n parts, in any order")

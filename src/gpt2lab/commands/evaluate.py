@@ -63,7 +63,9 @@ class Evaluate:
     eval_generate: bool = option(
         False, "of a fine-tuned run: also let it answer what was held out, and compare (ROUGE-L)"
     )
-    save: Path | None = option(None, "folder to write results item by item to, for compare.py")
+    save: Path | None = option(
+        None, "folder to write results item by item to, for `gpt2lab compare`"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 

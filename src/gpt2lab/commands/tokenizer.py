@@ -41,7 +41,7 @@ class Train:
     val_tokens: int | None = option(
         None, "as you will give it to prepare_data.py: what that holds out is not learned from"
     )
-    max_tokens: int | None = option(None, "as you will give it to prepare_data.py")
+    max_tokens: int | None = option(None, "as you will give it to `gpt2lab prepare`")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(None, "subset of a Hugging Face dataset")
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
@@ -99,7 +99,9 @@ class Show:
     """Print size, end of text and hash of tokenizers, and the bytes of a text that a token holds."""
 
     tokenizers: Positional[tuple[str, ...]] = argument(TOKENIZER)
-    source: str | None = option(None, "text to count on, as prepare_data.py takes it; up to 10 MB")
+    source: str | None = option(
+        None, "text to count on, as `gpt2lab prepare` takes it; up to 10 MB"
+    )
     end_token: str | None = option(None, "end-of-text token, where the files do not say which")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
 

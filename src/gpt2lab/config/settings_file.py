@@ -38,18 +38,28 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
     """
     text = _read_text(path)
     values = _parse(path, text)
-    problems = [
-        _problem(name, text, _why_unknown(name, value))
-        for name, value in values.items()
-        if name not in LEAVES
-    ]
-    problems += [_problem(name, text, wrong) for name, wrong in wrong_types(values).items()]
-    if problems:
+    if problems := [_with_line(name, text, what) for name, what in _problems(values).items()]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
         del values["run_name"]
     unused = _of_other_recipe(recipe, path, values)
     return from_working_directory({n: value for n, value in values.items() if n not in unused})
+
+
+def read_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings that a program gives, as `read_file` does those of a file.
+
+    Raises: ConfigError naming every one that cannot be used.
+    """
+    plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+    if problems := _problems(plain):
+        raise ConfigError("; ".join(problems.values()))
+    return from_working_directory(plain)
+
+
+def _problems(values: dict[str, Any]) -> dict[str, str]:
+    unknown = {n: _why_unknown(n, value) for n, value in values.items() if n not in LEAVES}
+    return unknown | wrong_types(values)
 
 
 def _of_other_recipe(recipe: RecipeName, path: Path, values: dict[str, Any]) -> frozenset[str]:
@@ -101,7 +111,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _problem(name: str, text: str, what: str) -> str:
+def _with_line(name: str, text: str, what: str) -> str:
     """Write a problem with the line that the setting stands in."""
     pattern = rf'^[ \t{{,\[]*["\']?{re.escape(name)}["\']?[ \t]*[=:\]]'
     found = re.search(pattern, text, flags=re.M)

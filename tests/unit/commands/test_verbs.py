@@ -13,7 +13,7 @@ import pytest
 
 import launch
 from gpt2lab import __version__
-from gpt2lab.commands import verbs
+from gpt2lab.commands import entry, verbs
 from gpt2lab.commands.verbs import VERBS
 from gpt2lab.config import help_page
 from gpt2lab.errors import ConfigError
@@ -109,6 +109,23 @@ def test_help_shows_what_a_flag_takes() -> None:
     )
     assert re.search(r"--prompt TEXT ", text)
     assert re.search(r"--interactive  ", text)
+
+
+def test_an_error_names_programs_as_they_are_called_where_the_package_is_installed() -> None:
+    for message, installed in (
+        (
+            "with: python scripts/prepare_data.py python-stdlib",
+            "with: gpt2lab prepare python-stdlib",
+        ),
+        ("(scripts/status.py lists the runs)", "(gpt2lab status lists the runs)"),
+        ("it belongs to src/finetune.py", "it belongs to gpt2lab finetune"),
+        ("begun by src/train.py; continue", "begun by gpt2lab train; continue"),
+        ("/data/scripts/mine.py: no such folder", "/data/scripts/mine.py: no such folder"),
+    ):
+        assert entry.as_installed(message) == installed
+    for path in SOURCE.rglob("*.py"):
+        for name in re.findall(r"\bscripts/(\w+)\.py", path.read_text()):
+            assert "gpt2lab" in entry.as_installed(f"scripts/{name}.py"), path
 
 
 def test_an_unknown_verb_gets_the_nearest_known_one() -> None:
