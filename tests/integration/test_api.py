@@ -96,7 +96,7 @@ def test_what_an_api_call_cannot_mean_is_rejected(tmp_path: Path) -> None:
         (lambda: gpt2lab.train(n_layer="two"), "n_layer 'two' is not a whole number"),
         (lambda: gpt2lab.train(max_lr=float("nan")), "max_lr nan is not a number"),
         (lambda: gpt2lab.prepare("x", val_token=1), "prepare takes no val_token: did you mean"),
-        (lambda: gpt2lab.estimate(gpuz=2), "estimate takes no gpuz: did you mean gpus"),
+        (lambda: gpt2lab.estimate(gpuz=2), "estimate takes no gpuz: did you mean gpu"),
         (lambda: gpt2lab.open_run("none", checkpoint_dir=tmp_path), "no run of this name"),
     ):
         with pytest.raises(ConfigError, match=says):

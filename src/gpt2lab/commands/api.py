@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -215,7 +214,7 @@ def estimate(**flags: Any) -> dict[str, Any]:
     ask = Ask(**{name: _as_typed(name, value) for name, value in flags.items()})
     check(ask)
     document, _, _ = describe_job(ask, hardware.load())
-    return {name: None if value == math.inf else value for name, value in document.items()}
+    return document
 
 
 def _as_typed(name: str, value: Any) -> Any:
