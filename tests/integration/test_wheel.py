@@ -84,8 +84,12 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_p
     longer = ("--max_steps", "22", "--allow_change", "max_steps")
     command = gpt2lab("resume-command", "first", *longer)
     assert "-m gpt2lab.train" in command
-    run(["bash", "-c", command], folder, PATH=f"{installed}{os.pathsep}{os.environ['PATH']}")
-    assert max(steps(folder / "checkpoints" / "first")) == 22
+    plan = run(
+        ["bash", "-c", f"{command} --dry_run"],
+        folder,
+        PATH=f"{installed}{os.pathsep}{os.environ['PATH']}",
+    )
+    assert "resumes from   step 20 (2 to go)" in plan
     assert {path.name for path in folder.iterdir()} == {"data", "checkpoints"}
     after = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}
     assert after == before

@@ -60,7 +60,8 @@ def describe_run(run_dir: Path) -> str:
         words = [paths.program("tensorboard"), "--logdir", paths.for_people(run_dir.parent)]
         lines.append(f"  look at it        {fmt.command_line(words)}")
     else:
-        lines.append("  look at it        train with --use_tensorboard, then: make tensorboard")
+        then = "make tensorboard" if paths.IS_CHECKOUT else "gpt2lab tensorboard"
+        lines.append(f"  look at it        train with --use_tensorboard, then: {then}")
     return "\n".join(lines)
 
 
