@@ -59,6 +59,7 @@ $(VENV)/.installed: requirements.txt
 		{ echo "error: $(PYTHON) is older than 3.10; make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(call install,requirements.txt)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed

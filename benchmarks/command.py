@@ -1,12 +1,12 @@
 """Measure this machine, side by side with other ways of doing the same. One verb per measurement.
 
-python scripts/benchmark.py data
-python scripts/benchmark.py hellaswag --hellaswag_path hellaswag_val.jsonl
-python scripts/benchmark.py parallel
-python scripts/benchmark.py planner
-python scripts/benchmark.py sample
-python scripts/benchmark.py save
-python scripts/benchmark.py cpu --model mid --peer nanogpt=../nanoGPT --peer hf
+gpt2lab benchmark data
+gpt2lab benchmark hellaswag --hellaswag_path hellaswag_val.jsonl
+gpt2lab benchmark parallel
+gpt2lab benchmark planner
+gpt2lab benchmark sample
+gpt2lab benchmark save
+gpt2lab benchmark cpu --model mid --peer nanogpt=../nanoGPT --peer hf
 """
 
 import json
@@ -145,7 +145,7 @@ Command = (
 
 def main(argv: list[str]) -> int:
     """Run one measurement and print it."""
-    flags = run_tyro(Command, argv, about="Measure this machine, side by side with other ways.")
+    flags = run_tyro(Command, argv, about=__doc__)
     if flags.json and not flags.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {flags.json}: no such folder")
     measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {

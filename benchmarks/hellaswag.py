@@ -105,7 +105,7 @@ def score_like_the_tutorial(model: GPT, item: list[np.ndarray]) -> int:
         mask[row, len(context) : len(text)] = 1.0
     device = model.wte.weight.device
     tokens, mask = tokens.to(device), mask.to(device)
-    logits = model.logits(tokens)[:, :-1].contiguous()  # (4, width - 1, V)
+    logits = model(tokens)[:, :-1].contiguous()  # (4, width - 1, V)
     losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     scored = losses.view(4, -1) * mask[:, 1:]
     return int((scored.sum(dim=1) / mask[:, 1:].sum(dim=1)).argmin())

@@ -1,3 +1,22 @@
 """gpt2lab: train GPT-2 from scratch; predict the run, keep every step, prove that nothing was lost."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpt2lab.commands.api import LanguageModel, Run, estimate, load, open_run, prepare, train
+
 __version__ = "0.1.0"
+__all__ = ["LanguageModel", "Run", "estimate", "load", "open_run", "prepare", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the API when it is first used: `import gpt2lab` alone costs nothing."""
+    if name in __all__:
+        from gpt2lab.commands import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

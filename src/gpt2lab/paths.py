@@ -1,4 +1,6 @@
-"""Paths: defaults relative to the repository, typed ones relative to the working directory."""
+"""Paths: defaults relative to the checkout, or to the working directory where gpt2lab is installed; typed ones
+relative to the working directory.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,12 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+IS_CHECKOUT = (REPOSITORY / "src" / "train.py").is_file()  # else in some site-packages
 
 
 def from_repository(path: Path) -> Path:
-    """Resolve a default path against the repository root."""
-    return path if path.is_absolute() else REPOSITORY / path
+    """Resolve a default path against the checkout, or the working directory where gpt2lab is installed."""
+    return path if path.is_absolute() else (REPOSITORY if IS_CHECKOUT else Path.cwd()) / path
 
 
 def from_working_directory(path: Path) -> Path:
@@ -21,8 +24,15 @@ def from_working_directory(path: Path) -> Path:
 
 
 def runs_folder(typed: Path | None) -> Path:
-    """Return the folder of the runs: the typed one, default checkpoints/ in the repository."""
-    return from_working_directory(typed) if typed else REPOSITORY / "checkpoints"
+    """Return the folder of the runs: the typed one, default checkpoints/ in the checkout or working directory."""
+    return from_working_directory(typed) if typed else from_repository(Path("checkpoints"))
+
+
+def trainer(name: str) -> list[str]:
+    """Return what follows `python` or `torchrun` to start `train` or `finetune` from any folder."""
+    if not IS_CHECKOUT:
+        return ["-m", f"gpt2lab.{name}"]
+    return [str(REPOSITORY / "src" / f"{name}.py")]
 
 
 def of_user(variable: str, below_home: str) -> Path:

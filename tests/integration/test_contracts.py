@@ -172,47 +172,30 @@ def compare(golden: dict[str, Any], name: str, found: Any) -> None:
 
 
 def read_help(text: str) -> dict[str, Any]:
-    """Return flags, arguments and subcommands of tyro's help, without what it says about them."""
-    rows: list[list[str]] = []  # the box, how it is typed, what is said of it
-    title, first = "", 0
-    for line in text.splitlines():
-        if line.startswith("╭"):
-            title, first = line.strip("╭╮─ "), len(rows)
-        if not line.startswith("│ ") or not title.endswith(("options", "arguments")):
-            continue
-        cell = line.strip("│").rstrip()[1:]
-        if cell.startswith("─"):  # what stood above it describes the box
-            del rows[first:]
-            continue
-        typed, said = re.match(r"(\S*(?: \S+)*)(?: {2,}|$)(.*)", cell).groups()  # type: ignore[union-attr]
-        begins = typed.startswith("-") or title == "positional arguments"
-        if typed and (begins or len(rows) == first):
-            rows.append([title, typed, said])
-        elif typed:  # a long list of choices goes on
-            rows[-1][1] += f" {typed}"
-            rows[-1][2] += said
-        elif len(rows) > first:
-            rows[-1][2] += f" {said}"
-    flags, arguments = {}, []
-    for title, typed, said in rows:
-        typed, said = re.sub(r",\s+", ",", typed), re.sub(r"\s+", " ", said).strip()
-        ending = re.search(r"\(((?:default: (?:(?! \(default).)*)|required|repeatable)\)$", said)
-        default = ending[1] if ending else ""
-        if title == "positional arguments":
-            arguments.append(f"{typed} ({default})")
-        else:
-            names = re.match(r"(-{1,2}[\w-]+(?:,-{1,2}[\w-]+)*)\s*(.*)", typed)
-            assert names, typed
-            flags[names[1]] = [names[2], default]
-    found: dict[str, Any] = {"flags": flags, "arguments": arguments}
-    if "─ subcommands ─" in text:
-        found["subcommands"] = sorted(re.findall(r"• ([\w-]+)", text))
-    return found
+    """Return flags, arguments and subcommands of a page of help, without what it says about them."""
+    usage, *lines = text.splitlines()
+    rows: list[tuple[str, str]] = []  # how it is typed, what is said of it
+    for line in lines:
+        if line.startswith(" " * 26) and rows:
+            rows[-1] = (rows[-1][0], f"{rows[-1][1]} {line.strip()}")
+        elif found := re.match(r"  (--\w+(?: \S+)*|[A-Z_]+|[a-z-]+)(?: {2,}(.*))?$", line):
+            rows.append((found[1], found[2] or ""))
+    help: dict[str, Any] = {"flags": {}, "arguments": []}
+    for typed, said in rows:
+        default = re.search(r"\(default (.*)\)$", said)
+        if typed.startswith("--"):
+            name, _, kind = typed.partition(" ")
+            help["flags"][name] = [kind, default[1] if default else ""]
+        elif typed.isupper():
+            help["arguments"].append(typed)
+    if usage.endswith(" VERB [flags]"):
+        help["subcommands"] = sorted(typed for typed, _ in rows)
+    return help
 
 
 def test_the_flags_of_every_program(golden: dict[str, Any], place: Place) -> None:
     def ask(*command: str) -> dict[str, Any]:
-        return read_help(place.done(*command, "--help"))
+        return read_help(place.done(*command, "--help-all"))
 
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(PROGRAMS, pool.map(ask, PROGRAMS), strict=True))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import command as benchmark
+from gpt2lab.commands.verbs import VERBS
 from gpt2lab.config.command_line import Verbs
 from gpt2lab.config.settings import LEAVES
 from launch import REPOSITORY
@@ -28,7 +29,7 @@ TRAINING = PAGES["docs/training.md"]
 # Flags of torchrun, pytest and ssh, which are not ours.
 FOREIGN = {
     *("nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "shutdown-timeout"),
-    *("max-restarts", "standalone", "check"),
+    *("max-restarts", "standalone", "check", "help", "help-all"),
 }
 
 
@@ -96,9 +97,9 @@ def commands(text: str) -> list[list[str]]:
     blocks = "\n".join(re.findall(r"```(?:bash)?\n(.*?)```", text, flags=re.S))
     lines = blocks.replace("\\\n", " ").splitlines()
     lines += re.findall(
-        r"`((?:python|torchrun) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
+        r"`((?:python|torchrun|gpt2lab) [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)
     )
-    starts = ("python ", "torchrun ")
+    starts = ("python ", "torchrun ", "gpt2lab ")
     return [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
 
 
@@ -108,10 +109,12 @@ def flags_of(script: str, verb: str | None, capsys: pytest.CaptureFixture[str]) 
         return {*LEAVES, *Verbs.__dataclass_fields__}
     name = Path(script).stem
     main = benchmark.main
-    if name != "benchmark":
+    if script in VERBS:
+        main = VERBS[script].load()
+    elif name != "benchmark":
         main = importlib.import_module(f"gpt2lab.commands.{name}").main
     with pytest.raises(SystemExit):
-        main([*([verb] if verb else []), "--help"])
+        main([*([verb] if verb else []), "--help-all"])
     shown = set(re.findall(r"--([a-z]\w+)", capsys.readouterr().out))
     return shown | (set(LEAVES) if name == "ablate" else set())  # it hands others to the trainer
 
@@ -121,15 +124,17 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
     known: dict[tuple[str, str | None], set[str]] = {}
     for words in commands(PAGES[page]):
         at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        if at is None or not words[at].startswith(("src/", "scripts/")):
+        if words[0] == "gpt2lab" and words[1] in VERBS:
+            at = 1
+        elif at is None or not words[at].startswith(("src/", "scripts/")):
             continue  # a module or a test, which takes no flags of ours
         script, verb = words[at], None
-        if script in ("scripts/data.py", "scripts/tokenizer.py", "scripts/benchmark.py"):
+        if Path(script).stem in ("data", "tokenizer", "benchmark"):
             verb = words[at + 1]
         if (script, verb) not in known:
             known[script, verb] = flags_of(script, verb, capsys)
         typed = {word.removeprefix("--") for word in words[at:] if word.startswith("--")}
-        typed = {flag.partition("=")[0] for flag in typed} - {"help"}
+        typed = {flag.partition("=")[0] for flag in typed} - {"help", "help-all"}
         assert typed <= known[script, verb], words
 
 

@@ -160,7 +160,7 @@ def test_the_export_is_the_same_model_and_the_same_text(
     assert ids[0].tolist() == tokenizer.encode(text)
     assert loaded.decode(ids[0]) == text
     with torch.no_grad():
-        expected = ours.logits(ids)[..., : tokenizer.size]
+        expected = ours(ids)[..., : tokenizer.size]
         torch.testing.assert_close(theirs(ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert theirs.config.eos_token_id == tokenizer.end_of_text == loaded.eos_token_id
     assert f"tokenizer | {tokenizer.describe()}" in (out / "README.md").read_text()

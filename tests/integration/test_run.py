@@ -247,7 +247,7 @@ def test_validation_loss_and_its_error_equal_an_independent_computation(straight
     for k in range(0, 40, 2):  # 320 tokens are 20 windows, spread evenly over the 40
         window = torch.from_numpy(tokens[k * T : k * T + T + 1])
         with torch.no_grad():
-            log_chances = model.logits(window[None, :-1])[0].log_softmax(-1)
+            log_chances = model(window[None, :-1])[0].log_softmax(-1)
         means.append(-log_chances[torch.arange(T), window[1:]].mean().item())
     event = straight.events("eval")[-1]
     assert event["val_tokens"] == 320

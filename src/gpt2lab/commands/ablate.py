@@ -1,7 +1,7 @@
 """Compare settings of the trainer at equal tokens and seeds, and write a table with errors.
 
-python scripts/ablate.py settings.txt --out checkpoints/ablation --seeds 1 2 3 --max_tokens 1M --data_dir data/my_texts
-python scripts/ablate.py settings.txt --out checkpoints/ablation --target 3.5 --max_tokens 1M
+gpt2lab ablate settings.txt --out checkpoints/ablation --seeds 1 2 3 --max_tokens 1M --data_dir data/my_texts
+gpt2lab ablate settings.txt --out checkpoints/ablation --target 3.5 --max_tokens 1M
 
 A settings file has one setting a line, `name: flags of the trainer`; the first is the baseline. Each setting and seed
 is a run of its own: a fresh process with the trainer's command line.
@@ -155,9 +155,8 @@ def carry_out(runs: Sequence[Run], *, say: Callable[[str], None]) -> None:
             say(f"{place}: complete")
             continue
         say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
-        program = paths.REPOSITORY / "src" / "train.py"
         done = subprocess.run(
-            [sys.executable, str(program), *run.command.argv],
+            [sys.executable, *paths.trainer("train"), *run.command.argv],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

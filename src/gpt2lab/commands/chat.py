@@ -1,7 +1,7 @@
 r"""Chat with a fine-tuned run, checkpoint or export, line by line; also from a pipe.
 
-python scripts/chat.py my_tuned_run
-printf 'Hello!\nWho are you?\n' | python scripts/chat.py my_tuned_run --temperature 0
+gpt2lab chat my_tuned_run
+printf 'Hello!\nWho are you?\n' | gpt2lab chat my_tuned_run --temperature 0
 """
 
 import sys
@@ -24,7 +24,7 @@ HELP = "/reset clears the conversation, /quit ends"
 
 @dataclass(frozen=True)
 class Talk:
-    """Chat with a model that was fine-tuned with src/finetune.py: /reset clears the conversation, /quit ends."""
+    """Chat with a model that was fine-tuned with `gpt2lab finetune`: /reset clears the conversation, /quit ends."""
 
     target: Positional[str] = argument(TARGET)
     style: Style = option(Style(max_new_tokens=200, temperature=0.7), "how an answer is drawn")

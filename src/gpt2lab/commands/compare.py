@@ -1,8 +1,8 @@
 """Tell whether two evaluations differ by more than noise, item by item and window by window.
 
-python scripts/compare.py run_a run_b
-python scripts/compare.py checkpoints/run_a/step_00000250 checkpoints/run_a/step_00000500
-python scripts/compare.py results/gpt2 checkpoints/run_a
+gpt2lab compare run_a run_b
+gpt2lab compare checkpoints/run_a/step_00000250 checkpoints/run_a/step_00000500
+gpt2lab compare results/gpt2 checkpoints/run_a
 """
 
 import json
@@ -20,7 +20,7 @@ class Compare:
     """Tell whether two evaluations differ by more than noise."""
 
     a: Positional[str] = argument(
-        "a run, a checkpoint, a folder of evaluate.py --save, or a results file"
+        "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file"
     )
     b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag"] | None = option(None, "compare this alone")

@@ -1,10 +1,10 @@
 """Verify, inspect, import and merge folders of token shards.
 
-python scripts/data.py verify data/python_stdlib
-python scripts/data.py stats data/python_stdlib
-python scripts/data.py show --run RUN --step 100 --text
-python scripts/data.py import old_shards/
-python scripts/data.py merge data/full data/part1 data/part2
+gpt2lab data verify data/python_stdlib
+gpt2lab data stats data/python_stdlib
+gpt2lab data show --run RUN --step 100 --text
+gpt2lab data import old_shards/
+gpt2lab data merge data/full data/part1 data/part2
 """
 
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Merge:
-    """Join the parts that prepare_data.py --part i/n wrote, in the order of their numbers."""
+    """Join the parts that `gpt2lab prepare --part i/n` wrote, in the order of their numbers."""
 
     out: Positional[Path] = argument("folder to create")
     parts: Positional[tuple[Path, ...]] = argument("all n parts, in any order")
@@ -161,8 +161,7 @@ Command = Verify | Stats | Show | Import | Merge  # tyro's verbs are the names i
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    about = "Verify, inspect, import and merge folders of token shards."
-    verb: Command = run_tyro(Command, argv, about=about)
+    verb: Command = run_tyro(Command, argv, about=__doc__)
     return verb.execute()
 
 

@@ -1,8 +1,8 @@
 """Predict a run before it starts: time, memory, cost, loss; or tell how long the newest run still takes.
 
-python scripts/estimate_time.py
-python scripts/estimate_time.py --gpu H100 --gpus 8 --model gpt2 --tokens 10B
-python scripts/estimate_time.py --measure --deadline 12h
+gpt2lab estimate
+gpt2lab estimate --gpu H100 --gpus 8 --model gpt2 --tokens 10B
+gpt2lab estimate --measure --deadline 12h
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
 
 DOES_NOT_FIT = 3
+_COMMON = (  # flags of the short help
+    *("run_name", "model", "gpu", "gpus", "tokens", "steps", "epochs", "data_dir", "deadline"),
+    *("mini_batch_size", "measure", "compare", "explain", "list_gpus", "json", "checkpoint_dir"),
+)
 _EVENT_SHARE = 0.05  # of the time, from which a hint names a longer evaluation interval
 _WANTED_SHARE = 0.02  # of the time that evaluations take with it
 
 
 def main(argv: list[str]) -> int:
     """Answer the question on the command line."""
-    return answer(run_tyro(Ask, argv))
+    return answer(run_tyro(Ask, argv, about=__doc__, common=_COMMON))
 
 
 def answer(ask: Ask) -> int:
@@ -58,6 +62,22 @@ def answer(ask: Ask) -> int:
 
 
 def _print_job(ask: Ask, known: Hardware) -> int:
+    if ask.compare is None:
+        document, text, code = describe_job(ask, known)
+        _deliver(ask, document, text)
+        return code
+    profile, window = hardware.find_profile(ask.profile, known), window_of(ask, time.time())
+    predictor = Predictor(ask, known)
+    if ask.measure or ask.find_batch_size:
+        predictor = Predictor(measuring.measure(predictor, profile)[0], known)
+    return alternatives.print_comparison(predictor, profile, ask.compare, window)
+
+
+def describe_job(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
+    """Return the forecast of a run to come as JSON and as text, and the exit code.
+
+    Raises: GPT2LabError with its exit code.
+    """
     predictor = Predictor(ask, known)
     profile = hardware.find_profile(ask.profile, known)
     now = time.time()
@@ -66,8 +86,6 @@ def _print_job(ask: Ask, known: Hardware) -> int:
     if ask.measure or ask.find_batch_size:
         ask, batch_search = measuring.measure(predictor, profile)
         predictor = Predictor(ask, known)
-    if ask.compare is not None:
-        return alternatives.print_comparison(predictor, profile, ask.compare, window)
     estimated = alternatives.fit_memory if ask.mini_batch_size is None else Predictor.predict
     found = estimated(predictor, predictor.job(profile), profile)
     job, warnings = found.job, _warnings(found)
@@ -105,8 +123,8 @@ def _print_job(ask: Ask, known: Hardware) -> int:
     document |= {"data_advice": advice, "batch_search": batch_search}
     document["learning_rate"] = alternatives.learning_rates(job.config)
     text = reports.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
-    _deliver(ask, document, text)
-    return DOES_NOT_FIT if judged in ("borderline", "does_not_fit") or no_memory else 0
+    does_not_fit = judged in ("borderline", "does_not_fit") or no_memory
+    return document, text, DOES_NOT_FIT if does_not_fit else 0
 
 
 def _warnings(found: Estimate) -> list[str]:

@@ -1,8 +1,8 @@
 """Evaluate a run's newest checkpoint, one checkpoint, or a Hugging Face GPT-2.
 
-python scripts/evaluate.py my_run
-python scripts/evaluate.py checkpoints/my_run/step_00000250 --val data/fineweb_edu --hellaswag
-torchrun --nproc_per_node=4 scripts/evaluate.py gpt2 --hellaswag --save results/gpt2
+gpt2lab evaluate my_run
+gpt2lab evaluate checkpoints/my_run/step_00000250 --val data/fineweb_edu --hellaswag
+torchrun --nproc_per_node=4 -m gpt2lab evaluate gpt2 --hellaswag --save results/gpt2
 """
 
 from __future__ import annotations
@@ -63,14 +63,22 @@ class Evaluate:
     eval_generate: bool = option(
         False, "of a fine-tuned run: also let it answer what was held out, and compare (ROUGE-L)"
     )
-    save: Path | None = option(None, "folder to write results item by item to, for compare.py")
+    save: Path | None = option(
+        None, "folder to write results item by item to, for `gpt2lab compare`"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
 
+_COMMON = (  # flags of the short help
+    *("target", "val", "val_tokens", "hellaswag", "eval_generate", "save", "device", "json"),
+    "checkpoint_dir",
+)
+
+
 def main(argv: list[str]) -> int:
     """Evaluate and print."""
-    flags = run_tyro(Evaluate, argv)
+    flags = run_tyro(Evaluate, argv, common=_COMMON)
     for name, least in (("val_tokens", 1), ("batch_size", 1), ("hellaswag_limit", 0)):
         value = getattr(flags, name)
         if value is not None and value < least:

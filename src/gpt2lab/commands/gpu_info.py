@@ -1,6 +1,7 @@
 """Show the devices of this machine: GPUs, driver, capability, bf16, free memory, topology; the processor.
 
-python scripts/gpu_info.py
+gpt2lab gpu-info
+gpt2lab gpu-info --json
 """
 
 from __future__ import annotations

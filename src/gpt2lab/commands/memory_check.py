@@ -1,7 +1,7 @@
 """Compare what a run needs at its peak, by category, with the memory that is free here. Flags as estimate_time.py.
 
-python scripts/memory_check.py --model gpt2 --mini_batch_size 32
-python scripts/memory_check.py --model gpt2-xl --gpu H100
+gpt2lab memory-check --model gpt2 --mini_batch_size 32
+gpt2lab memory-check --model gpt2-xl --gpu H100
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from gpt2lab.planner.ask import Ask, Predictor, check
 from gpt2lab.planner.memory import PARTS
 from gpt2lab.planner.reports import GIB
 
+_COMMON = (  # flags of the short help
+    *("model", "gpu", "gpus", "mini_batch_size", "context_length", "parallel"),
+    *("activation_checkpointing", "data_dir", "json"),
+)
+
 
 def main(argv: list[str]) -> int:
     """Print the predicted peak by category against the free memory; return 3 if it does not fit.
 
     Raises: ConfigError for settings that cannot work.
     """
-    ask = run_tyro(Ask, argv)
+    ask = run_tyro(Ask, argv, about=__doc__, common=_COMMON)
     check(ask)
     predictor = Predictor(ask, hardware.load())
     profile = hardware.find_profile(ask.profile, predictor.hardware)

@@ -1,9 +1,9 @@
 """Draw the curves of one run, or of several over each other, into a PNG or an SVG.
 
-python scripts/plot.py gpt2-124m
-python scripts/plot.py gpt2-124m gpt2-mini --out compare.png
-python scripts/plot.py gpt2-124m --only_loss --out docs/images/loss.svg
-python scripts/plot.py --speeds docs/benchmarks.json --out docs/images/tokens_per_second.svg
+gpt2lab plot gpt2-124m
+gpt2lab plot gpt2-124m gpt2-mini --out compare.png
+gpt2lab plot gpt2-124m --only_loss --out docs/images/loss.svg
+gpt2lab plot --speeds docs/benchmarks.json --out docs/images/tokens_per_second.svg
 """
 
 from dataclasses import dataclass

@@ -252,19 +252,34 @@ def _grace(start: Start, done: dict[str, Check]) -> Check:
 
 def command_to_start(checks: list[Check]) -> str:
     """Return the command line that was typed, without what asked for these checks, and with patience if needed."""
-    words, script = [paths.program("python"), *sys.argv], sys.argv[0]
+    program, flags = _trainer()
+    launcher = [paths.program("python")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         world = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        words = [paths.program("torchrun"), f"--nproc_per_node={world}", *sys.argv]
+        launcher = [paths.program("torchrun"), f"--nproc_per_node={world}"]
         typed = Path(f"/proc/{os.getppid()}/cmdline")
-        if typed.exists() and script in typed.read_text().split("\0"):
-            words = typed.read_text().rstrip("\0").split("\0")
-    words = [word for word in words if word not in ("--preflight", "--json")]
+        words = typed.read_text().split("\0") if typed.exists() else []
+        starts = [i for i, word in enumerate(words) if word in ("-m", sys.argv[0])]
+        starts = [i for i in starts if words[i] != "-m" or words[i + 1].startswith("gpt2lab")]
+        if starts:
+            launcher = words[: starts[0]]
     grace = next((check for check in checks if check.name == "grace"), None)
     if grace is not None and grace.result == "warning":
         patience = str(2 * math.ceil(grace.numbers["stop_seconds"]))
-        words[words.index(script) : words.index(script)] = ["--shutdown-timeout", patience]
-    return fmt.command_line(words)
+        launcher += ["--shutdown-timeout", patience]
+    return fmt.command_line([*launcher, *program, *flags])
+
+
+def _trainer() -> tuple[list[str], list[str]]:
+    """Return what starts the trainer, and its flags: of a program or module as typed, or as a verb of gpt2lab."""
+    script, flags = sys.argv[0], sys.argv[1:]
+    name, program = Path(script).stem, [script]
+    if name in ("gpt2lab", "__main__"):
+        name, flags = flags[0], flags[1:]
+        program = paths.trainer("finetune" if name == "finetune" else "train")
+    elif Path(script).parent == Path(paths.__file__).parent:  # python -m gpt2lab.train
+        program = paths.trainer(name)
+    return program, [flag for flag in flags if flag not in ("--preflight", "--json")]
 
 
 def _print(checks: list[Check], failed: list[str], command: str, *, as_json: bool) -> None:

@@ -1,9 +1,9 @@
 """Tokenize text into the shards that the trainer reads.
 
-python scripts/prepare_data.py python-stdlib
-python scripts/prepare_data.py fineweb-edu
-python scripts/prepare_data.py my_texts/ --out data/my_texts
-python scripts/prepare_data.py my_texts/ --out data/my_texts_32k --tokenizer data/tokenizers/code_32k
+gpt2lab prepare python-stdlib
+gpt2lab prepare fineweb-edu
+gpt2lab prepare my_texts/ --out data/my_texts
+gpt2lab prepare my_texts/ --out data/my_texts_32k --tokenizer data/tokenizers/code_32k
 """
 
 import re
@@ -52,7 +52,7 @@ class PrepareData:
         "stored bytes per group of source files, the unit of work; another value gives other shards",
     )
     part: str = option(
-        "1/1", "i/n: prepare the i-th of n parts; join them with scripts/data.py merge"
+        "1/1", "i/n: prepare the i-th of n parts; join them with `gpt2lab data merge`"
     )
     ray: str | None = option(
         None, "address of a Ray cluster that prepares the groups; auto = the one of this machine"
@@ -60,20 +60,31 @@ class PrepareData:
     skip_bad: bool = option(False, "leave out and count records that cannot be read")
 
 
+_COMMON = (  # flags of the short help
+    *("source", "out", "max_tokens", "val_tokens", "tokenizer", "text_column", "subset"),
+    *("num_workers", "skip_bad"),
+)
+
+
 def main(argv: list[str]) -> int:
     """Prepare one source and print what was written; SIGTERM, of a job's end, is taken as Ctrl+C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _prepare(run_tyro(PrepareData, argv))
+        prepare(run_tyro(PrepareData, argv, common=_COMMON))
+        return 0
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _prepare(flags: PrepareData) -> int:
+def prepare(flags: PrepareData) -> Path:
+    """Prepare one source, print what was written, and return its folder.
+
+    Raises: GPT2LabError.
+    """
     if flags.num_workers is not None and flags.num_workers < 1:
         raise ConfigError(f"num_workers {flags.num_workers} must be at least 1")
     from gpt2lab import paths
-    from gpt2lab.data.prepare.pipeline import Sizes, describe, prepare
+    from gpt2lab.data.prepare import pipeline
     from gpt2lab.data.prepare.sources import open_source
 
     part = _parse_part(flags.part)
@@ -87,10 +98,10 @@ def _prepare(flags: PrepareData) -> int:
     suffix = f"_part{part[0]}of{part[1]}" if part[1] > 1 else ""
     default = paths.from_repository(Path("data") / f"{source.name}{suffix}")
     folder = paths.from_working_directory(flags.out) if flags.out else default
-    result = prepare(
+    result = pipeline.prepare(
         source,
         folder,
-        Sizes(flags.shard_tokens, flags.val_tokens, flags.max_tokens, flags.group_bytes),
+        pipeline.Sizes(flags.shard_tokens, flags.val_tokens, flags.max_tokens, flags.group_bytes),
         num_workers=flags.num_workers,
         part=part,
         skip_bad=flags.skip_bad,
@@ -100,8 +111,9 @@ def _prepare(flags: PrepareData) -> int:
     )
     for warning in result.warnings if result else ():
         print(f"warning: {warning}", file=sys.stderr)
-    print(describe(result) if result else f"{paths.for_people(folder)}: already prepared")
-    return 0
+    already = f"{paths.for_people(folder)}: already prepared"
+    print(pipeline.describe(result) if result else already)
+    return folder
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Make a run's TensorBoard files from its metrics.jsonl, also for a run without --use_tensorboard.
 
-python scripts/rebuild_tensorboard.py gpt2-124m
+gpt2lab rebuild-tensorboard gpt2-124m
+gpt2lab rebuild-tensorboard checkpoints/gpt2-124m
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it.
 
-python scripts/repair_log.py gpt2-124m
+gpt2lab repair-log gpt2-124m
+gpt2lab repair-log checkpoints/gpt2-124m
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write a run's report: one HTML page with everything about it, for any browser, without a network.
 
-python scripts/report.py gpt2-124m
-python scripts/report.py gpt2-124m --out report.html
+gpt2lab report gpt2-124m
+gpt2lab report gpt2-124m --out report.html
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Print the command that continues a run or a checkpoint, after checking that it will.
 
-python scripts/resume_command.py gpt2-124m
-python scripts/resume_command.py gpt2-124m --num_gpus 8 --output slurm
-python scripts/resume_command.py checkpoints/gpt2-124m/step_00005000 --max_lr 3e-4 --allow_change max_lr
+gpt2lab resume-command gpt2-124m
+gpt2lab resume-command gpt2-124m --num_gpus 8 --output slurm
+gpt2lab resume-command checkpoints/gpt2-124m/step_00005000 --max_lr 3e-4 --allow_change max_lr
 """
 
 import re
@@ -15,6 +15,7 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt
 from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -108,16 +109,16 @@ def plan_continuation(
         raise CheckpointError(f"{run_dir}: no valid checkpoint to continue from")
     world = num_gpus or checkpoint.manifest["environment"]["world_size"]
     flags = ["--resume", chosen, "--run_name", run_dir.name]
-    if run_dir.parent != paths.REPOSITORY / "checkpoints":
+    if run_dir.parent != paths.runs_folder(None):
         flags += ["--checkpoint_dir", str(run_dir.parent)]
     program = program_of(run_dir)
-    name: Literal["pretrain", "finetune"] = "finetune" if program.stem == "finetune" else "pretrain"
+    name: RecipeName = "finetune" if program == "finetune" else "pretrain"
     command = parse([*flags, *argv], name)
     start = resolve(command, recipe_named(name), world_size=world, set_aside=False)
     launcher = [paths.program("python")]
     if world > 1:
         launcher = [paths.program("torchrun"), "--standalone", f"--nproc_per_node={world}"]
-    return Continuation(start, world, (*launcher, str(program), *flags, *argv))
+    return Continuation(start, world, (*launcher, *paths.trainer(program), *flags, *argv))
 
 
 def write(continuation: Continuation, *, output: str) -> str:

@@ -1,8 +1,8 @@
 """Continue prompts with a run's newest checkpoint, one checkpoint, or a Hugging Face GPT-2.
 
-python scripts/sample.py gpt2-124m --prompt "Once upon a time" --num_samples 3
-python scripts/sample.py gpt2-124m --interactive
-python scripts/sample.py hf:gpt2 --batch prompts.txt --out texts.jsonl --temperature 0
+gpt2lab sample gpt2-124m --prompt "Once upon a time" --num_samples 3
+gpt2lab sample gpt2-124m --interactive
+gpt2lab sample hf:gpt2 --batch prompts.txt --out texts.jsonl --temperature 0
 """
 
 import sys
@@ -38,9 +38,15 @@ class Sample:
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
+_COMMON = (  # flags of the short help
+    *("target", "prompt", "interactive", "batch", "out", "num_samples", "max_new_tokens"),
+    *("temperature", "top_k", "seed", "device", "checkpoint_dir"),
+)
+
+
 def main(argv: list[str]) -> int:
     """Load the model and continue the prompts."""
-    flags = run_tyro(Sample, argv)
+    flags = run_tyro(Sample, argv, common=_COMMON)
     _check(flags)
     completer = load(flags)
     if flags.batch is not None:

@@ -1,11 +1,11 @@
 """Start TensorBoard in the background for this machine only, or stop the one that was started.
 
-python scripts/show_tensorboard.py --port 6006
-python scripts/show_tensorboard.py --stop
-
-The server holds a lock on its pid file as long as it lives, so a file that a dead server left behind never ends
-another program that has its number now.
+gpt2lab tensorboard --port 6006
+gpt2lab tensorboard --stop
 """
+
+# The server holds a lock on its pid file as long as it lives, so a file that a dead server left behind never ends
+# another program that has its number now.
 
 import contextlib
 import fcntl

@@ -1,7 +1,7 @@
 """Show all runs: state, step, loss, speed, time left, last checkpoint.
 
-python scripts/status.py
-python scripts/status.py --watch 5
+gpt2lab status
+gpt2lab status --watch 5
 """
 
 import contextlib

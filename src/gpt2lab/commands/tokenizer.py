@@ -1,7 +1,7 @@
 """Learn a tokenizer from text, and show what one makes of text.
 
-python scripts/tokenizer.py train python-stdlib --vocab_size 4096 --out data/tokenizers/stdlib_4k
-python scripts/tokenizer.py show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
+gpt2lab tokenizer train python-stdlib --vocab_size 4096 --out data/tokenizers/stdlib_4k
+gpt2lab tokenizer show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Train:
     val_tokens: int | None = option(
         None, "as you will give it to prepare_data.py: what that holds out is not learned from"
     )
-    max_tokens: int | None = option(None, "as you will give it to prepare_data.py")
+    max_tokens: int | None = option(None, "as you will give it to `gpt2lab prepare`")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(None, "subset of a Hugging Face dataset")
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
@@ -96,7 +96,9 @@ class Show:
     """Print size, end of text and hash of tokenizers, and the bytes of a text that a token holds."""
 
     tokenizers: Positional[tuple[str, ...]] = argument(TOKENIZER)
-    source: str | None = option(None, "text to count on, as prepare_data.py takes it; up to 10 MB")
+    source: str | None = option(
+        None, "text to count on, as `gpt2lab prepare` takes it; up to 10 MB"
+    )
     end_token: str | None = option(None, "end-of-text token, where the files do not say which")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
 
@@ -140,7 +142,7 @@ Command = Train | Show  # tyro's verbs are the names in lower case
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about="Learn a tokenizer from text, and show one.")
+    verb: Command = run_tyro(Command, argv, about=__doc__)
     return verb.execute()
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt2lab.config.schema import RecipeName
+from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gpt2lab.config.command_line import Command, Page
     from gpt2lab.training.recipe import Recipe
 
 
-def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
-    """Do what the command line says and return the exit code."""
+# Settings that the data or the place decide, where nobody typed them: the file serves elsewhere too.
+_OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_dir"})
+
+
+def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | None = None) -> int:
+    """Do what the command line says and return the exit code; `page`: whose help is shown."""
     from gpt2lab.config.command_line import parse
 
-    command = parse(argv, recipe_name)
+    command = parse(argv, recipe_name, page=page)
     if command.verbs.list_checkpoints:
         from gpt2lab.checkpoint.listing import print_checkpoints
 
@@ -27,19 +34,21 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
             verify=command.verbs.verify,
         )
     recipe = recipe_named(recipe_name)
+    if command.verbs.save_config is not None:
+        return _save_config(command, recipe, command.verbs.save_config)
     if command.verbs.dry_run:
         from gpt2lab.commands.dry_run import print_plan
 
         return print_plan(command, recipe)
     # From here on torch is imported: seconds that the actions above do not owe.
     if command.verbs.preflight:
-        from gpt2lab.commands.preflight import preflight
+        from gpt2lab.commands.preflight import preflight as check
 
-        return preflight(command, recipe=recipe)
+        return check(command, recipe=recipe)
     if command.verbs.import_checkpoint is not None:
-        from gpt2lab.commands.import_checkpoint import import_checkpoint
+        from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
 
-        return import_checkpoint(command, command.verbs.import_checkpoint)
+        return take_over(command, command.verbs.import_checkpoint)
     from gpt2lab.planner.run_clock import process_began
     from gpt2lab.training.resolve import resolve_to_train
 
@@ -50,6 +59,44 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
     from gpt2lab.training.pretrain import pretrain
 
     pretrain(command, recipe=recipe, start=start, began=process_began())
+    return 0
+
+
+def finetune(argv: list[str]) -> int:
+    """Fine-tune."""
+    return main(argv, "finetune")
+
+
+def list_checkpoints(argv: list[str]) -> int:
+    """List the checkpoints."""
+    return main(["--list_checkpoints", *argv], page="list")
+
+
+def preflight(argv: list[str]) -> int:
+    """Check what a run will need."""
+    return main(["--preflight", *argv], page="preflight")
+
+
+def import_checkpoint(argv: list[str]) -> int:
+    """Take over the checkpoint of another program: FILE is the first word."""
+    return main(["--import_checkpoint", *argv], page="import")
+
+
+def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
+    """Write the settings of a fresh start to a file, and say how to start with it."""
+    from gpt2lab import fmt, paths
+    from gpt2lab.config.settings import find_problems
+    from gpt2lab.config.settings_file import PROGRAMS, write_file
+    from gpt2lab.training.resolve import fresh_settings
+
+    config, _ = fresh_settings(command, recipe)
+    if problems := find_problems(config):
+        raise ConfigError("; ".join(problems))
+    path = paths.from_working_directory(out)
+    if os.environ.get("RANK", "0") == "0":
+        write_file(path, config, leave_out=_OF_THE_PLACE - command.typed)
+        words = ["python", PROGRAMS[command.recipe], "--config", paths.for_people(path)]
+        print(f"{paths.for_people(path)}: train with {fmt.command_line(words)}")
     return 0
 
 

@@ -8,6 +8,7 @@ import difflib
 import io
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,9 +17,18 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from gpt2lab import fmt, paths
+from gpt2lab.config import help_page
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
-from gpt2lab.config.settings import LEAVES, is_list, is_path, override, resolved, to_flat
+from gpt2lab.config.settings import (
+    LEAVES,
+    from_working_directory,
+    is_path,
+    override,
+    resolved,
+    to_flat,
+)
+from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, read_file
 from gpt2lab.errors import ConfigError
 
 # Flags of the predecessor: people and scripts will type them for years.
@@ -95,6 +105,13 @@ class Verbs:
     trust: bool = option(
         False, "with --import_checkpoint: read a file whose settings are pickled objects"
     )
+    config: Path | None = option(
+        None,
+        "TOML or JSON file of settings, such as a run's config.json; what is typed counts above it, presets below",
+    )
+    save_config: Path | None = option(
+        None, "write the settings of this command line to a new .toml or .json file, and exit"
+    )
     preset: Literal["1x4090", "1xa100", "1xh200", "4xh200", "8xh100"] | None = option(
         None,
         "GPUs to train on: sets the mini batch that fits them, unless typed, and prints the expected speed; "
@@ -142,17 +159,60 @@ class _TuningFlags(_Flags):
     tuning: TuningConfig = field(default_factory=TuningConfig)
 
 
-PROGRAMS = {"pretrain": "src/train.py", "finetune": "src/finetune.py"}
-_ABOUT = {
-    "pretrain": "Train GPT-2 on token shards.",
-    "finetune": """Fine-tune a model on conversations: python src/finetune.py --init_from RUN --instructions FILE.jsonl
+_SIZES = ("n_layer", "n_head", "n_embd", "context_length")
+_PLACE = ("run_name", "checkpoint_dir")
+Page = Literal["train", "finetune", "list", "preflight", "import"]
+# What the trainer is asked for: the head of its help, and the flags of its short page.
+_PAGES: dict[Page, tuple[str, tuple[str, ...]]] = {
+    "train": (
+        """Train a GPT on token shards, or continue a run.
 
-The defaults below are pretraining's. Here, where nothing is typed: num_epochs 3, 16 rows a step (4 for small models),
-a tenth of max_lr (half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and
-checkpoint_freq 50, keep_checkpoints 3, epoch_checkpoints off.""",
+gpt2lab train --model gpt2-nano --max_steps 200
+gpt2lab train --run_name my_run --resume latest
+torchrun --nproc_per_node=4 -m gpt2lab.train --model gpt2""",
+        (
+            *("model", "data_dir", "run_name", "resume", "config", "init_from", "dry_run"),
+            *("max_steps", "max_tokens", "num_epochs", "max_hours", "total_batch_size"),
+            *("mini_batch_size", "max_lr", *_SIZES, "eval_freq", "checkpoint_freq"),
+            *("use_tensorboard", "device", "checkpoint_dir"),
+        ),
+    ),
+    "finetune": (
+        """Fine-tune a model on conversations.
+
+gpt2lab finetune --init_from my_run --instructions demo --run_name tuned
+gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8
+
+Where nothing is typed, other than in the long help: num_epochs 3, 16 rows a step (4 for small models), a tenth of
+max_lr (half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and checkpoint_freq 50,
+keep_checkpoints 3, epoch_checkpoints off.""",
+        (
+            *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "lora_r"),
+            *("num_epochs", "max_steps", "max_lr", "mini_batch_size", "device", "checkpoint_dir"),
+        ),
+    ),
+    "list": (
+        """List the checkpoints of all runs, or of one; reads manifests only.
+
+gpt2lab list
+gpt2lab list --run_name my_run --verify""",
+        (*_PLACE, "verify", "json"),
+    ),
+    "preflight": (
+        """Check disk, memory, data, one small step and the network before a run, and answer GO or NO-GO.
+
+gpt2lab preflight --model gpt2
+torchrun --nproc_per_node=4 -m gpt2lab preflight --model gpt2 --run_name my_run""",
+        ("model", "data_dir", *_PLACE, "resume", "mini_batch_size", "device", "json"),
+    ),
+    "import": (
+        """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
+
+gpt2lab import ckpt.pt --run_name taken_over --data_dir data/my_texts
+gpt2lab import old/model.pt --trust --run_name old""",
+        ("trust", *_PLACE, "data_dir", "config", "max_steps"),
+    ),
 }
-_TUNING = frozenset(TuningConfig.__dataclass_fields__)
-_OF_SHARDS = ("data_dir", "data_weights_at", "max_source_epochs")
 _PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
 
 
@@ -165,41 +225,48 @@ class Command:
     values: dict[str, Any]  # the settings that the user typed, by flag name; paths are absolute
     finds_mini_batch: bool = False  # `--mini_batch_size auto`
     recipe: RecipeName = "pretrain"
+    file: dict[str, Any] = field(default_factory=dict)  # those of --config, in the same form
 
     @property
     def typed(self) -> frozenset[str]:
-        """Names of the settings that the user typed."""
-        return frozenset(self.values)
+        """Names of the settings that the user typed, on the command line or in a file."""
+        return frozenset(self.values) | frozenset(self.file)
 
     def override(self, base: Config) -> Config:
-        """Return `base` with what the user typed on top; a typed preset counts as typing each of its settings.
+        """Return `base` with the settings of --config on top, and on these what the user typed.
 
         Typed paths were resolved against the working directory; all others are relative to the repository.
         """
-        typed = dict(self.values)
-        if "model" in typed and typed["model"] != base.model.model:
-            base = preset(typed["model"], base)
-        if typed.keys() & set(LENGTHS):  # one setting in three units
-            typed |= {name: None for name in LENGTHS if name not in typed}
-        config = override(base, typed)
+        config = _on_top(self.values, _on_top(self.file, base))
         files = {name: value for name, value in to_flat(config).items() if value and is_path(name)}
         return override(
             config, {n: resolved(n, value, paths.from_repository) for n, value in files.items()}
         )
 
     def fresh(self) -> Config:
-        """Return the settings of a fresh start: defaults, preset, flags."""
-        return self.override(preset(self.values.get("model", Config().model.model)))
+        """Return the settings of a fresh start: defaults, preset, file, flags."""
+        model = self.file.get("model", self.values.get("model", Config().model.model))
+        return self.override(preset(model))
 
 
-def parse(argv: list[str], recipe: RecipeName = "pretrain") -> Command:
-    """Parse the trainer's command line, or that of another recipe.
+def _on_top(given: dict[str, Any], base: Config) -> Config:
+    """Return `base` with given settings on top; another preset counts as giving each of its settings."""
+    if "model" in given and given["model"] != base.model.model:
+        base = preset(given["model"], base)
+    if any(given.get(name) is not None for name in LENGTHS):  # one setting in three units
+        given = dict.fromkeys(LENGTHS) | given
+    return override(base, given)
+
+
+def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None = None) -> Command:
+    """Parse the trainer's command line, or that of another recipe; `page`: whose help is shown, default the recipe's.
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
     words, finds_mini_batch = _take_auto(argv)
     target = _TuningFlags if recipe == "finetune" else _Flags
-    flags = run_tyro(target, words, default=target(), about=_ABOUT[recipe])
+    about, common = _PAGES[page or ("finetune" if recipe == "finetune" else "train")]
+    flags = run_tyro(target, words, default=target(), about=about, common=common)
     config = flags.config
     if isinstance(flags, _TuningFlags):
         config = dataclasses.replace(config, tuning=flags.tuning)
@@ -210,7 +277,7 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> Command:
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
     _reject_idle_verbs(flags.verbs)
-    shards = [name for name in _OF_SHARDS if name in values]
+    shards = sorted(OF_SHARDS & values.keys())
     if recipe == "finetune" and (finds_mini_batch or shards):
         name = "--mini_batch_size auto" if finds_mini_batch else f"--{shards[0]}"
         raise ConfigError(f"{name} is for pretraining, {PROGRAMS['pretrain']}; leave it out here")
@@ -218,21 +285,16 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> Command:
         raise ConfigError(
             "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
         )
-    return Command(tuple(argv), flags.verbs, values, finds_mini_batch, recipe)
+    path = flags.verbs.config
+    file = read_file(paths.from_working_directory(path), recipe) if path else {}
+    return Command(tuple(argv), flags.verbs, values, finds_mini_batch, recipe, file)
 
 
 def _typed_values(words: list[str], config: Config) -> dict[str, Any]:
     """Return {setting: value} of the flags among the words, paths resolved against the working directory."""
     names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
     names = {name if name in LEAVES else name.removeprefix("no_") for name in names} & set(LEAVES)
-    values = {name: value for name, value in to_flat(config).items() if name in names}
-    for name in names:
-        if is_path(name) or is_list(name):
-            values[name] = resolved(name, values[name], paths.from_working_directory)
-    source = values.get("instructions")
-    if source and source != "demo" and not source.startswith("hf:"):
-        values["instructions"] = str(paths.from_working_directory(Path(source)))
-    return values
+    return from_working_directory({n: v for n, v in to_flat(config).items() if n in names})
 
 
 def _take_auto(argv: list[str]) -> tuple[list[str], bool]:
@@ -255,7 +317,8 @@ def _take_auto(argv: list[str]) -> tuple[list[str], bool]:
 def _reject_idle_verbs(verbs: Verbs) -> None:
     """Reject a verb that would be ignored: whoever typed it expected something."""
     imports, resumes = verbs.import_checkpoint is not None, verbs.resume is not None
-    asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight, imports]
+    saves = verbs.save_config is not None
+    asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight, imports, saves]
     for is_wrong, message in (
         (
             verbs.json and not any(asks[:3]),
@@ -263,8 +326,9 @@ def _reject_idle_verbs(verbs: Verbs) -> None:
         ),
         (
             sum(asks) > 1,
-            "give one of --list_checkpoints, --dry_run, --preflight and --import_checkpoint",
+            "give one of --list_checkpoints, --dry_run, --preflight, --import_checkpoint and --save_config",
         ),
+        (saves and resumes, "--save_config goes without --resume: the run's config.json is there"),
         (verbs.trust and not imports, "--trust goes with --import_checkpoint"),
         (imports and resumes, "--import_checkpoint begins a run; resume it afterwards"),
         (
@@ -298,15 +362,20 @@ def run_tyro(
     *,
     default: Any = None,
     about: str | None = None,
+    common: Collection[str] = (),
     passed_on: list[str] | None = None,
 ) -> Any:
     """Let tyro fill the dataclass `target`, or one of a union of them, but report a mistake as one line.
 
-    `about` stands at the top of the help; default the docstring. Words that `target` does not know are appended to
-    `passed_on`, where that is given.
+    `about` stands at the top of the help; default the docstring of the target's module. `common`: the flags of the
+    short help, default all. Words that `target` does not know are appended to `passed_on`, where that is given.
 
     Raises: ConfigError; SystemExit(0) after printing help.
     """
+    if how := help_page.asked(argv):
+        about = about or sys.modules[target.__module__].__doc__ or ""
+        print(help_page.page(target, argv, about, everything=how == "long", common=common))
+        raise SystemExit(0)
     tyro._experimental_options["ansi_codes"] = False  # entry.py shows them as text
     complaints = io.StringIO()
     registry = ConstructorRegistry()
@@ -321,7 +390,6 @@ def run_tyro(
                 use_underscores=True,
                 config=(tyro.conf.OmitArgPrefixes,),
                 prog=Path(sys.argv[0]).name,
-                description=about or target.__doc__,
             )
     except SystemExit as exit:
         if exit.code in (0, None):
@@ -358,7 +426,7 @@ def _unknown(token: str, target: Any) -> str:
         return f"unknown flag {token.partition('=')[0]}; see --help"
     if name in RENAMED:
         return f"unknown flag --{name}: it is now {RENAMED[name]}"
-    owner = "finetune" if name in _TUNING else "pretrain" if name in _PRETRAINING else None
+    owner = "finetune" if name in TUNING else "pretrain" if name in _PRETRAINING else None
     if owner is not None:
         return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"
     known = [one for one in (*LEAVES, *Verbs.__dataclass_fields__) if one != name]  # no flag if so

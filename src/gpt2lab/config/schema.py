@@ -119,7 +119,7 @@ class DataConfig:
 
     data_dir: tuple[str, ...] = free(
         ("data/fineweb_edu",),
-        "folder of token shards made by scripts/prepare_data.py, or a mixture of several, each as PATH:WEIGHT "
+        "folder of token shards made by `gpt2lab prepare`, or a mixture of several, each as PATH:WEIGHT "
         "(pretraining only)",
     )
     data_weights_at: tuple[str, ...] = guarded(
@@ -145,7 +145,7 @@ class BatchConfig:
     total_batch_size: int = guarded(524_288, "tokens per optimizer step over all ranks", least=1)
     mini_batch_size: int = free(
         16,
-        "sequences per forward pass on each rank (guarded when dropout > 0); src/train.py accepts `auto`",
+        "sequences per forward pass on each rank (guarded when dropout > 0); pretraining takes `auto` too",
         least=1,
     )
 

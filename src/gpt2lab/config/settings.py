@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from gpt2lab import paths
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import LENGTHS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
@@ -123,18 +124,40 @@ def _is_folder_name(name: str) -> bool:
     return name != "" and name.isprintable() and "/" not in name and name[0] not in ".-"
 
 
+def wrong_types(values: dict[str, Any]) -> dict[str, str]:
+    """Return {setting: problem} of the values of a file that have another type than their setting."""
+    return {
+        name: f"{name} {value!r:.60} is not {_type_name(_TYPES[name])}"
+        for name, value in values.items()
+        if name in LEAVES
+        and not _is_of(value, _TYPES[name])
+        and not (name == "sample_prompt" and isinstance(value, str))  # any text; others name files
+    }
+
+
+def from_working_directory(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values that a person wrote as a run records them: numbers by type, paths from the working directory.
+
+    Raises: ConfigError if the words of a list cannot be read.
+    """
+    found = dict(values)
+    for name, value in values.items():
+        if is_path(name) or is_list(name):
+            found[name] = resolved(name, value, paths.from_working_directory)
+        elif isinstance(value, int) and not isinstance(value, bool) and _TYPES[name] is not int:
+            found[name] = float(value) if _is_of(0.5, _TYPES[name]) else value
+    source = values.get("instructions")
+    if source and source != "demo" and not source.startswith("hf:"):
+        found["instructions"] = str(paths.from_working_directory(Path(source)))
+    return found
+
+
 def read_settings(values: dict[str, Any]) -> Config:
     """Return the settings that a file holds, as `to_flat` wrote them; those that it lacks have their defaults.
 
     Raises: ConfigError with every value of another type, or every one that cannot work.
     """
-    problems = [
-        f"{name} {value!r:.60} is not {_type_name(_TYPES[name])}"
-        for name, value in values.items()
-        if name in LEAVES
-        and not _is_of(value, _TYPES[name])
-        and not (name == "sample_prompt" and isinstance(value, str))  # any text; others name files
-    ]
+    problems = list(wrong_types(values).values())
     if not problems:
         config = override(Config(), values)
         problems = find_problems(override(config, {"run_name": None}))  # its folder's name counts

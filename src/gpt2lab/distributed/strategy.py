@@ -60,7 +60,7 @@ class Strategy:
         apply_activation_checkpointing(model, self._system.activation_checkpointing)
         if self._system.compile == "on":
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
-            # call model.logits and model.hidden, so their shapes never recompile the step.
+            # call model.hidden and model.head, so their shapes never recompile the step.
             trained.compile()
         if self._parallel == "fsdp":
             fsdp.shard(model, trained, self._mesh, offload=self._system.fsdp_offload)

@@ -69,22 +69,22 @@ class Completer:
 
         Raises: CheckpointError, ConfigError, DataError.
         """
-        from gpt2lab.checkpoint.weights import load_weights
-        from gpt2lab.distributed.runtime import Runtime, resolve_dtype
-        from gpt2lab.distributed.strategy import Strategy
-
         target = find_target(name, checkpoint_dir)
         tokenizer = target.tokenizer()
         problem = why_no_text(tokenizer, target.model_config().vocab_size)
         if tokenizer is None or problem is not None:
             raise ConfigError(f"{name}: {problem}: its ids mean no text")
+        from gpt2lab.checkpoint.weights import load_weights
+        from gpt2lab.distributed.runtime import Runtime, resolve_dtype
+        from gpt2lab.distributed.strategy import Strategy
+
         runtime = Runtime()
         runtime.use(SystemConfig(device=device))
-        self._strategy = Strategy(runtime, SystemConfig(dtype=resolve_dtype(dtype, runtime.device)))
+        self.strategy = Strategy(runtime, SystemConfig(dtype=resolve_dtype(dtype, runtime.device)))
         self.tokenizer = tokenizer
-        self._model = load_weights(target).eval().to(runtime.device)
+        self.model = load_weights(target).eval().to(runtime.device)
         self.target, self.style, self.warnings = target, style, target.warnings
-        self.context_length = self._model.config.context_length
+        self.context_length = self.model.config.context_length
         self.tokens, self.seconds = 0, 0.0
         self.outgrew = False  # True if some text was longer than the context
 
@@ -132,9 +132,9 @@ class Completer:
             for place in places
         ]
         length = max(1, len(ids))
-        with self._strategy.autocast():
+        with self.strategy.autocast():
             for drawn in draw(
-                self._model,
+                self.model,
                 ids,
                 max_new_tokens=style.max_new_tokens,
                 generators=generators,

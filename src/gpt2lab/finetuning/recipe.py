@@ -53,7 +53,7 @@ class FineTuning:
                     "--optimizer muon: is for the matrices of the blocks, which are frozen beside adapters; "
                     "leave it out"
                 )
-        elif idle := sorted({"lora_alpha", "lora_targets"} & typed):
+        elif idle := sorted({"lora_alpha", "lora_targets"} & command.values.keys()):
             raise ConfigError(
                 f"--{idle[0]} goes with --lora_r N: without it all weights are trained"
             )

@@ -229,10 +229,6 @@ class GPT(nn.Module):
         """Return an empty cache for each block."""
         return [KVCache(self.config.context_length) for _ in self.blocks]
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Map ids (B, T) to logits of the next id (B, T, V)."""
-        return self.head(self.hidden(tokens))
-
     def head(self, hidden: Tensor) -> Tensor:
         """Map hidden states (..., C) to logits (..., V)."""
         return F.linear(hidden, self.wte.weight)
@@ -242,8 +238,13 @@ class GPT(nn.Module):
         weight = self.wte.weight
         return F.linear(hidden, weight, padding_bias(weight, self.config.num_tokens))
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets.
+
+        Without targets: logits of the next id, (B, T, V).
+        """
+        if targets is None:
+            return self.head(self.hidden(tokens))
         if has_compiled_form(tokens.device):
             hidden, num_tokens = self.hidden(tokens), self.config.num_tokens
             return head_cross_entropy_sum(hidden, self.wte.weight, targets, num_tokens)

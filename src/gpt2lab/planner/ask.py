@@ -130,9 +130,7 @@ class Ask:
 
     def folder(self) -> Path:
         """Return the folder of the runs."""
-        if self.checkpoint_dir is None:
-            return paths.from_repository(Path("checkpoints"))
-        return paths.from_working_directory(self.checkpoint_dir)
+        return paths.runs_folder(self.checkpoint_dir)
 
 
 def check(ask: Ask) -> None:

@@ -42,7 +42,6 @@ TOO_BUSY = 0.5  # share of the machine in other hands from which no number is gi
 FEWEST_STEPS = 4
 COMPILE_ALLOWANCE = 60.0  # seconds for compiling, besides the time for steps
 TRIAL_SECONDS = 12.0
-_TRAINER = paths.REPOSITORY / "src" / "train.py"
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "DefaultCPUAllocator: can't allocate", "Killed")
 
 
@@ -234,7 +233,7 @@ def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> 
         if job.world_size > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone"]
             launcher += [f"--nproc_per_node={job.world_size}"]
-        command = [*launcher, str(_TRAINER)]
+        command = [*launcher, *paths.trainer("train")]
         command += _trial_flags(job, place, data, seconds=seconds, steps=steps)
         watch = Watch()
         try:
@@ -419,7 +418,10 @@ def _parts(events: list[dict[str, Any]], total: float) -> dict[str, float]:
 
 def _train(flags: list[str]) -> None:
     answer = subprocess.run(
-        [sys.executable, str(_TRAINER), *flags], capture_output=True, text=True, timeout=900
+        [sys.executable, *paths.trainer("train"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     if answer.returncode != 0:
         raise ConfigError(f"the trainer failed in the self-test: {answer.stderr.strip()[-300:]}")

@@ -21,7 +21,7 @@ from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, FolderLostError
 from gpt2lab.files import replace_durably, sync_folder
-from gpt2lab.paths import REPOSITORY
+from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
 
 
 class RunFolder:
@@ -191,6 +191,8 @@ def provenance() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
+    if not IS_CHECKOUT:
+        return None
     try:
         answer = subprocess.run(
             ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"],

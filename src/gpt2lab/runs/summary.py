@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -59,7 +60,8 @@ def describe_run(run_dir: Path) -> str:
         words = [paths.program("tensorboard"), "--logdir", paths.for_people(run_dir.parent)]
         lines.append(f"  look at it        {fmt.command_line(words)}")
     else:
-        lines.append("  look at it        train with --use_tensorboard, then: make tensorboard")
+        then = "make tensorboard" if paths.IS_CHECKOUT else "gpt2lab tensorboard"
+        lines.append(f"  look at it        train with --use_tensorboard, then: {then}")
     return "\n".join(lines)
 
 
@@ -78,15 +80,15 @@ def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     words = [paths.program("python")]
     if world_size > 1:
         words = [paths.program("torchrun"), f"--nproc_per_node={world_size}"]
-    words += [paths.for_people(program_of(run_dir)), "--run_name", run_dir.name]
+    words += [paths.for_people(Path(word)) for word in paths.trainer(program_of(run_dir))]
+    words += ["--run_name", run_dir.name]
     words += ["--resume", "latest"]
-    if run_dir.parent != paths.REPOSITORY / "checkpoints":
+    if run_dir.parent != paths.runs_folder(None):
         words += ["--checkpoint_dir", paths.for_people(run_dir.parent)]
     return fmt.command_line(words)
 
 
-def program_of(run_dir: Path) -> Path:
-    """Return the program that began a run: src/train.py, or src/finetune.py if it has instructions."""
+def program_of(run_dir: Path) -> Literal["train", "finetune"]:
+    """Return the program that began a run: finetune if it has instructions."""
     settings = history.read_json(run_dir / "config.json") or {}  # not written yet
-    name = "train.py" if settings.get("instructions") is None else "finetune.py"
-    return paths.REPOSITORY / "src" / name
+    return "train" if settings.get("instructions") is None else "finetune"

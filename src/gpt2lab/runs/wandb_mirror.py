@@ -24,7 +24,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.runs.tensorboard import tags_of
 
-_SOURCE = paths.REPOSITORY / "src"
+_SOURCE = Path(paths.__file__).parents[1]
 _LOG = "wandb.log"
 _POLL_SECONDS = 1.0
 _FINISH_SECONDS = 30.0  # the longest wait at the end of a run for the rest to be sent

@@ -20,12 +20,13 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.checkpoint.target import tokenizer_of
-from gpt2lab.config.command_line import PROGRAMS, Command
+from gpt2lab.config.command_line import Command
 from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.resume_policy import find_changes, reject_changes
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
+from gpt2lab.config.settings_file import PROGRAMS
 from gpt2lab.data.mixture import MixedData, check_epochs, training_order, validation_orders
 from gpt2lab.data.order import VERSION
 from gpt2lab.data.shards import TokenData
@@ -270,10 +271,10 @@ def _choose_hellaswag(
     """
     settings, defaults = to_flat(config), to_flat(Config())
     asked = [
-        name for name in _HELLASWAG if name in command.typed or settings[name] != defaults[name]
+        name for name in _HELLASWAG if name in command.values or settings[name] != defaults[name]
     ]
     path = config.eval.hellaswag_path
-    if path is None and (not asked or "hellaswag_path" in command.typed):  # typed: None
+    if path is None and (not asked or "hellaswag_path" in command.values):  # typed: None
         return "off", ()
     if problem := why_no_text(tokenizer, config.model.vocab_size):
         return "off", (f"{problem}: no HellaSwag",)
@@ -305,7 +306,7 @@ def _fit_parallel(
     """
     system, notes = config.system, []
     if system.parallel != "ddp" and world_size == 1:
-        if "parallel" in command.typed:
+        if "parallel" in command.values:
             raise ConfigError(
                 f"parallel {system.parallel}: shards state over several ranks, and there is one; "
                 f"start it with torchrun --nproc_per_node=N, or leave it out"
@@ -313,7 +314,7 @@ def _fit_parallel(
         notes.append(f"parallel {system.parallel} -> ddp: there is one rank")
         system = dataclasses.replace(system, parallel="ddp")
     if system.fsdp_offload and system.parallel != "fsdp":
-        if "fsdp_offload" in command.typed:
+        if "fsdp_offload" in command.values:
             raise ConfigError("--fsdp_offload goes with --parallel fsdp")
         system = dataclasses.replace(system, fsdp_offload=False)
     return dataclasses.replace(config, system=system), tuple(notes)
@@ -330,7 +331,7 @@ def _fit_mini_batch(
     is_open = command.finds_mini_batch or (
         command.verbs.preset is not None and "mini_batch_size" not in command.typed
     )
-    typed = {"mini_batch_size", "total_batch_size"} & command.typed and not is_open
+    typed = {"mini_batch_size", "total_batch_size"} & command.values.keys() and not is_open
     share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one rank
     if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
         return config, ()

@@ -103,7 +103,9 @@ QUICK = {
     "dry run": ["--dry_run", *TINY, "--data_dir=d", "--checkpoint_dir=runs"],
     "dry run json": ["--dry_run", "--json", *TINY, "--data_dir=d", "--checkpoint_dir=runs"],
     "rejected flag": ["--num_layers=3"],
+    "rejected setting": ["--max_lr=nan"],
     "rejected plan": ["--dry_run", *TINY, "--data_dir=nowhere"],
+    "rejected start": [*TINY, "--data_dir=nowhere"],
 }
 
 
@@ -166,18 +168,17 @@ def test_a_quick_command_never_imports_torch_and_writes_nothing(
         "gpt2lab.config.command_line",
         "tyro",
     } <= imported  # the list is really what was imported
-    assert ("numpy" in imported) == ("dry run" in command or "plan" in command)
     assert not {name for name in imported if name.split(".")[0] == "torch"}
 
 
 def test_help_names_every_flag(tmp_path: Path) -> None:
-    answer = call(TRAIN, "--help", folder=tmp_path)
+    answer = call(TRAIN, "--help-all", folder=tmp_path)
     assert (answer.returncode, answer.stderr) == (0, "")
     shown = set(re.findall(r"--([a-z_]+)", answer.stdout))
     of_tuning = set(TuningConfig.__dataclass_fields__)
     assert (set(LEAVES) - of_tuning - {"num_tokens"}) | set(Verbs.__dataclass_fields__) <= shown
     assert not of_tuning & shown
-    answer = call(TRAIN.with_name("finetune.py"), "--help", folder=tmp_path)
+    answer = call(TRAIN.with_name("finetune.py"), "--help-all", folder=tmp_path)
     assert of_tuning <= set(re.findall(r"--([a-z_]+)", answer.stdout))
 
 

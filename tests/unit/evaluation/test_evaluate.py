@@ -97,7 +97,7 @@ def test_loss_and_bits_per_byte_are_those_computed_by_hand(folder: Path) -> None
         start = number * total // count * CONTEXT
         window = torch.from_numpy(ids[start : start + CONTEXT + 1])
         with torch.no_grad():
-            scores = model.logits(window[None, :-1])[0, :, :50257].double()
+            scores = model(window[None, :-1])[0, :, :50257].double()
         chosen = scores[torch.arange(CONTEXT), window[1:]]
         nats += float((scores.logsumexp(1) - chosen).sum())
         text += gpt2_encoding().decode_bytes(window[1:].tolist())

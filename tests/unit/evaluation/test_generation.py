@@ -48,7 +48,7 @@ def completer(folder: Path, **style: Any) -> Completer:
 
 
 def model_of(folder: Path) -> GPT:
-    return completer(folder)._model
+    return completer(folder).model
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def logprob(model: GPT, context: list[int], ending: list[int]) -> float:
     for i, token in enumerate(ending):
         ids = torch.tensor([context + ending[:i]])
         with torch.no_grad():
-            scores = model.logits(ids)[0, -1, :50257].double()
+            scores = model(ids)[0, -1, :50257].double()
         total += float(scores[token] - scores.logsumexp(0))
     return total
 

@@ -51,10 +51,10 @@ def load(folder: Path, name: str = "hf") -> GPT:
 
 def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder: Path) -> None:
     model, ids = load(folder), torch.arange(30).view(2, 15)
-    before = model.logits(ids)
+    before = model(ids)
     add_lora(model, TUNING)
     init_adapters(model, seed=1)
-    assert torch.equal(model.logits(ids), before)
+    assert torch.equal(model(ids), before)
     adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
     assert len(adapters) == 4  # c_attn, two c_proj, c_fc of the one layer
     for adapter in adapters:
@@ -62,11 +62,11 @@ def test_new_adapters_compute_nothing_and_merged_ones_the_same(folder: Path) -> 
         assert 0.8 * bound < adapter.lora_A.abs().max() <= bound
         with torch.no_grad():
             adapter.lora_B.normal_()
-    tuned = model.logits(ids)
+    tuned = model(ids)
     assert (tuned - before).abs().max() > 0.1
     merge_lora(model)
     assert not any(isinstance(m, LoRALinear) for m in model.modules())
-    torch.testing.assert_close(model.logits(ids), tuned, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(ids), tuned, rtol=1e-5, atol=1e-5)
     assert {n for n, _ in model.named_parameters()} == {
         n for n, _ in load(folder).named_parameters()
     }

@@ -122,7 +122,7 @@ def test_logits_equal_those_of_transformers(length) -> None:
         twin = transformers_twin(model)
         ids = random_ids(SMALL)[:, :length]
         with torch.no_grad():
-            ours, theirs = model.logits(ids), twin(ids).logits
+            ours, theirs = model(ids), twin(ids).logits
     finally:
         torch.set_float32_matmul_precision(before)
     assert ours.dtype == theirs.dtype == torch.float32
@@ -188,7 +188,7 @@ def test_changing_a_token_leaves_all_earlier_logits_as_they_were() -> None:
     t = 13
     changed[:, t] = (changed[:, t] + 1) % SMALL.vocab_size
     with torch.no_grad():
-        before, after = model.logits(ids), model.logits(changed)
+        before, after = model(ids), model(changed)
     assert torch.equal(before[:, :t], after[:, :t])
     assert ((before[:, t:] - after[:, t:]).abs().amax(dim=(0, 2)) > 0).all()
 
@@ -260,12 +260,12 @@ def test_dropout_acts_in_training_mode_only() -> None:
     with torch.no_grad():
         model.train()
         torch.manual_seed(0)
-        first, second = model.logits(ids), model.logits(ids)
+        first, second = model(ids), model(ids)
         torch.manual_seed(0)
-        first_again = model.logits(ids)
+        first_again = model(ids)
         model.eval()
-        calm, calm_again = model.logits(ids), model.logits(ids)
-        reference = plain.train().logits(ids)
+        calm, calm_again = model(ids), model(ids)
+        reference = plain.train()(ids)
     assert not torch.equal(first, second)
     assert torch.equal(first, first_again), "the masks come from torch's generator alone"
     assert torch.equal(calm, calm_again)

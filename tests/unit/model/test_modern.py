@@ -60,7 +60,7 @@ def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alon
     config = dataclasses.replace(PLAIN, **option)
     ids = ids_of(PLAIN)
     with torch.no_grad():
-        plain, other = (build_model(c, seed=1, device=CPU).logits(ids) for c in (PLAIN, config))
+        plain, other = (build_model(c, seed=1, device=CPU)(ids) for c in (PLAIN, config))
     assert not torch.equal(plain, other)
     ((name, value),) = option.items()
     assert options_of(config) == f"{name} {value}"
@@ -148,7 +148,7 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
     changed = ids.clone()
     changed[:, 13] = (changed[:, 13] + 1) % 211
     with torch.no_grad():
-        before, after = model.logits(ids), model.logits(changed)
+        before, after = model(ids), model(changed)
     assert torch.equal(before[:, :13], after[:, :13])
     assert ((before[:, 13:] - after[:, 13:]).abs().amax(dim=(0, 2)) > 0).all()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import launch
+from gpt2lab import fmt, paths
 from gpt2lab.commands import preflight, trials
 from gpt2lab.config.command_line import parse
 from whole_run import Run
@@ -203,3 +204,23 @@ def test_what_does_not_go_together_is_rejected(run: Run, flags: tuple[str, ...])
     assert done.returncode == 2
     assert "--preflight" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        (["src/train.py", "--preflight", "--n_layer=1"], ["src/train.py", "--n_layer=1"]),
+        (["/venv/bin/gpt2lab", "preflight", "--n_layer=1"], ["TRAIN", "--n_layer=1"]),
+        (["PACKAGE/__main__.py", "finetune", "--preflight"], ["FINETUNE"]),
+        (["PACKAGE/train.py", "--preflight", "--json"], ["TRAIN"]),
+    ],
+)
+def test_the_command_after_go_starts_the_trainer(
+    typed: list[str], command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the program or module that was typed; the verb preflight becomes train."""
+    package = str(Path(paths.__file__).parent)
+    monkeypatch.setattr("sys.argv", [word.replace("PACKAGE", package) for word in typed])
+    programs = {"TRAIN": launch.TRAIN, "FINETUNE": launch.TRAIN.with_name("finetune.py")}
+    expected = [str(programs.get(word, word)) for word in command]
+    assert preflight.command_to_start([]) == fmt.command_line([paths.program("python"), *expected])

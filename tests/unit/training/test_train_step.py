@@ -123,7 +123,7 @@ def test_model_returns_a_float32_loss_under_cpu_autocast() -> None:
     model, batch = build_model(MODEL, seed=1337, device=CPU), golden_batches()[0]
     micro = batch.micro_batches[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model.logits(micro.tokens).dtype == torch.bfloat16, "autocast is at work"
+        assert model(micro.tokens).dtype == torch.bfloat16, "autocast is at work"
         loss = model(micro.tokens, micro.targets)
     assert loss.dtype == torch.float32
 
@@ -159,7 +159,7 @@ def test_loss_and_gradient_are_means_over_all_targets_of_the_batch(strategy) -> 
     tokens = torch.from_numpy(windows.astype(np.int64))
     reference = build_model(MODEL, seed=1337, device=CPU)
     mean = nn.functional.cross_entropy(
-        reference.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        reference(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
     )
     mean.backward()
     assert stats.loss == pytest.approx(mean.item(), rel=1e-6)

@@ -1,0 +1,243 @@
+"""What `import gpt2lab` offers. Torch is imported when something is computed, not before."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gpt2lab import paths
+from gpt2lab.config.command_line import Command, Verbs
+from gpt2lab.config.schema import ModelConfig, RecipeName
+from gpt2lab.config.settings import to_flat
+from gpt2lab.config.settings_file import read_file, read_values
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.completion import Completer, Style, check_style
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gpt2lab.model.gpt import GPT
+    from gpt2lab.tokenizers.interface import Tokenizer
+
+
+class LanguageModel:
+    """A trained model with its tokenizer: texts in, texts and numbers out."""
+
+    def __init__(self, completer: Completer) -> None:
+        self._completer = completer
+        self.name = completer.target.name
+        self.module: GPT = completer.model  # a torch.nn.Module: ids (B, T) -> logits (B, T, V)
+        self.tokenizer: Tokenizer = completer.tokenizer
+        self.config: ModelConfig = completer.model.config
+        self._texts = itertools.count()
+
+    def __repr__(self) -> str:
+        parameters = sum(parameter.numel() for parameter in self.module.parameters())
+        return f"<LanguageModel {self.name}: {parameters:,} parameters>"
+
+    def generate(
+        self,
+        text: str = "",
+        *,
+        max_new_tokens: int = Style.max_new_tokens,
+        temperature: float = Style.temperature,
+        top_k: int = Style.top_k,
+        top_p: float = Style.top_p,
+        seed: int = Style.seed,
+    ) -> str:
+        """Return `text` continued; the same seed gives the same continuation.
+
+        Raises: ConfigError if the text is longer than the context, or a setting cannot work.
+        """
+        style = Style(max_new_tokens, temperature, top_k, top_p, seed)
+        check_style(style)
+        self._completer.style = style
+        (found,) = self._completer.complete(self._completer.encode(text))
+        return text + found.text
+
+    def logits(self, text: str) -> Tensor:
+        """Return (T, ids of the tokenizer) float32: row t scores the token after the text's first t + 1 tokens.
+
+        Raises: ConfigError if the text is empty or longer than the context.
+        """
+        import torch
+
+        ids = self._completer.encode(text)
+        if not ids:
+            raise ConfigError("logits of an empty text: give at least one token")
+        with torch.inference_mode(), self._completer.strategy.autocast():
+            scores = self.module(torch.tensor([ids], device=self._device))[0]
+        return scores[:, : self.config.id_limit].float()
+
+    def loss(self, text: str) -> float:
+        """Return the mean loss in nats/token of a text that follows an end of text, as a document does in training.
+
+        Raises: ConfigError if the text is empty or longer than the context.
+        """
+        import torch
+
+        ids = self._completer.encode(text)
+        if not ids:
+            raise ConfigError("loss of an empty text: give at least one token")
+        row = torch.tensor([[self.tokenizer.end_of_text, *ids]], device=self._device)
+        with torch.inference_mode(), self._completer.strategy.autocast():
+            return float(self.module(row[:, :-1], row[:, 1:])) / len(ids)
+
+    @property
+    def _device(self) -> Any:
+        return next(self.module.parameters()).device
+
+
+def load(
+    name: str | Path,
+    *,
+    checkpoint_dir: str | Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "fp32", "bf16"] = "fp32",
+) -> LanguageModel:
+    """Load a run (its newest valid checkpoint), a checkpoint's or Hugging Face folder, or `hf:NAME` from the Hub.
+
+    Raises: CheckpointError, ConfigError, DataError.
+    """
+    return LanguageModel(
+        Completer(
+            str(name),
+            checkpoint_dir=paths.runs_folder(_path(checkpoint_dir)),
+            device=device,
+            dtype=dtype,
+            style=Style(),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All settings by the names of their flags."""
+        from gpt2lab.runs import history
+
+        return to_flat(history.read_config(self.folder))
+
+    def metrics(self, kind: str = "step") -> list[dict[str, Any]]:
+        """Return the events of one kind, in order of steps: `step`, `eval`, `hellaswag`, `sample`, `checkpoint`.
+
+        Steps that a resume took again are there once, as they were taken last.
+        """
+        from gpt2lab.runs import history
+
+        log = history.read_log(self.folder)
+        events = log.current_steps() if kind == "step" else log.current(kind).values()
+        return [dict(event) for event in events]
+
+    def load(self) -> LanguageModel:
+        """Load the newest valid checkpoint."""
+        return load(self.folder)
+
+
+def open_run(name: str | Path, *, checkpoint_dir: str | Path | None = None) -> Run:
+    """Return a run by its name or folder.
+
+    Raises: ConfigError if there is none.
+    """
+    from gpt2lab.runs import history
+
+    return Run(history.find_run(str(name), checkpoint_dir=_path(checkpoint_dir)))
+
+
+def prepare(source: str | Path, out: str | Path | None = None, **flags: Any) -> Path:
+    """Tokenize a source of text into shards and return their folder; `flags` are those of `gpt2lab prepare`.
+
+    Raises: DataError, ConfigError.
+    """
+    from gpt2lab.commands import prepare_data
+
+    known = {field.name for field in dataclasses.fields(prepare_data.PrepareData)}
+    _reject_unknown(flags, known, "prepare")
+    return prepare_data.prepare(prepare_data.PrepareData(str(source), _path(out), **flags))
+
+
+def train(
+    config: str | Path | dict[str, Any] | None = None,
+    *,
+    resume: str | None = None,
+    allow_change: str | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a run in this process, or continue one, and return it when it is complete or has stopped and saved.
+
+    `config`: a dict of settings, or a TOML or JSON file, such as a run's config.json; `settings` count above it. With
+    `instructions` it is fine-tuned. Several GPUs: `torchrun --nproc_per_node=N -m gpt2lab.train --config FILE`.
+
+    Raises: GPT2LabError; ConfigError and DataError before anything is written.
+    """
+    from gpt2lab.commands.train import recipe_named
+    from gpt2lab.training.resolve import resolve_to_train
+
+    given = {**config, **settings} if isinstance(config, dict) else settings
+    values = read_values(given)
+    recipe: RecipeName = "finetune" if values.get("instructions") else "pretrain"
+    file = {}
+    if isinstance(config, str | Path):
+        file = read_file(paths.from_working_directory(Path(config)), recipe)
+    verbs = Verbs(resume=resume, allow_change=allow_change)
+    command = Command((), verbs, values, recipe=recipe, file=file)
+    start = resolve_to_train(command, recipe_named(recipe), world_size=1, free_memory=[None])
+    from gpt2lab.training.pretrain import pretrain
+
+    pretrain(command, recipe=recipe_named(recipe), start=start)
+    return Run(start.run_dir)
+
+
+def estimate(**flags: Any) -> dict[str, Any]:
+    """Predict a run: time, memory, cost and loss, as `gpt2lab estimate --json` prints them; `flags` are its flags.
+
+    Raises: ConfigError; NoSourceError if there is nothing to predict from.
+    """
+    from gpt2lab.commands.estimate_time import describe_job
+    from gpt2lab.planner import hardware
+    from gpt2lab.planner.ask import Ask, check
+
+    _reject_unknown(flags, set(Ask.__dataclass_fields__), "estimate")
+    ask = Ask(**{name: _as_typed(name, value) for name, value in flags.items()})
+    check(ask)
+    document, _, _ = describe_job(ask, hardware.load())
+    return document
+
+
+def _as_typed(name: str, value: Any) -> Any:
+    """Return a flag of the planner as its command line has it."""
+    if name in ("tokens", "steps", "num_samples"):
+        return str(value)
+    if name in ("data_dir", "data_weights_at"):
+        return (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))
+    return _path(value) if name in ("checkpoint_dir", "report") else value
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _reject_unknown(flags: dict[str, Any], known: set[str], verb: str) -> None:
+    """Reject what is no flag of a verb.
+
+    Raises: ConfigError with the nearest name.
+    """
+    import difflib
+
+    for name in sorted(flags.keys() - known):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"gpt2lab {verb} --help-all lists them"
+        raise ConfigError(f"{verb} takes no {name}: {hint}")

@@ -1,0 +1,88 @@
+"""`gpt2lab VERB`: every verb and its function. The programs in scripts/ and src/ call the same functions."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpt2lab import __version__, paths
+from gpt2lab.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What a verb does, in one line, and the function that does it: called with argv, returns the exit code."""
+
+    about: str
+    module: str
+    function: str = "main"
+
+    def load(self) -> Callable[[list[str]], int]:
+        """Import the function, and what it needs."""
+        found: Callable[[list[str]], int] = getattr(
+            importlib.import_module(self.module), self.function
+        )
+        return found
+
+
+_HERE = "gpt2lab.commands"
+VERBS = {
+    "prepare": Verb("tokenize text into the shards that training reads", f"{_HERE}.prepare_data"),
+    "train": Verb("train a model, or continue a run", f"{_HERE}.train"),
+    "finetune": Verb("fine-tune a model on conversations", f"{_HERE}.train", "finetune"),
+    "sample": Verb("continue prompts with a model", f"{_HERE}.sample"),
+    "chat": Verb("chat with a fine-tuned model", f"{_HERE}.chat"),
+    "evaluate": Verb("measure validation loss and HellaSwag", f"{_HERE}.evaluate"),
+    "compare": Verb("tell whether two evaluations differ", f"{_HERE}.compare"),
+    "estimate": Verb("predict time, memory, cost and loss of a run", f"{_HERE}.estimate_time"),
+    "status": Verb("show all runs and how far they are", f"{_HERE}.status"),
+    "list": Verb("list the checkpoints", f"{_HERE}.train", "list_checkpoints"),
+    "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
+    "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
+    "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
+    "export": Verb("write a model as a Hugging Face folder", f"{_HERE}.export_hf"),
+    "import": Verb("take over a checkpoint of nanoGPT", f"{_HERE}.train", "import_checkpoint"),
+    "resume-command": Verb("print the command that continues a run", f"{_HERE}.resume_command"),
+    "preflight": Verb("check all that a run will need", f"{_HERE}.train", "preflight"),
+    "data": Verb("verify, inspect, import and merge token shards", f"{_HERE}.data"),
+    "tokenizer": Verb("learn a tokenizer from text", f"{_HERE}.tokenizer"),
+    "gpu-info": Verb("show the devices of this machine", f"{_HERE}.gpu_info"),
+    "memory-check": Verb("compare a run's need with the free memory", f"{_HERE}.memory_check"),
+    "tensorboard": Verb("start or stop TensorBoard", f"{_HERE}.show_tensorboard"),
+    "rebuild-tensorboard": Verb("make TensorBoard's files again", f"{_HERE}.rebuild_tensorboard"),
+    "repair-log": Verb("remove damaged lines of a run's log", f"{_HERE}.repair_log"),
+}
+if (paths.REPOSITORY / "benchmarks" / "command.py").is_file():  # not shipped
+    VERBS["benchmark"] = Verb("measure this machine and other trainers", "benchmarks.command")
+
+_PAGE = """gpt2lab {version}: train GPT-2 from scratch
+
+  gpt2lab prepare python-stdlib
+  gpt2lab train --model gpt2-nano --max_steps 200 --run_name first
+  gpt2lab sample first --prompt "def "
+
+{verbs}
+
+gpt2lab VERB --help: common flags and examples; --help-all: every flag"""
+
+
+def main(argv: list[str]) -> int:
+    """Do what the verb says and return the exit code."""
+    if not argv or argv[0] in ("-h", "--help", "--help-all", "help"):
+        rows = [f"  {name:<20} {verb.about}" for name, verb in VERBS.items()]
+        print(_PAGE.format(version=__version__, verbs="\n".join(rows)))
+        return 0
+    if argv[0] == "--version":
+        print(f"gpt2lab {__version__}")
+        return 0
+    name = argv[0].replace("_", "-")
+    if name not in VERBS:
+        close = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f"did you mean {close[0]}?" if close else "gpt2lab --help lists them"
+        raise ConfigError(f"unknown verb {argv[0]!r}: {hint}")
+    if name == "benchmark":
+        sys.path.insert(0, str(paths.REPOSITORY))
+    return VERBS[name].load()(argv[1:])

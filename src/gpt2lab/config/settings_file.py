@@ -1,0 +1,161 @@
+"""Settings in a file: `--config FILE` reads TOML or JSON, such as a run's own config.json; `--save_config` writes one.
+
+The settings stand flat, by the names of their flags. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.config.schema import Config, RecipeName, TuningConfig
+from gpt2lab.config.settings import LEAVES, from_working_directory, to_flat, wrong_types
+from gpt2lab.errors import ConfigError
+from gpt2lab.files import read_regular, replace_durably
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROGRAMS = {"pretrain": "src/train.py", "finetune": "src/finetune.py"}
+TUNING = frozenset(TuningConfig.__dataclass_fields__)
+OF_SHARDS = frozenset({"data_dir", "data_weights_at", "max_source_epochs"})
+_AT_MOST = 2**20  # bytes of a file
+
+
+def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
+    """Return {setting: value} of a settings file, for a start of that recipe; paths are relative to the working
+    directory, as typed ones are.
+
+    A run's own config.json, in the run's folder, does not give its name to another run.
+
+    Raises: ConfigError naming the file, and every line that cannot be used.
+    """
+    text = _read_text(path)
+    values = _parse(path, text)
+    if problems := [_with_line(name, text, what) for name, what in _problems(values).items()]:
+        raise ConfigError(f"{path}: {'; '.join(problems)}")
+    if values.get("run_name") == path.parent.name:
+        del values["run_name"]
+    unused = _of_other_recipe(recipe, path, values)
+    return from_working_directory({n: value for n, value in values.items() if n not in unused})
+
+
+def read_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings that a program gives, as `read_file` does those of a file.
+
+    Raises: ConfigError naming every one that cannot be used.
+    """
+    plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+    if problems := _problems(plain):
+        raise ConfigError("; ".join(problems.values()))
+    return from_working_directory(plain)
+
+
+def _problems(values: dict[str, Any]) -> dict[str, str]:
+    unknown = {n: _why_unknown(n, value) for n, value in values.items() if n not in LEAVES}
+    return unknown | wrong_types(values)
+
+
+def _of_other_recipe(recipe: RecipeName, path: Path, values: dict[str, Any]) -> frozenset[str]:
+    """Return the settings of the other recipe, which a run's config.json holds too, unused.
+
+    Raises: ConfigError if the file is one of the other recipe.
+    """
+    tunes = values.get("instructions") is not None
+    if recipe == "pretrain" and tunes:
+        raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
+    return TUNING if recipe == "pretrain" else OF_SHARDS
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: not a text file; give a .toml or .json file") from None
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    """Read by the file's name.
+
+    Raises: ConfigError.
+    """
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(
+            f"--config {path}: give a .toml or .json file, such as a run's config.json"
+        )
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        values = json.loads(text, object_pairs_hook=_unique)
+    except ValueError as error:  # of both formats, with the line
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not one JSON object of settings")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} is there twice")
+    return values
+
+
+def _with_line(name: str, text: str, what: str) -> str:
+    """Write a problem with the line that the setting stands in."""
+    pattern = rf'^[ \t{{,\[]*["\']?{re.escape(name)}["\']?[ \t]*[=:\]]'
+    found = re.search(pattern, text, flags=re.M)
+    line = 1 + text.count("\n", 0, found.start()) if found else None
+    return f"line {line}: {what}" if line else what
+
+
+def _why_unknown(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return f"[{name}] is a table; settings stand flat, by the names of their flags"
+    close = difflib.get_close_matches(name, LEAVES, n=1)
+    hint = f"did you mean {close[0]}?" if close else "gpt2lab train --help-all lists them"
+    return f"unknown setting {name}: {hint}"
+
+
+def write_file(path: Path, config: Config, *, leave_out: frozenset[str]) -> None:
+    """Write all settings that have a value to a new file, as TOML or JSON by its name; its folder must be there.
+
+    Raises: ConfigError if there is a file already, or none can be written.
+    """
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"--save_config {path}: give a name that ends with .toml or .json")
+    if path.exists():
+        raise ConfigError(f"--save_config {path}: exists already; choose another name")
+    unused = TUNING if config.tuning.instructions is None else OF_SHARDS
+    flat = {
+        name: value
+        for name, value in to_flat(config).items()
+        if value is not None and name not in unused | leave_out
+    }
+    text = _as_toml(flat) if path.suffix == ".toml" else json.dumps(flat, indent=1) + "\n"
+    try:
+        replace_durably(path, text)
+    except OSError as error:
+        raise ConfigError(f"--save_config {path}: {error.strerror}") from error
+
+
+def _as_toml(flat: dict[str, Any]) -> str:
+    """Write flat values in their order, each section under a comment; JSON's texts and numbers are TOML's too."""
+    lines: list[str] = []
+    section = None
+    for name, value in flat.items():
+        if LEAVES[name][0] != section:
+            section = LEAVES[name][0]
+            lines += ["", f"# {section}"] if lines else [f"# {section}"]
+        lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,11 @@
+"""Entry point for torchrun where gpt2lab is installed: torchrun --nproc_per_node=4 -m gpt2lab.train ..."""
+
+import sys
+
+from gpt2lab.commands.entry import run
+from gpt2lab.commands.train import main
+
+if __name__ == "__main__":
+    sys.exit(run(main))
+if __name__ != "__mp_main__":  # that of a process which multiprocessing starts
+    raise ImportError("an entry point for `python -m`; in Python call gpt2lab.train(...)")

@@ -1,0 +1,103 @@
+"""`import gpt2lab`: the page docs/api.md run as doctests, and what a program relies on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpt2lab
+import launch
+from gpt2lab.commands import api
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import ConfigError
+from launch import HANG_SECONDS, REPOSITORY
+from whole_run import Run
+
+DOCTEST = """
+import doctest, sys
+failed, tried = doctest.testfile(sys.argv[1], module_relative=False, optionflags=doctest.ELLIPSIS)
+print(tried)
+sys.exit(failed > 0)
+"""
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder with a copy of the package, as it is where gpt2lab is installed."""
+    site = folder.parent / "site"
+    if not site.exists():
+        shutil.copytree(REPOSITORY / "src" / "gpt2lab", site / "gpt2lab")
+    folder.mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+
+
+@pytest.mark.slow
+def test_the_page_of_the_api_runs(tmp_path: Path) -> None:
+    page = REPOSITORY / "docs" / "api.md"
+    done = run(tmp_path / "empty", "-c", DOCTEST, str(page))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) == page.read_text().count("\n>>> ") > 20
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == {"data", "checkpoints"}
+
+
+def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys, gpt2lab; assert not {'torch', 'numpy', 'tyro'} & set(sys.modules); "
+        "assert set(gpt2lab.__all__) <= set(dir(gpt2lab)); "
+        "gpt2lab.train, gpt2lab.load, gpt2lab.open_run; assert 'torch' not in sys.modules"
+    )
+    done = run(tmp_path / "empty", "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_entry_points_do_not_hide_the_functions() -> None:
+    """`gpt2lab.train` is a function to import and a module to run; importing the module would replace it."""
+    with pytest.raises(ImportError, match="an entry point"):
+        __import__("gpt2lab.train")
+    from gpt2lab import train
+
+    assert train is gpt2lab.train is api.train
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = gpt2lab.trian
+
+
+def test_a_run_of_the_api_is_a_run_of_the_command_line(run: Run, tmp_path: Path) -> None:
+    run.train("--max_steps=4", "--eval_freq=2")
+    settings = {**gpt2lab.open_run(run.path).config, "run_name": "b"}
+    shared = {name: settings[name] for name in settings if name not in ("data_dir", "num_tokens")}
+    unused = set(api.read_values({})) | {"instructions", "val_fraction", "packing"}
+    given = {n: v for n, v in shared.items() if v is not None and n not in unused}
+    given = {n: v for n, v in given.items() if not n.startswith("lora")}
+    found = gpt2lab.train(given, data_dir=settings["data_dir"], log_freq=3)
+    assert found == gpt2lab.open_run("b", checkpoint_dir=tmp_path)
+    assert (found.name, found.folder) == ("b", tmp_path / "b")
+    assert launch.losses(found.folder) == launch.losses(run.path)
+    assert found.config == {**gpt2lab.open_run(run.path).config, "run_name": "b", "log_freq": 3}
+    assert [event["step"] for event in found.metrics()] == [1, 2, 3, 4]
+    assert [event["step"] for event in found.metrics("eval")] == [0, 2, 4]
+
+
+def test_what_an_api_call_cannot_mean_is_rejected(tmp_path: Path) -> None:
+    before = to_flat(gpt2lab.commands.api.Command((), api.Verbs(), {}).fresh())
+    assert before["model"] == "gpt2"
+    for call, says in (
+        (lambda: gpt2lab.train({"n_leyer": 2}), "unknown setting n_leyer: did you mean n_layer"),
+        (lambda: gpt2lab.train(n_layer="two"), "n_layer 'two' is not a whole number"),
+        (lambda: gpt2lab.train(max_lr=float("nan")), "max_lr nan is not a number"),
+        (lambda: gpt2lab.prepare("x", val_token=1), "prepare takes no val_token: did you mean"),
+        (lambda: gpt2lab.estimate(gpuz=2), "estimate takes no gpuz: did you mean gpu"),
+        (lambda: gpt2lab.open_run("none", checkpoint_dir=tmp_path), "no run of this name"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            call()

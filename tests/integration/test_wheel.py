@@ -1,0 +1,95 @@
+"""The wheel, installed outside the checkout: the quickstart in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from launch import HANG_SECONDS, REPOSITORY, steps
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of programs of a fresh venv with the wheel, built as pip builds it.
+
+    The wheel's dependencies, torch above all, are read from this venv's site-packages through a .pth file: installing
+    them again would take gigabytes. The wheel itself is installed with --no-deps.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(REPOSITORY / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source)], folder)
+    (wheel,) = folder.glob("gpt2lab-*.whl")
+    shutil.rmtree(source)
+    venv.create(folder / "venv", with_pip=True)
+    programs = folder / "venv" / "bin"
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run([str(programs / "pip"), "install", "--no-deps", "--no-index", str(wheel)], folder)
+    return programs
+
+
+def run(command: list[str], folder: Path, **extra: str) -> str:
+    """Run a program in a folder, with nothing of the checkout in its environment, and return what it printed."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=plain | extra,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    before = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}
+
+    def gpt2lab(*words: str) -> str:
+        return run([str(installed / "gpt2lab"), *words], folder, OMP_NUM_THREADS="2")
+
+    assert gpt2lab("--help").startswith("gpt2lab ")
+    where = "import gpt2lab.paths; print(gpt2lab.paths.IS_CHECKOUT)"
+    assert run([str(installed / "python"), "-c", where], folder) == "False\n"
+    failed = subprocess.run(
+        [str(installed / "gpt2lab"), "train"], cwd=folder, capture_output=True, text=True
+    )
+    assert "prepare one with: gpt2lab prepare python-stdlib" in failed.stderr
+    gpt2lab("prepare", "python-stdlib")
+    assert (folder / "data" / "python_stdlib" / "shards.json").is_file()
+    nano = ("--model", "gpt2-nano", "--max_steps", "20", "--device", "cpu")
+    gpt2lab("train", *nano, "--run_name", "first")
+    assert set(steps(folder / "checkpoints" / "first")) == set(range(1, 21))
+    said = gpt2lab("sample", "first", "--prompt", "def ", "--max_new_tokens", "8")
+    assert said.startswith("def ")
+    assert "first" in gpt2lab("status")
+    assert "time" in gpt2lab("estimate", "--model", "gpt2-nano", "--steps", "20")
+    gpt2lab("report", "first")
+    assert (folder / "checkpoints" / "first" / "report.html").is_file()
+    longer = ("--max_steps", "22", "--allow_change", "max_steps")
+    command = gpt2lab("resume-command", "first", *longer)
+    assert "-m gpt2lab.train" in command
+    plan = run(
+        ["bash", "-c", f"{command} --dry_run"],
+        folder,
+        PATH=f"{installed}{os.pathsep}{os.environ['PATH']}",
+    )
+    assert "resumes from   step 20 (2 to go)" in plan
+    assert {path.name for path in folder.iterdir()} == {"data", "checkpoints"}
+    after = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}
+    assert after == before

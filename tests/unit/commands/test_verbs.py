@@ -1,0 +1,183 @@
+"""`gpt2lab VERB`: the same functions as the programs, in an instant, with help that fits a screen."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+from gpt2lab import __version__
+from gpt2lab.commands import entry, verbs
+from gpt2lab.commands.verbs import VERBS
+from gpt2lab.config import help_page
+from gpt2lab.errors import ConfigError
+from launch import REPOSITORY, SCRIPTS
+from tiny import CONTEXT, write_shards
+
+SOURCE = REPOSITORY / "src"
+UNION = {"data", "tokenizer", "benchmark"}  # each a family of verbs, with examples of its own
+
+
+def run(*argv: str, folder: Path, module: str = "gpt2lab") -> subprocess.CompletedProcess[str]:
+    """Run a verb as its own program in a folder, and list what was imported on stderr."""
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, *argv],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return what a verb prints in this process, as its help does."""
+    with pytest.raises(SystemExit) as end:
+        verbs.main(list(argv))
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_program_calls_the_function_of_a_verb() -> None:
+    by_verb = {(verb.module, verb.function) for verb in VERBS.values()}
+    called = set()
+    for path in [*SCRIPTS.glob("[a-z]*.py"), *SOURCE.glob("*.py")]:
+        for module, name in re.findall(r"from (\S+) import (main)", path.read_text()):
+            called.add((module, name))
+            assert (module, name) in by_verb, path
+    assert (
+        len(called) == len(list(SCRIPTS.glob("[a-z]*.py"))) + 1
+    )  # train.py and finetune.py share one
+
+
+def test_the_page_of_verbs_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for argv in ([], ["--help"]):
+        assert verbs.main(argv) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1]
+    lines = pages[0].splitlines()
+    assert len(lines) <= 36
+    assert max(map(len, lines)) <= 80
+    assert set(re.findall(r"^  ([a-z-]+)  ", pages[0], flags=re.M)) == set(VERBS)
+    assert verbs.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gpt2lab {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_has_two_examples_and_fits(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short, long = shown(capsys, verb, "--help"), shown(capsys, verb, "--help-all")
+    assert short.startswith(f"usage: gpt2lab {verb} ")
+    examples = re.findall(rf"^  .*gpt2lab[ .]{verb}\b.*$", short, flags=re.M)
+    assert len(examples) >= 2
+    examples += [line for line in short.splitlines() if line.startswith("  torchrun")]
+    for text in (short, long):
+        assert "None" not in text.replace("instructions` is None", "")
+        rows = [line for line in text.splitlines() if line not in examples]
+        assert max(map(len, rows)) <= 80
+    assert len(short.splitlines()) <= 62
+    flags = [set(re.findall(r"^  --(\w+)", text, flags=re.M)) for text in (short, long)]
+    assert flags[0] <= flags[1]
+    assert flags[1] or verb in UNION
+
+
+def test_the_help_of_a_verb_within_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "data", "show", "--help")
+    assert text.startswith("usage: gpt2lab data show [flags]\n")
+    assert "  gpt2lab data show --run RUN --step 100 --text\n" in text
+    assert set(re.findall(r"^  --(\w+)", text, flags=re.M)) == {"run", "step", "text"}
+    assert shown(capsys, "benchmark", "parallel", "--help").startswith(
+        "usage: gpt2lab benchmark par"
+    )
+
+
+def test_help_shows_what_a_flag_takes() -> None:
+    module = importlib.import_module("gpt2lab.commands.sample")
+    text = help_page.page(module.Sample, [], module.__doc__ or "", everything=True)
+    assert "usage: gpt2lab sample TARGET [flags]" in text
+    assert re.search(
+        r"--device auto\|cpu\|cuda +auto = cuda if there is one \(default auto\)", text
+    )
+    assert re.search(r"--prompt TEXT ", text)
+    assert re.search(r"--interactive  ", text)
+
+
+def test_an_error_names_programs_as_they_are_called_where_the_package_is_installed() -> None:
+    for message, installed in (
+        (
+            "with: python scripts/prepare_data.py python-stdlib",
+            "with: gpt2lab prepare python-stdlib",
+        ),
+        ("(scripts/status.py lists the runs)", "(gpt2lab status lists the runs)"),
+        ("it belongs to src/finetune.py", "it belongs to gpt2lab finetune"),
+        ("begun by src/train.py; continue", "begun by gpt2lab train; continue"),
+        ("/data/scripts/mine.py: no such folder", "/data/scripts/mine.py: no such folder"),
+    ):
+        assert entry.as_installed(message) == installed
+    for path in SOURCE.rglob("*.py"):
+        for name in re.findall(r"\bscripts/(\w+)\.py", path.read_text()):
+            assert "gpt2lab" in entry.as_installed(f"scripts/{name}.py"), path
+
+
+def test_an_unknown_verb_gets_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown verb 'trian': did you mean train\?"):
+        verbs.main(["trian"])
+    with pytest.raises(ConfigError, match="unknown verb '--qqq': gpt2lab --help lists them"):
+        verbs.main(["--qqq"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(["--help"], ["train", "--help"], ["status"], ["list"], ["trian"], ["sample", "--qqq"]),
+        *(["train", "--max_lr=nan"], ["train", "--data_dir=nosuch"], ["preflight", "--n_layr=1"]),
+        *(["evaluate", "--batch_size=0", "x"], ["sample", "nosuch run", "--prompt=a"]),
+    ],
+)
+def test_what_answers_or_rejects_at_once_never_imports_torch(
+    argv: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    has_runs = argv[0] in ("status", "list")
+    done = run(*argv, *(["--checkpoint_dir=runs"] if has_runs else []), folder=tmp_path)
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "gpt2lab.commands.verbs" in imported
+    assert not {name for name in imported if name.split(".")[0] == "torch"}
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    answers = "--help" in argv or has_runs
+    assert (done.returncode, len(said)) == ((0, 0) if answers else (2, 1)), said
+
+
+def test_torchrun_starts_the_trainer_as_a_module(tmp_path: Path) -> None:
+    write_shards(tmp_path / "d", train=(400, 300), val=(150,))
+    flags = [
+        *(
+            "--n_layer=1",
+            "--n_head=1",
+            "--n_embd=8",
+            f"--context_length={CONTEXT}",
+            "--max_steps=2",
+        ),
+        *("--vocab_size=256", "--total_batch_size=64", "--mini_batch_size=2", "--data_dir=d"),
+        *("--checkpoint_dir=runs", "--run_name=r", "--device=cpu", "--dtype=fp32"),
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "-m", "gpt2lab.train", *flags],
+        cwd=tmp_path,
+        env=launch.environment(PYTHONPATH=str(SOURCE)),
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(launch.steps(tmp_path / "runs" / "r")) == {1, 2}

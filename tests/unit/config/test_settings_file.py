@@ -1,0 +1,124 @@
+"""`--config FILE` and `--save_config FILE`: which value wins, what is rejected and where, and an equal run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from gpt2lab.config.command_line import parse
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import ConfigError
+from launch import TRAIN, losses, train_in_forks
+from whole_run import Run
+
+
+def write(folder: Path, text: str, name: str = "settings.toml") -> str:
+    (folder / name).write_text(text)
+    return f"--config={folder / name}"
+
+
+def fresh(*argv: str) -> dict[str, Any]:
+    return to_flat(parse(list(argv)).fresh())
+
+
+def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model = "gpt2-micro"\nn_layer = 3\nmax_lr = 1\nmax_steps = 9\n')
+    flat = fresh(file)
+    assert (flat["model"], flat["n_layer"], flat["n_head"]) == ("gpt2-micro", 3, 4)
+    assert flat["max_lr"] == 1.0
+    assert isinstance(flat["max_lr"], float)
+    assert fresh(file, "--n_layer=5")["n_layer"] == 5
+    assert fresh(file, "--max_tokens=1M")["max_steps"] is None  # a typed length replaces the file's
+    nameless = write(tmp_path, "max_lr = 0.5\n", "nameless.toml")
+    flat = fresh(nameless, "--model=gpt2-mini")
+    assert (flat["n_layer"], flat["max_lr"]) == (6, 0.5)
+    typed = fresh(file, "--model=gpt2-mini")  # another preset counts as typing each of its settings
+    assert (typed["n_layer"], typed["max_lr"]) == (6, 1e-3)
+
+
+def test_a_file_stands_above_what_a_run_has_saved(tmp_path: Path) -> None:
+    saved = parse(["--model=gpt2-micro", "--seed=3", "--num_epochs=2"]).fresh()
+    file = write(tmp_path, "log_freq = 7\nmax_steps = 9\n")
+    flat = to_flat(parse([file, "--seed=4"]).override(saved))
+    assert (flat["log_freq"], flat["seed"], flat["n_layer"]) == (7, 4, 4)
+    assert (flat["max_steps"], flat["num_epochs"]) == (9, None)
+
+
+def test_paths_in_a_file_are_at_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings").mkdir()
+    file = write(tmp_path / "settings", 'data_dir = ["a:1", "b:2"]\ncheckpoint_dir = "runs"\n')
+    monkeypatch.chdir(tmp_path)
+    flat = fresh(file)
+    assert flat["data_dir"] == [f"{tmp_path}/a:1", f"{tmp_path}/b:2"]
+    assert flat["checkpoint_dir"] == f"{tmp_path}/runs"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.toml", "seed = 1\n\nmax_step = 5\n", "line 3: unknown setting max_step: did you mean"),
+        ("a.json", '{\n "seed": 1,\n "n_leyer": 2\n}', "line 3: unknown setting n_leyer: did you"),
+        ("a.toml", "seed = 1\nn_layer = 'two'\n", "line 2: n_layer 'two' is not a whole number"),
+        ("a.toml", "[optim]\nmax_lr = 1.0\n", "line 1: [optim] is a table; settings stand flat"),
+        ("a.toml", "seed = 1\nseed = 2\n", "line 2"),
+        ("a.json", '{"seed": 1, "seed": 2}', "seed is there twice"),
+        ("a.json", "[1]", "not one JSON object"),
+        ("a.json", '{"seed": 1', "line 1"),
+        ("a.toml", "qqqq = 1\n", "unknown setting qqqq: gpt2lab train --help-all lists them"),
+        ("a.toml", 'instructions = "demo"\n', "has instructions, which belong to src/finetune.py"),
+        ("a.yaml", "seed: 1\n", "give a .toml or .json file"),
+    ],
+)
+def test_what_a_file_cannot_say_is_named_with_its_line(
+    name: str, text: str, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse([write(tmp_path, text, name)])
+    assert name in str(error.value)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: unknown .*; line 2: seed 1\.5 is not"):
+        parse([write(tmp_path, "max_step = 5\nseed = 1.5\n")])
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
+        parse([f"--config={tmp_path / 'none.toml'}"])
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.json"])
+def test_a_saved_command_line_means_the_same(name: str, tmp_path: Path) -> None:
+    argv = ["--model=modern-nano", "--max_steps=7", '--sample_prompt=«"\\\n', "--min_lr=1e-05"]
+    done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
+    assert done == (0, f"{name}: train with python src/train.py --config {name}\n", "")
+    assert {path.name for path in tmp_path.iterdir()} == {name}
+    assert fresh(f"--config={tmp_path / name}") == fresh(*argv)
+    again = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("flags", [["--save_config=a.txt"], ["--save_config=a.toml", "--n_head=5"]])
+def test_what_cannot_be_saved_is_rejected_and_not_written(flags: list[str], tmp_path: Path) -> None:
+    assert launch.call(TRAIN, *flags, folder=tmp_path).returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_s_config_json_starts_an_equal_run(run: Run, tmp_path: Path) -> None:
+    """Its own settings, all written out, and the same losses; only its name and its folder are others."""
+    run.train("--max_steps=6", "--max_lr=0.01", "--eval_freq=3")
+    before = json.loads((run.path / "config.json").read_text())
+    again = tmp_path / "again"
+    flags = [f"--config={run.path / 'config.json'}", f"--checkpoint_dir={again}", "--run_name=b"]
+    done = train_in_forks(flags)
+    assert done.returncode == 0, done.stderr
+    after = json.loads((again / "b" / "config.json").read_text())
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"checkpoint_dir", "run_name"}
+    assert len(losses(run.path)) == 6
+    assert losses(again / "b") == losses(run.path)
