@@ -8,6 +8,7 @@ import os
 from gpt2lab import paths
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
+from gpt2lab.planner.auto import describe_memory, memory_here
 from gpt2lab.planner.job import describe
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
@@ -20,6 +21,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     plan = start.plan
+    need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
     if command.verbs.json:
         facts = {
             "run_dir": str(start.run_dir),
@@ -35,6 +37,12 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
             "epochs_by_source": start.epochs_by_source(),
             "checkpoint_bytes": plan.checkpoint_bytes,
             "disk_bytes": plan.disk_bytes,
+            "memory": {
+                "needed_bytes": round(need.needed),
+                "available_bytes": None if need.available is None else round(need.available),
+                "fits": need.fits,
+                "largest_mini_batch_size": need.largest_micro_batch,
+            },
             "unused_targets": start.order.unused_targets,
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
@@ -49,6 +57,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
     for line in start.describe_sources():
         print(f"{'source':<14} {line}")
     print(describe(plan, start.config))
+    print(f"{'memory':<14} {describe_memory(need)}")
     if start.initial:
         print(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
     if start.checkpoint:

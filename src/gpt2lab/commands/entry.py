@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -33,14 +35,17 @@ def run(main: Callable[[list[str]], int]) -> int:
             stream.reconfigure(errors=errors)
             if stream is not sys.stdin:
                 _escape_controls(stream)
+    # The scripts let Ctrl+C end them silently while this module loads.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as interrupt:
-        kept = str(interrupt) or "nothing half-written was kept"
-        print(f"error: interrupted; {kept}", file=sys.stderr)
+        kept = f"; {interrupt}" if str(interrupt) else ""
+        print(f"error: interrupted{kept}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
         if not missing.name or missing.name.partition(".")[0] == "gpt2lab":
@@ -73,10 +78,15 @@ def _escape_controls(stream: TextIO) -> None:
 
 def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
+    line = None
     if rank == "0":
-        print(f"error: {error}", file=sys.stderr)
+        line = f"error: {error}"
     elif error.is_local:
-        print(f"error: rank {rank}: {error}", file=sys.stderr)
+        line = f"error: rank {rank}: {error}"
+    if line is not None:
+        print(line, file=sys.stderr)
+        if not is_lost_peer(error):
+            _repeat_after_launcher(line)
     _tell_launcher(error, report=str(error))
     return _leave(error.exit_code)
 
@@ -95,6 +105,35 @@ def _tell_launcher(error: Exception, report: str) -> None:
     # In one step: torchrun sends SIGTERM to what is left, and fails itself on a report that is cut short.
     with contextlib.suppress(OSError):
         replace_durably(Path(path), json.dumps({"message": message}))
+
+
+_AFTER = """
+import os, select, sys
+try:
+    launcher = os.pidfd_open(int(sys.argv[1]))
+    select.select([launcher], [], [], 60)
+except ProcessLookupError:
+    pass
+sys.stderr.write(sys.argv[2])
+"""
+
+
+def _repeat_after_launcher(line: str) -> None:
+    """Have a process that outlives torchrun print an error again: about 50 lines of torchrun's follow the first."""
+    restarts = [
+        os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    ]
+    if "TORCHELASTIC_RUN_ID" not in os.environ or restarts[0] != restarts[1]:
+        return
+    if not hasattr(os, "pidfd_open"):  # Linux
+        return
+    with contextlib.suppress(OSError):
+        subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _AFTER, str(os.getppid()), f"\n{line}\n"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def _leave(code: int) -> int:

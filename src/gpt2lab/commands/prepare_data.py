@@ -60,6 +60,9 @@ class PrepareData:
     skip_bad: bool = option(False, "leave out and count records that cannot be read")
 
 
+_FEW_TOKENS = 100_000_000  # below, GPT-2 would see every text many times
+
+
 def main(argv: list[str]) -> int:
     """Prepare one source and print what was written; SIGTERM, of a job's end, is taken as Ctrl+C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -73,6 +76,7 @@ def _prepare(flags: PrepareData) -> int:
     if flags.num_workers is not None and flags.num_workers < 1:
         raise ConfigError(f"num_workers {flags.num_workers} must be at least 1")
     from gpt2lab import paths
+    from gpt2lab.data.manifest import read_manifest
     from gpt2lab.data.prepare.pipeline import Sizes, describe, prepare
     from gpt2lab.data.prepare.sources import open_source
 
@@ -101,7 +105,23 @@ def _prepare(flags: PrepareData) -> int:
     for warning in result.warnings if result else ():
         print(f"warning: {warning}", file=sys.stderr)
     print(describe(result) if result else f"{paths.for_people(folder)}: already prepared")
+    if part[1] == 1:
+        manifest = result.manifest if result else read_manifest(folder)
+        tokens = sum(file["tokens"] for file in manifest["files"])
+        print(f"train with: {_command_to_train(folder, tokens)}")
+    else:
+        print("join all parts with: python scripts/data.py merge")
     return 0
+
+
+def _command_to_train(folder: Path, tokens: int) -> str:
+    """Return a command that trains on the data: a small model where there is little text."""
+    from gpt2lab import fmt, paths
+
+    model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
+    words = [paths.program("python"), paths.for_people(paths.REPOSITORY / "src" / "train.py")]
+    words += ["--model", model, "--data_dir", paths.for_people(folder)]
+    return fmt.command_line(words)
 
 
 def _parse_part(text: str) -> tuple[int, int]:

@@ -69,15 +69,15 @@ class Completer:
 
         Raises: CheckpointError, ConfigError, DataError.
         """
-        from gpt2lab.checkpoint.weights import load_weights
-        from gpt2lab.distributed.runtime import Runtime, resolve_dtype
-        from gpt2lab.distributed.strategy import Strategy
-
         target = find_target(name, checkpoint_dir)
         tokenizer = target.tokenizer()
         problem = why_no_text(tokenizer, target.model_config().vocab_size)
         if tokenizer is None or problem is not None:
             raise ConfigError(f"{name}: {problem}: its ids mean no text")
+        from gpt2lab.checkpoint.weights import load_weights
+        from gpt2lab.distributed.runtime import Runtime, resolve_dtype
+        from gpt2lab.distributed.strategy import Strategy
+
         runtime = Runtime()
         runtime.use(SystemConfig(device=device))
         self._strategy = Strategy(runtime, SystemConfig(dtype=resolve_dtype(dtype, runtime.device)))
