@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from gpt2lab.config.schema import RecipeName
@@ -50,6 +51,8 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain") -> int:
             resolve(command, recipe, world_size=1, set_aside=False)
         else:
             start = resolve_to_train(command, recipe, world_size=1, free_memory=[None])
+        if sys.stdout.isatty():
+            print("loading PyTorch", flush=True)
     from gpt2lab.training.pretrain import pretrain
 
     pretrain(command, recipe=recipe, start=start, began=process_began())

@@ -49,7 +49,12 @@ from gpt2lab.training.resume_check import check_resume, facts_of, load_state, sa
 from gpt2lab.training.run_log import announce
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
-from gpt2lab.training.stop import Signals, end_with_parent, show_stacks_on_request
+from gpt2lab.training.stop import (
+    Signals,
+    end_with_parent,
+    more_to_abort,
+    show_stacks_on_request,
+)
 from gpt2lab.training.trainer import Trainer
 
 
@@ -69,6 +74,8 @@ def pretrain(
     """
     began = time.monotonic() if began is None else began
     signals = Signals()
+    if os.environ.get("RANK", "0") == "0":
+        signals.answer = _answer_early
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
@@ -104,6 +111,10 @@ def pretrain(
         if folder:
             folder.close()
     runtime.close()
+
+
+def _answer_early(number: int, level: int) -> None:
+    print(f"stopping before the first step{more_to_abort(number, level)}", flush=True)
 
 
 def _resolve(command: Command, recipe: Recipe, runtime: Runtime) -> Start:

@@ -377,9 +377,7 @@ def runs_command(place: Path, *words: str) -> launch.Done:
     return call("runs.py", *words, f"--checkpoint_dir={place / 'runs'}")
 
 
-def test_rm_asks_first_and_names_what_would_go(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rm_asks_first_and_names_what_would_go(place: Path) -> None:
     run_dir = place / "runs" / "tiny"
     done = runs_command(place, "rm", "tiny")  # without a terminal nobody can be asked
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
