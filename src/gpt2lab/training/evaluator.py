@@ -16,6 +16,7 @@ from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
+from gpt2lab.training.start import Start
 
 
 class Evaluator:
@@ -29,7 +30,7 @@ class Evaluator:
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
         self.tokenizer = components.start.tokenizer
-        self.val_tokens = min(self.config.eval.val_tokens, components.start.data.tokens("val"))
+        self.val_tokens = _tokens_to_evaluate(components.start)
         self.validation = components.batches.validation(components.strategy)
         self.logger, self.control = session.logger, session.control
         self.progress = session.clock.progress
@@ -169,3 +170,10 @@ class Evaluator:
         self.logger.event("sample", state.step, text=text, seconds=seconds)
         self.logger.say(f"{self.place(state)} | sample: {text!r}")
         return True
+
+
+def _tokens_to_evaluate(start: Start) -> int:
+    """Return the targets of a validation, as they are announced; of conversations only the answers count."""
+    T = start.config.model.context_length
+    windows = sum(order.windows_per_epoch for order in start.val_orders)
+    return T * min(windows, max(1, start.config.eval.val_tokens // T))

@@ -114,7 +114,7 @@ def pretrain(
 
 
 def _answer_early(number: int, level: int) -> None:
-    print(f"stopping before the first step{more_to_abort(number, level)}", flush=True)
+    print(f"stopping before the next step{more_to_abort(number, level)}", flush=True)
 
 
 def _resolve(command: Command, recipe: Recipe, runtime: Runtime) -> Start:

@@ -37,7 +37,7 @@ class Signals:
         self.level = 0  # how often it was asked to stop
         self.number = 0  # the signal that asked last
         self.wants_save = False
-        # Answers a request to stop: its signal, and how often it was asked. Called in the thread that listens.
+        # Answers a request to stop: its signal, and how often it was asked. Called in another thread.
         self.answer: Callable[[int, int], None] = lambda number, level: None
         self._committing = False
         self._last = -ONE_WISH_SECONDS  # when it was asked last, on the monotonic clock
@@ -72,8 +72,13 @@ class Signals:
             while self._committing and time.monotonic() < until:
                 time.sleep(0.02)
             os._exit(128 + number)
-        with suppress(Exception):  # whatever it meets, the next signal must be heard
-            self.answer(number, self.level)
+        # In a thread of its own: a terminal that takes no output must not keep the next signal from being heard.
+        asked = (number, self.level)
+        threading.Thread(target=self._answer, args=asked, name="answer", daemon=True).start()
+
+    def _answer(self, number: int, level: int) -> None:
+        with suppress(Exception):  # a closed log or terminal
+            self.answer(number, level)
 
     @contextmanager
     def committing(self) -> Iterator[None]:

@@ -253,17 +253,17 @@ def test_a_rejection_of_one_is_everyones(signals: Signals, tmp_path: Path) -> No
         (signal.SIGTERM, ["", ""]),
     ],
 )
-def test_a_request_to_stop_is_answered_by_the_thread_that_hears_it(
+def test_a_request_to_stop_is_answered_beside_the_main_thread(
     monkeypatch: pytest.MonkeyPatch, number: int, ends: list[str]
 ) -> None:
-    """The main thread may wait in a collective or compile: it answers nothing then."""
+    """The main thread may wait in a collective, and the one that listens must hear the next signal."""
     monkeypatch.setattr(stop, "ONE_WISH_SECONDS", 0.0)
     signals, heard, answers = stop.Signals(), threading.Event(), []
 
     def answer(number: int, level: int) -> None:
         answers.append((threading.current_thread().name, stop.more_to_abort(number, level)))
         heard.set()
-        raise RuntimeError("must not end the thread")
+        raise RuntimeError("of a closed terminal, say")
 
     signals.answer = answer
     try:
@@ -273,4 +273,4 @@ def test_a_request_to_stop_is_answered_by_the_thread_that_hears_it(
             assert heard.wait(timeout=100)
     finally:
         signals.close()
-    assert answers == [("signals", end) for end in ends]
+    assert answers == [("answer", end) for end in ends]
