@@ -180,7 +180,7 @@ def _gone(run_dir: Path, *, newest: int | None) -> list[str]:
         name = Path(str(status["checkpoint"])).name
     except (CheckpointError, KeyError):
         return []
-    found = re.fullmatch(r"step_([0-9]{8,})", name)
+    found = re.fullmatch(r"step_([0-9]{8,18})", name)
     if found is None or status.get("state") == "running" or list(run_dir.glob(f"*{name}*")):
         return []
     if newest is not None and newest >= int(found[1]):
