@@ -45,6 +45,7 @@ WITHOUT_TORCH = [
     "runs.summary",
     "runs.overview",
     "runs.lock",
+    "runs.console",
     "checkpoint.catalog",
     "checkpoint.listing",
     "data.manifest",

@@ -109,12 +109,13 @@ def _tell_launcher(error: Exception, report: str) -> None:
 
 _AFTER = """
 import os, select, sys
+line = sys.stdin.read()
 try:
     launcher = os.pidfd_open(int(sys.argv[1]))
     select.select([launcher], [], [], 60)
-except ProcessLookupError:
+except OSError:
     pass
-sys.stderr.write(sys.argv[2])
+sys.stderr.write(line)
 """
 
 
@@ -128,12 +129,16 @@ def _repeat_after_launcher(line: str) -> None:
     if not hasattr(os, "pidfd_open"):  # Linux
         return
     with contextlib.suppress(OSError):
-        subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", _AFTER, str(os.getppid()), f"\n{line}\n"],
-            stdin=subprocess.DEVNULL,
+        after = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _AFTER, str(os.getppid())],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
+            text=True,
         )
+        assert after.stdin is not None
+        after.stdin.write(f"\n{line}\n")
+        after.stdin.close()
 
 
 def _leave(code: int) -> int:

@@ -110,7 +110,7 @@ def _prepare(flags: PrepareData) -> int:
         tokens = sum(file["tokens"] for file in manifest["files"])
         print(f"train with: {_command_to_train(folder, tokens)}")
     else:
-        print("join all parts with: python scripts/data.py merge")
+        print(f"join all {part[1]} parts with: python scripts/data.py merge OUT PART1 PART2 ...")
     return 0
 
 

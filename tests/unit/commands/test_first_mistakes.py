@@ -16,6 +16,7 @@ import launch
 from corpora import write_jsonl
 from gpt2lab.checkpoint import hub
 from gpt2lab.planner import auto
+from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
 from launch import SCRIPTS, TRAIN, ask, call
 from whole_run import Run
@@ -368,6 +369,18 @@ def test_status_shows_runs_whose_files_are_missing_or_damaged(place: Path) -> No
     assert found["no_settings"]["problem"].startswith("config.json is missing")
     assert found["torn"]["problem"].startswith("status.json is missing or damaged")
     assert (found["torn"]["step"], found["torn"]["last_step"]) == (4, 4)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_the_table_of_runs_fits_the_terminal(place: Path, columns: int) -> None:
+    name = "gpt2-micro_20261122-185644_with_another_name"
+    (place / "runs" / "tiny").rename(place / "runs" / name)
+    (run,) = overview.read_runs(place / "runs")
+    header, line = overview.describe([run], width=columns).splitlines()
+    assert max(len(header), len(line)) <= columns
+    assert line.split()[:3] == [name, "completed", "4/4"]
+    assert ("last write" in header) == (columns == 200)
+    assert overview.describe([run]) == overview.describe([run], width=200)
 
 
 # -- runs rm, runs archive -------------------------------------------------------------------------------------------
