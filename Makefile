@@ -29,6 +29,7 @@ LAUNCH := $(if $(MANY),$(VENV)/bin/torchrun --standalone --nproc_per_node=$(GPUS
 START := $(LAUNCH) src/train.py
 # The quickstart's 16 sequences a step are shared evenly by powers of two.
 EVEN  := $(lastword $(foreach n,1 2 4 8 16,$(shell test $(n) -le $(or $(GPUS),0) && echo $(n))))
+QUICK := $(or $(RUN),quickstart-$(shell date +%Y%m%d-%H%M%S))
 NAMED  = $(or $(RUN),$(error which run? RUN=name; make status lists them))
 BASE   = $(or $(FROM),$(error which model? FROM=run or FROM=hf:gpt2))
 FLAGS  = $(if $(MODEL),--model $(MODEL)) $(if $(RUN),--run_name $(RUN)) $(ARGS)
@@ -70,8 +71,9 @@ install: $(VENV)/.installed  ## create .venv with what training needs
 
 quickstart: install  ## from nothing to a trained small model and its report, in minutes
 	$(PY) scripts/prepare_data.py python-stdlib
-	@$(MAKE) --no-print-directory train GPUS=$(or $(EVEN),0) MODEL=$(or $(MODEL),gpt2-micro) RUN=$(RUN) \
+	@$(MAKE) --no-print-directory train GPUS=$(or $(EVEN),0) MODEL=$(or $(MODEL),gpt2-micro) RUN=$(QUICK) \
 		ARGS='--max_steps 200 --use_tensorboard $(ARGS)'
+	@$(MAKE) --no-print-directory report RUN=$(QUICK) ARGS=
 
 data: install  ## prepare token shards: SOURCE=fineweb-edu | python-stdlib | file | folder | hf:NAME
 	$(PY) scripts/prepare_data.py $(SOURCE) $(ARGS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 
@@ -55,6 +56,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
         for line in lines
     )
+
+
+def did_you_mean(word: str, known: Iterable[str], flag: str = "") -> str:
+    """Return `; did you mean NAME?` for the known name that is closest to a word, '' if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {flag}{close[0]}?" if close else ""
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -129,7 +129,7 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
         elif at is None or not words[at].startswith(("src/", "scripts/")):
             continue  # a module or a test, which takes no flags of ours
         script, verb = words[at], None
-        if Path(script).stem in ("data", "tokenizer", "benchmark"):
+        if Path(script).stem in ("benchmark", "data", "runs", "tokenizer"):
             verb = words[at + 1]
         if (script, verb) not in known:
             known[script, verb] = flags_of(script, verb, capsys)
@@ -145,6 +145,8 @@ def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> 
         verbs: list[str | None] = [None]
         if name == "data":
             verbs = ["verify", "stats", "show", "import", "merge"]
+        if name == "runs":
+            verbs = ["rm", "archive"]
         if name == "tokenizer":
             verbs = ["train", "show"]
         if name == "benchmark":

@@ -54,7 +54,7 @@ def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
         assert event["tokens"] == 4 * CONTEXT * step
         assert event["tokens_per_second"] == pytest.approx(4 * CONTEXT / event["step_seconds"])
         assert 0 < event["targets"] < 4 * CONTEXT / 2  # answers alone
-    assert f"tok/s | targets {steps[1]['targets']} | mfu n/a" in (run / "log.txt").read_text()
+    assert f"tok/s | targets {steps[1]['targets']} | eta" in (run / "log.txt").read_text()
     assert launch.events(run, "checkpoint")[-1]["kind"] == "final"
     assert json.loads((run / "status.json").read_text())["resume"].find("src/finetune.py") > 0
 

@@ -44,6 +44,8 @@ WITHOUT_TORCH = [
     "runs.history",
     "runs.summary",
     "runs.overview",
+    "runs.lock",
+    "runs.console",
     "checkpoint.catalog",
     "checkpoint.listing",
     "data.manifest",

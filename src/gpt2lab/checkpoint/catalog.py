@@ -19,7 +19,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import read_regular, replace_durably, sweep_temporaries, sync_folder
+from gpt2lab.files import JsonFile, read_regular, replace_durably, sweep_temporaries, sync_folder
 from gpt2lab.model.counts import count_adapters, count_parameters
 from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
@@ -180,8 +180,28 @@ def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | No
             aside = bad.with_name(f"corrupt-{bad.name}-{uuid.uuid4().hex[:4]}")
             os.rename(bad, aside)
             damaged[bad] += f"; kept as {aside.name}"
-        return valid, list(damaged.values())
-    return None, list(damaged.values())
+        return valid, [*damaged.values(), *_gone(run_dir, newest=valid.step)]
+    return None, [*damaged.values(), *_gone(run_dir, newest=None)]
+
+
+def _gone(run_dir: Path, *, newest: int | None) -> list[str]:
+    """Return a line if the checkpoint that the last start ended with was deleted since; `newest`: of those left.
+
+    A start that was killed leaves no such record.
+    """
+    file = JsonFile(run_dir / "status.json", CheckpointError)
+    try:
+        status = file.read()
+        name = Path(str(status["checkpoint"])).name
+    except (CheckpointError, KeyError):
+        return []
+    found = re.fullmatch(r"step_([0-9]{8,18})", name)
+    if found is None or status.get("state") == "running" or list(run_dir.glob(f"*{name}*")):
+        return []
+    if newest is not None and newest >= int(found[1]):
+        return []
+    left = "no other is left" if newest is None else f"step {newest} is used"
+    return [f"{run_dir}: its newest checkpoint, {name}, was deleted; {left}"]
 
 
 def find(run_dir: Path, target: str) -> CheckpointInfo:
@@ -298,6 +318,11 @@ def sweep(run_dir: Path) -> None:
         inside = [path for path in run_dir.iterdir() if path.is_dir() and not path.is_symlink()]
         for folder in (run_dir, *inside):
             sweep_temporaries(folder)
+
+
+def similar_run(name: str, checkpoint_dir: Path, flag: str = "") -> str:
+    """Return `; did you mean NAME?` if a run in the folder has a similar name, else ''."""
+    return fmt.did_you_mean(name, (run.name for run in run_folders(checkpoint_dir)), flag)
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.checkpoint.hub import is_offline
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError, first_line
 from gpt2lab.files import JsonFile
@@ -70,7 +71,7 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
     """
     folder = find_folder(name, checkpoint_dir)
     if folder is None:
-        return Target(name, _download(name), None)
+        return Target(name, _download(name, checkpoint_dir), None)
     if (folder / manifest.MANIFEST).exists():
         return Target(name, folder, catalog.open_checkpoint(folder))
     if is_run(folder):
@@ -108,17 +109,21 @@ def _is_hf(folder: Path) -> bool:
     return file.path.is_file() and "model_type" in file.read()
 
 
-def _download(name: str) -> Path:
+def _download(name: str, checkpoint_dir: Path) -> Path:
+    offline = is_offline()
     from huggingface_hub import snapshot_download
 
     try:
         repository = name.removeprefix(HUB)
         return Path(snapshot_download(repository, allow_patterns=_DOWNLOADED))
     except Exception as error:  # many kinds, from a bad name to no network
-        raise CheckpointError(
-            f"{name}: no such run or folder (scripts/status.py lists the runs), and not on the "
-            f"Hugging Face Hub ({first_line(error)})"
-        ) from error
+        hub = f"not on the Hugging Face Hub ({first_line(error)})"
+        if offline:
+            hub = "not among the models downloaded before; the Hugging Face Hub cannot be reached"
+        if name.startswith(HUB):
+            raise CheckpointError(f"{name}: {hub}") from error
+        hint = catalog.similar_run(name, checkpoint_dir) or "; scripts/status.py lists the runs"
+        raise CheckpointError(f"{name}: no such run or folder, and {hub}{hint}") from error
 
 
 def was_tuned(target: Target) -> bool:

@@ -8,7 +8,9 @@ import os
 from gpt2lab import paths
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
+from gpt2lab.planner.auto import describe_memory, memory_here
 from gpt2lab.planner.job import describe
+from gpt2lab.runs.console import Console
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 
@@ -20,6 +22,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     plan = start.plan
+    need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
     if command.verbs.json:
         facts = {
             "run_dir": str(start.run_dir),
@@ -35,6 +38,12 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
             "epochs_by_source": start.epochs_by_source(),
             "checkpoint_bytes": plan.checkpoint_bytes,
             "disk_bytes": plan.disk_bytes,
+            "memory": {
+                "needed_bytes": round(need.needed),
+                "available_bytes": None if need.available is None else round(need.available),
+                "fits": need.fits,
+                "largest_mini_batch_size": need.largest_micro_batch,
+            },
             "unused_targets": start.order.unused_targets,
             "data_fingerprint": start.data.fingerprint,
             "resumes_from": start.checkpoint.step if start.checkpoint else None,
@@ -44,18 +53,20 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         }
         print(json.dumps(facts))
         return 0
-    print(f"{'run':<14} {paths.for_people(start.run_dir)}")
-    print(f"{'data':<14} {start.describe_data()}")
+    say = Console().print
+    say(f"{'run':<14} {paths.for_people(start.run_dir)}")
+    say(f"{'data':<14} {start.describe_data()}")
     for line in start.describe_sources():
-        print(f"{'source':<14} {line}")
-    print(describe(plan, start.config))
+        say(f"{'source':<14} {line}")
+    say(describe(plan, start.config))
+    say(f"{'memory':<14} {describe_memory(need)}")
     if start.initial:
-        print(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
+        say(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
     if start.checkpoint:
         step = start.checkpoint.step
-        print(f"{'resumes from':<14} step {step} ({plan.max_steps - step} to go)")
+        say(f"{'resumes from':<14} step {step} ({plan.max_steps - step} to go)")
     for name, (before, now) in start.changes.items():
-        print(f"{'changed':<14} {name}: {before} -> {now}")
+        say(f"{'changed':<14} {name}: {before} -> {now}")
     for warning in start.warnings:
-        print(f"{'warning':<14} {warning}")
+        say(f"{'warning':<14} {warning}")
     return 0

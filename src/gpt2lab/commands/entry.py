@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -44,14 +46,17 @@ def run(main: Callable[[list[str]], int]) -> int:
             stream.reconfigure(errors=errors)
             if stream is not sys.stdin:
                 _escape_controls(stream)
+    # The scripts let Ctrl+C end them silently while this module loads.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:  # `... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as interrupt:
-        kept = str(interrupt) or "nothing half-written was kept"
-        print(f"error: interrupted; {kept}", file=sys.stderr)
+        kept = f"; {interrupt}" if str(interrupt) else ""
+        print(f"error: interrupted{kept}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
         if not missing.name or missing.name.partition(".")[0] == "gpt2lab":
@@ -90,10 +95,15 @@ def _escape_controls(stream: TextIO) -> None:
 def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
     message = str(error) if paths.IS_CHECKOUT else as_installed(str(error))
+    line = None
     if rank == "0":
-        print(f"error: {message}", file=sys.stderr)
+        line = f"error: {message}"
     elif error.is_local:
-        print(f"error: rank {rank}: {message}", file=sys.stderr)
+        line = f"error: rank {rank}: {message}"
+    if line is not None:
+        print(line, file=sys.stderr)
+        if not is_lost_peer(error):
+            _repeat_after_launcher(line)
     _tell_launcher(error, report=str(error))
     _tell_script(error.exit_code)
     return _leave(error.exit_code)
@@ -136,6 +146,40 @@ def _tell_launcher(error: Exception, report: str) -> None:
     # In one step: torchrun sends SIGTERM to what is left, and fails itself on a report that is cut short.
     with contextlib.suppress(OSError):
         replace_durably(Path(path), json.dumps({"message": message}))
+
+
+_AFTER = """
+import os, select, sys
+line = sys.stdin.read()
+try:
+    launcher = os.pidfd_open(int(sys.argv[1]))
+    select.select([launcher], [], [], 60)
+except OSError:
+    pass
+sys.stderr.write(line)
+"""
+
+
+def _repeat_after_launcher(line: str) -> None:
+    """Have a process that outlives torchrun print an error again: about 50 lines of torchrun's follow the first."""
+    restarts = [
+        os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    ]
+    if "TORCHELASTIC_RUN_ID" not in os.environ or restarts[0] != restarts[1]:
+        return
+    if not hasattr(os, "pidfd_open"):  # Linux
+        return
+    with contextlib.suppress(OSError):
+        after = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _AFTER, str(os.getppid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+        assert after.stdin is not None
+        after.stdin.write(f"\n{line}\n")
+        after.stdin.close()
 
 
 def _leave(code: int) -> int:

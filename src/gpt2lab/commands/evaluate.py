@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,8 +101,12 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
     from gpt2lab.checkpoint.target import find_target
-    from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.config.schema import Config
+
+    runs = paths.runs_folder(wanted.checkpoint_dir)
+    # One rank asks nobody: a name that means nothing is rejected before torch is imported.
+    named = find_target(wanted.target, runs) if "RANK" not in os.environ else None
+    from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.by_source import loss_by_source
@@ -110,8 +115,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.finetuning.evaluation import AnswerLoss, require_rouge, rouge_l
 
     runtime = Runtime()
-    runs = paths.runs_folder(wanted.checkpoint_dir)
-    target = runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
+    target = named or runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
     settings = target.checkpoint.config() if target.checkpoint else Config()
     val, uses_own = wanted.val, False
     conversations = None
@@ -227,12 +231,13 @@ def _validation(
 ) -> MeasuresLoss:
     """Return the loss on a folder, or on the run's own data where none is given."""
     from gpt2lab.config.mixture import read_sources
-    from gpt2lab.data.mixture import open_sources, validation_orders
+    from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
     from gpt2lab.data.shards import open_data
     from gpt2lab.evaluation.by_source import open_validation
     from gpt2lab.tokenizers.opening import require_same
 
     if folder is None:
+        require_folders(settings, "--val")
         data = open_sources(read_sources(settings.data), vocab_size=model.vocab_size)
     else:
         data = open_data(folder, vocab_size=model.vocab_size)

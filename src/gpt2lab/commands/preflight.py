@@ -157,7 +157,9 @@ def _memory(start: Start, runtime: Runtime) -> Check:
     job = Job.of_run(start.config, start.plan, train_tokens=tokens, dtype=dtype, compiled=compiled)
     seen = Seen(()) if runtime.device.type == "cpu" else look()
     machine, _ = this_machine(seen, known, [], job)
-    need = device_memory(job, machine, known, MEMORY_TARGET)
+    need = device_memory(
+        job, known, MEMORY_TARGET, is_cpu=machine.is_cpu, available=machine.memory_bytes
+    )
     numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
     needed = f"{fmt.num_bytes(need.needed)} a rank predicted"
     if need.available is None:

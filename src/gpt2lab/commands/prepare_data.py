@@ -64,6 +64,7 @@ _COMMON = (  # flags of the short help
     *("source", "out", "max_tokens", "val_tokens", "tokenizer", "text_column", "subset"),
     *("num_workers", "skip_bad"),
 )
+_FEW_TOKENS = 100_000_000  # below, GPT-2 would see every text many times
 
 
 def main(argv: list[str]) -> int:
@@ -84,6 +85,7 @@ def prepare(flags: PrepareData) -> Path:
     if flags.num_workers is not None and flags.num_workers < 1:
         raise ConfigError(f"num_workers {flags.num_workers} must be at least 1")
     from gpt2lab import paths
+    from gpt2lab.data.manifest import read_manifest
     from gpt2lab.data.prepare import pipeline
     from gpt2lab.data.prepare.sources import open_source
 
@@ -113,7 +115,23 @@ def prepare(flags: PrepareData) -> Path:
         print(f"warning: {warning}", file=sys.stderr)
     already = f"{paths.for_people(folder)}: already prepared"
     print(pipeline.describe(result) if result else already)
+    if part[1] == 1:
+        manifest = result.manifest if result else read_manifest(folder)
+        tokens = sum(file["tokens"] for file in manifest["files"])
+        print(f"train with: {_command_to_train(folder, tokens)}")
+    else:
+        print(f"join all {part[1]} parts with: python scripts/data.py merge OUT PART1 PART2 ...")
     return folder
+
+
+def _command_to_train(folder: Path, tokens: int) -> str:
+    """Return a command that trains on the data: a small model where there is little text."""
+    from gpt2lab import fmt, paths
+
+    model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
+    words = [paths.program("python"), paths.for_people(paths.REPOSITORY / "src" / "train.py")]
+    words += ["--model", model, "--data_dir", paths.for_people(folder)]
+    return fmt.command_line(words)
 
 
 def _parse_part(text: str) -> tuple[int, int]:

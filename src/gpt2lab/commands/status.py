@@ -6,6 +6,7 @@ gpt2lab status --watch 5
 
 import contextlib
 import json
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -40,7 +41,10 @@ def main(argv: list[str]) -> int:
 
     def table() -> str:
         runs = overview.read_runs(folder)
-        return overview.describe(runs) if runs else f"no runs in {paths.for_people(folder)}"
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        if not runs:
+            return f"no runs in {paths.for_people(folder)}"
+        return overview.describe(runs, width=width)
 
     if flags.json:
         print(json.dumps(overview.as_json(overview.read_runs(folder))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,12 +51,17 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
 
         return take_over(command, command.verbs.import_checkpoint)
     from gpt2lab.planner.run_clock import process_began
-    from gpt2lab.training.resolve import resolve_to_train
+    from gpt2lab.training.resolve import resolve, resolve_to_train
 
     start = None
-    if "RANK" not in os.environ and not command.finds_mini_batch:
+    if "RANK" not in os.environ:
         # One rank asks nobody: what cannot work is rejected before torch is imported, which takes seconds.
-        start = resolve_to_train(command, recipe, world_size=1, free_memory=[None])
+        if command.finds_mini_batch:  # which needs torch
+            resolve(command, recipe, world_size=1, set_aside=False)
+        else:
+            start = resolve_to_train(command, recipe, world_size=1, free_memory=[None])
+        if sys.stdout.isatty():
+            print("loading PyTorch", flush=True)
     from gpt2lab.training.pretrain import pretrain
 
     pretrain(command, recipe=recipe, start=start, began=process_began())

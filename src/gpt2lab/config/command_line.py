@@ -413,6 +413,12 @@ def _one_line(box: str) -> str:
             break
         message.append(text)
     text = re.sub(r"\s+", " ", " ".join(message)) or "bad command line; see --help"
+    if found := re.search(
+        r"parsing (--\w+): no type matching .*(INT|FLOAT).* from \['(.*)'\]", text
+    ):
+        flag, kind, value = found.groups()
+        kinds = {"INT": "a whole number like 5000, 100M or 10B", "FLOAT": "a number like 0.5"}
+        return f"{flag} {value}: not {kinds[kind]}"
     if "'fp16'" in text:
         text += " (fp16 needs loss scaling, whose state would make a resumed run differ; use bf16 or fp32)"
     return text

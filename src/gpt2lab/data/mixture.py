@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.config.mixture import DataSources, Phase
+from gpt2lab.config.mixture import DataSources, Phase, read_sources
+from gpt2lab.config.schema import Config
 from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.data.order import VERSION, Order, Shuffle
 from gpt2lab.data.shards import TokenData, open_data
@@ -191,6 +192,20 @@ class MixedData(TokenData):
             f"{self.tokens('train'):,} training tokens ({unused_targets:,} targets at shard ends unused), "
             f"fingerprint {self.fingerprint[:12]}"
         )
+
+
+def require_folders(config: Config, flag: str) -> None:
+    """Reject a run's settings whose folders of data are gone; other data would be the wrong advice.
+
+    Raises: DataError that names the flag that says where they are now.
+    """
+    if config.tuning.instructions is not None:
+        return
+    for folder in read_sources(config.data).folders:
+        if not folder.is_dir():
+            raise DataError(
+                f"{folder}: the run's data are no longer there; if they were moved, say where with {flag}"
+            )
 
 
 def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:

@@ -59,6 +59,7 @@ class HellaSwag:
         metrics: HellaSwagMetrics = "all",
         batch_tokens: int | None = None,
     ) -> None:
+        self.num_items = len(questions)
         self._questions, self._strategy, self._runtime = questions, strategy, runtime
         self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
         rows = [

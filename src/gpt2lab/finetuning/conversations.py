@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2lab.checkpoint.hub import is_offline
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.chat_template import Turn
 
@@ -68,6 +69,7 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
+    offline = is_offline()
     from datasets import load_dataset
 
     name = source.removeprefix(HUB)
@@ -76,6 +78,8 @@ def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
             yield f"{source} row {number}", row
     except Exception as error:  # of many kinds: no network, no such dataset, no access
         message = f"{source}: cannot be read ({type(error).__name__}: {error})"
+        if offline:
+            message = f"{source}: the Hugging Face Hub cannot be reached, and the dataset was not downloaded before"
         raise DataError(" ".join(message.split())) from error
 
 

@@ -280,7 +280,9 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
     job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
     for gpu in known.gpus.values():
         on = dataclasses.replace(found.machine, is_cpu=False, memory_bytes=gpu.memory_bytes)
-        need = device_memory(job, on, known, found.memory.target)
+        need = device_memory(
+            job, known, found.memory.target, is_cpu=on.is_cpu, available=on.memory_bytes
+        )
         needed = need.needed
         if need.fits and gpu.peak_flops:
             fitting.append(gpu.name)

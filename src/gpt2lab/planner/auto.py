@@ -7,19 +7,29 @@ only decides how its cards divide a step: tokens per step, and with them the cur
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import fmt
 from gpt2lab.config.derived import compiles, mini_batch_sizes
 from gpt2lab.config.schema import ActivationCheckpointing, Config, SystemConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import calibration, hardware, measuring
-from gpt2lab.planner.estimate import MEMORY_TARGET, Estimate, Window, estimate, steps_that_fit
+from gpt2lab.planner.estimate import (
+    MEMORY_TARGET,
+    Estimate,
+    MemoryNeed,
+    Window,
+    device_memory,
+    estimate,
+    steps_that_fit,
+)
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job, Plan
-from gpt2lab.planner.machine import Seen, look, named
+from gpt2lab.planner.machine import Seen, look, named, total_memory
 from gpt2lab.planner.reports import GIB
 
 MAX_BATCH = 128  # largest mini batch that a search tries
@@ -45,6 +55,62 @@ def free_memory(system: SystemConfig) -> float | None:
     return _look(system).free_memory(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
+    """Return what a rank of a run needs, compared with what is free on this machine."""
+    seen = _look(config.system)
+    job = _job_on(seen, config, plan, train_tokens)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.batch.world_size))
+    return device_memory(
+        job,
+        hardware.load(),
+        MEMORY_TARGET,
+        is_cpu=seen.is_cpu,
+        available=seen.free_memory(ranks),
+    )
+
+
+def describe_memory(need: MemoryNeed) -> str:
+    """Write it for people, with what would fit if it does not."""
+    text = f"{fmt.num_bytes(need.needed)} for each rank"
+    if need.available is None:
+        return text
+    text += f", {fmt.num_bytes(need.available)} free here"
+    if need.fits:
+        return text
+    if need.largest_micro_batch:
+        return f"{text}: does not fit, --mini_batch_size {need.largest_micro_batch} does"
+    return f"{text}: does not fit, not even one sequence at a time; choose a smaller model"
+
+
+def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
+    """Reject a model whose weights alone no amount of waiting fits into a CPU's memory; a GPU says so itself.
+
+    Raises: ConfigError.
+    """
+    total = total_memory()
+    if total is None or (config.system.device != "cpu" and shutil.which("nvidia-smi")):
+        return
+    held = _job_on(Seen(()), config, plan, train_tokens).memory()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = ranks * (held.params + held.optimizer + held.gradients)
+    if needed > total:
+        raise ConfigError(
+            f"n_layer {config.model.n_layer}, n_embd {config.model.n_embd}: weights, gradients and optimizer take "
+            f"{fmt.num_bytes(needed)}, this machine has {fmt.num_bytes(total)} of memory; choose a smaller --model"
+        )
+
+
+def _job_on(seen: Seen, config: Config, plan: Plan, train_tokens: int) -> Job:
+    dtype = config.system.dtype
+    return Job.of_run(
+        config,
+        plan,
+        train_tokens=train_tokens,
+        dtype="bf16" if dtype == "bf16" or (dtype == "auto" and seen.native_bf16) else "fp32",
+        compiled=compiles(config.system, on_gpu=not seen.is_cpu, max_steps=plan.max_steps),
+    )
+
+
 def choose_settings(
     wanted: OpenSettings,
     config: Config,
@@ -62,22 +128,18 @@ def choose_settings(
     """
     chosen: dict[str, Any] = {}
 
-    def job(*, on_gpu: bool, bf16: bool) -> Job:
-        return Job.of_run(
+    if wanted.preset is not None:
+        job = Job.of_run(
             config,
             plan,
             train_tokens=train_tokens,
-            dtype="bf16" if bf16 else "fp32",
-            compiled=compiles(config.system, on_gpu=on_gpu, max_steps=plan.max_steps),
+            dtype="fp32" if config.system.dtype == "fp32" else "bf16",
+            compiled=compiles(config.system, on_gpu=True, max_steps=plan.max_steps),
         )
-
-    dtype = config.system.dtype
-    if wanted.preset is not None:
-        chosen |= _preset_settings(wanted.preset, wanted, job(on_gpu=True, bf16=dtype != "fp32"))
+        chosen |= _preset_settings(wanted.preset, wanted, job)
     if wanted.find_mini_batch or wanted.fit_schedule:
         seen = _look(config.system)
-        bf16 = dtype == "bf16" or (dtype == "auto" and seen.native_bf16)
-        here = job(on_gpu=not seen.is_cpu, bf16=bf16)
+        here = _job_on(seen, config, plan, train_tokens)
         if wanted.find_mini_batch:
             found = measuring.find_batch_size(
                 here,

@@ -81,7 +81,13 @@ def estimate(
         throughput=throughput,
         sigma=sigma,
         communication_seconds=unhidden,
-        memory=device_memory(job, machine, hardware, memory_target),
+        memory=device_memory(
+            job,
+            hardware,
+            memory_target,
+            is_cpu=machine.is_cpu,
+            available=machine.memory_bytes,
+        ),
         costs=costs,
         breakdown=breakdown,
         seconds=seconds,
@@ -146,15 +152,17 @@ class MemoryNeed:
         return None if self.available is None else self.needed <= self.target * self.available
 
 
-def device_memory(job: Job, machine: Machine, hardware: Hardware, target: float) -> MemoryNeed:
-    """Return what a rank needs and the largest micro-batch that fits."""
+def device_memory(
+    job: Job, hardware: Hardware, target: float, *, is_cpu: bool, available: float | None
+) -> MemoryNeed:
+    """Return what a rank needs and the largest micro-batch that fits into the `available` bytes."""
     k, tensors = hardware.constants, job.memory()
-    if machine.is_cpu:
+    if is_cpu:
         fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
     else:
         fixed = (k["context_gib"] + (k["nccl_gib"] if job.world_size > 1 else 0.0)) * 2**30
         fragmentation = k["fragmentation"]
-    available, largest = machine.memory_bytes, None
+    largest = None
     if available is not None:
         largest = job.largest_micro_batch((target * available - fixed) / (1 + fragmentation))
     overhead = fixed + fragmentation * tensors.tensors

@@ -145,13 +145,21 @@ def cores() -> int:
 
 def available_memory() -> float | None:
     """Return the bytes that can be used without swapping, None where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return None
+    return _meminfo().get("MemAvailable")
+
+
+def total_memory() -> float | None:
+    """Return the bytes of memory and swap, None where the system does not say."""
+    found = _meminfo()
+    return found["MemTotal"] + found.get("SwapTotal", 0.0) if "MemTotal" in found else None
+
+
+def _meminfo() -> dict[str, float]:
+    try:
+        rows = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    except OSError:  # not Linux
+        return {}
+    return {row[0].rstrip(":"): float(row[1]) * 1024 for row in rows}
 
 
 def load_average() -> float:

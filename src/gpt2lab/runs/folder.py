@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, FolderLostError
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
+from gpt2lab.runs.lock import LOCK, holder_of, lock
 
 
 class RunFolder:
@@ -42,17 +42,16 @@ class RunFolder:
             for folder in {path, *new}:
                 with contextlib.suppress(PermissionError):  # it may be another user's
                     sync_folder(folder.parent)
-            self._lock: IO[str] = open(path / "run.lock", "a+")  # noqa: SIM115 - held until the process ends
+            self._lock: IO[str] = open(path / LOCK, "a+")  # noqa: SIM115 - held until the process ends
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot write there ({error.strerror}); choose another --checkpoint_dir"
             ) from error
         try:
-            _lock(self._lock)
+            lock(self._lock)
         except OSError as error:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "another process"
             self._lock.close()
+            holder = holder_of(path) or "another process"
             raise ConfigError(
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
@@ -76,13 +75,13 @@ class RunFolder:
 
         Raises: FolderLostError if the folder is gone, or belongs to another start.
         """
-        lock = self.path / "run.lock"
+        path = self.path / LOCK
         try:
-            if _place_of(os.stat(lock)) == self._locked:
+            if _place_of(os.stat(path)) == self._locked:
                 return None
         except (FileNotFoundError, NotADirectoryError):
-            self._lock_again(lock)
-            return f"{lock}: was deleted while training, and is made again; delete none of a run that trains"
+            self._lock_again(path)
+            return f"{path}: was deleted while training, and is made again; delete none of a run that trains"
         except OSError:  # of a network disk, for a moment: writing there will say more
             return None
         raise FolderLostError(
@@ -97,7 +96,7 @@ class RunFolder:
                 raise FileNotFoundError
             # Exclusively: an existing file would be that of another start, also of one that has ended.
             again = open(path, "x+")  # noqa: SIM115 - held until the process ends
-            _lock(again)
+            lock(again)
             self._lock, again = again, self._lock
         except (FileNotFoundError, NotADirectoryError):
             raise FolderLostError(
@@ -161,18 +160,6 @@ class RunFolder:
 
 def _place_of(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
-
-
-def _lock(file: IO[str]) -> None:
-    """Lock a file; retry twice, because readers such as status.py hold the lock for a moment.
-
-    Raises: OSError if it stays locked.
-    """
-    for pause in (0.05, 0.2):
-        with contextlib.suppress(OSError):
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(pause)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def provenance() -> dict[str, Any]:

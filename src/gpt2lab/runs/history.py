@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.checkpoint.catalog import METRICS, find_folder
+from gpt2lab.checkpoint.catalog import METRICS, find_folder, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError
@@ -49,6 +49,7 @@ def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
     if folder is None:
         raise ConfigError(
             f"{run}: no run of this name in {paths.for_people(runs)}, and no such folder"
+            f"{similar_run(run, runs)}"
         )
     return folder
 

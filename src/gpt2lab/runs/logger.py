@@ -12,8 +12,9 @@ import json
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
 from gpt2lab.runs import log_index
+from gpt2lab.runs.console import Console, beats
 from gpt2lab.runs.tensorboard import mirror, open_tensorboard
 from gpt2lab.runs.wandb_mirror import WandbMirror, is_installed
 
@@ -50,7 +52,8 @@ class MetricsLogger:
     ) -> None:
         """Open the files of `run_dir` (None: write nothing); replace TensorBoard events after `tensorboard_from`."""
         self._attempt = attempt
-        self._console = True
+        self._console: Console | None = Console()
+        self._lock = threading.RLock()  # of say: long work is told of by another thread
         self._metrics: FileIO | None = None
         self._held_back = bytearray()  # lines that the disk has no room for
         self._is_full = False
@@ -185,23 +188,52 @@ class MetricsLogger:
             if tensorboard is not None:
                 tensorboard.add_histogram(tag, values, step, bins=_BINS)
 
-    def say(self, text: str) -> None:
-        """Print text and append it to log.txt; an error of either does not end a run."""
+    def say(self, text: str, *, short: str | None = None) -> None:
+        """Print text and append it to log.txt; an error of either does not end a run.
+
+        `short`: what a terminal shows that is too narrow for the text.
+        """
         if self._log is None:
             return
-        if self._console:
-            try:
-                print(text, flush=True)
-            except OSError as error:
-                if error.errno not in _FULL:  # `... | head`, a closed terminal
-                    self._drop_console()
-        with contextlib.suppress(OSError):
-            self._log.write(text + "\n")
-            self._log.flush()
+        with self._lock:
+            self._on_console(lambda console: console.print(text, short))
+            with contextlib.suppress(OSError):
+                self._log.write(text + "\n")
+                self._log.flush()
+
+    def show(self, text: str) -> None:
+        """Show text on a terminal until the next line; nothing elsewhere."""
+        if self._log is not None:
+            self._on_console(lambda console: console.show(text))
+
+    @contextlib.contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Say what will take a while, and every few seconds that it goes on; a terminal shows it in one line."""
+        if self._log is None:
+            yield
+            return
+        on_terminal = self._console is not None and self._console.is_terminal
+
+        def tell(seconds: float) -> None:
+            line = f"{text}: {seconds:.0f} s so far"
+            self.show(line) if on_terminal else self.say(line)
+
+        self.show(text) if on_terminal else self.say(text)
+        with beats(tell):
+            yield
+
+    def _on_console(self, act: Callable[[Console], None]) -> None:
+        if self._console is None:
+            return
+        try:
+            act(self._console)
+        except OSError as error:
+            if error.errno not in _FULL:  # `... | head`, a closed terminal
+                self._drop_console()
 
     def _drop_console(self) -> None:
         """Discard later output: the interpreter would fail on it when it ends."""
-        self._console = False
+        self._console = None
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def warn(self, text: str, step: int) -> None:

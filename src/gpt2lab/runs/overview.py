@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.mirror import describe_status
+from gpt2lab.checkpoint.target import is_run
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
+from gpt2lab.runs.lock import holder_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class RunStatus:
     """The state of one run; None means not recorded."""
 
     run_name: str
-    state: str  # running | killed | stopped | completed | failed | not begun
+    state: str  # running | killed | stopped | completed | failed | not begun | unknown
     exit_code: int | None
     step: int | None
     last_step: int | None
@@ -40,7 +41,7 @@ class RunStatus:
 def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
     """Return the status of every run in a folder, the one that wrote last at the end."""
     folders = catalog.run_folders(checkpoint_dir)
-    runs = [path for path in folders if (path / "config.json").is_file()]
+    runs = [path for path in folders if _is_run(path)]
     return [read_run(run) for run in sorted(runs, key=_last_write)]
 
 
@@ -53,12 +54,19 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
     except (GPT2LabError, OSError) as error:
         log, problem = log or Log(run_dir, []), str(error)
     status = history.read_json(run_dir / "status.json") or {}
+    if not status and log and problem is None:
+        problem = "status.json is missing or damaged; the next start writes it again"
+    if not (run_dir / "config.json").is_file():
+        problem = problem or "config.json is missing; a resume writes it again"
     evals, begun, newest = log.current("eval"), log.of_kind("begin"), newest or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
     if damaged and problem is None:
         problem = f"damaged checkpoint: {damaged[-1]}"
-    state = status.get("state", "not begun")
-    if state == "running" and not _is_locked(run_dir):
+    state = status.get("state", "unknown" if log else "not begun")
+    is_locked = holder_of(run_dir) is not None
+    if state == "unknown" and is_locked:
+        state = "running"
+    if state == "running" and not is_locked:
         state = "killed"
     remaining = newest.get("remaining_seconds")
     if state == "running" and remaining is not None:
@@ -81,29 +89,40 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
     )
 
 
-def describe(runs: list[RunStatus]) -> str:
-    """Write the runs as a table, with a line below for each problem."""
-    header = ("run", "state", "step", "loss", "val loss", "tok/s", "eta", "saved", "last write")
-    rows = [
-        (
-            run.run_name,
-            run.state if not run.exit_code else f"{run.state} ({run.exit_code})",
-            "n/a" if run.step is None else f"{run.step:,}/{run.last_step:,}",
-            fmt.number(run.loss),
-            fmt.number(run.val_loss),
-            fmt.number(run.tokens_per_second, ",.0f"),
-            fmt.duration(run.remaining_seconds) if run.state == "running" else "-",
-            "-"
-            if run.checkpoint_seconds is None
-            else f"{run.checkpoint_step:,}, {fmt.duration(run.checkpoint_seconds)} ago",
-            "-" if run.heartbeat_seconds is None else f"{fmt.duration(run.heartbeat_seconds)} ago",
-        )
-        for run in runs
-    ]
+# The columns of the table, and in which order they are left out where it is too wide.
+_COLUMNS = ("run", "state", "step", "loss", "val loss", "tok/s", "eta", "saved", "last write")
+_LEFT_OUT = ("last write", "tok/s", "loss", "saved", "eta", "val loss")
+
+
+def describe(runs: list[RunStatus], *, width: int | None = None) -> str:
+    """Write the runs as a table of at most `width` columns of text, with a line below for each problem."""
+    rows = [_cells(run) for run in runs]
+    columns = list(_COLUMNS)
+    for name in ("", *_LEFT_OUT):
+        columns = [column for column in columns if column != name]
+        table = fmt.table(columns, [[row[column] for column in columns] for row in rows])
+        if width is None or max(map(len, table.splitlines())) <= width:
+            break
     lines = [
         f"{run.run_name}: {line}" for run in runs for line in (run.problem, run.mirror) if line
     ]
-    return "\n".join([fmt.table(header, rows), *lines])
+    return "\n".join([table, *lines])
+
+
+def _cells(run: RunStatus) -> dict[str, str]:
+    ago = (run.checkpoint_seconds, run.heartbeat_seconds)
+    saved, written = ("-" if age is None else f"{fmt.duration(age)} ago" for age in ago)
+    return {
+        "run": run.run_name,
+        "state": run.state if not run.exit_code else f"{run.state} ({run.exit_code})",
+        "step": "n/a" if run.step is None else f"{run.step:,}/{run.last_step:,}",
+        "loss": fmt.number(run.loss),
+        "val loss": fmt.number(run.val_loss),
+        "tok/s": fmt.number(run.tokens_per_second, ",.0f"),
+        "eta": fmt.duration(run.remaining_seconds) if run.state == "running" else "-",
+        "saved": saved if run.checkpoint_step is None else f"{run.checkpoint_step:,}, {saved}",
+        "last write": written,
+    }
 
 
 def as_json(runs: list[RunStatus]) -> dict[str, Any]:
@@ -111,18 +130,12 @@ def as_json(runs: list[RunStatus]) -> dict[str, Any]:
     return {"runs": [dataclasses.asdict(run) for run in runs]}
 
 
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or is_run(folder)
+
+
 def _last_write(run_dir: Path) -> float:
     try:
         return (run_dir / catalog.METRICS).stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _is_locked(run_dir: Path) -> bool:
-    """Tell whether a process trains in the folder, by its lock."""
-    try:
-        with open(run_dir / "run.lock") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    return False

@@ -62,7 +62,31 @@ def describe_run(run_dir: Path) -> str:
     else:
         then = "make tensorboard" if paths.IS_CHECKOUT else "gpt2lab tensorboard"
         lines.append(f"  look at it        train with --use_tensorboard, then: {then}")
+    newest = history.newest_event(run_dir)
+    if samples and newest is not None and newest["event"] == "done":
+        lines += ["  next", *(f"    {command}" for command in commands_after(run_dir))]
     return "\n".join(lines)
+
+
+def commands_after(run_dir: Path) -> list[str]:
+    """Return what people do with a complete run: continue prompts, write its report, and teach it to answer."""
+    name, folder = run_dir.name, []
+    if run_dir.parent != paths.REPOSITORY / "checkpoints":
+        folder = ["--checkpoint_dir", paths.for_people(run_dir.parent)]
+
+    def line(program: str, *words: str) -> str:
+        path = paths.for_people(paths.REPOSITORY / program)
+        return fmt.command_line([paths.program("python"), path, *words, *folder])
+
+    commands = [
+        line("scripts/sample.py", name, "--interactive"),
+        line("scripts/report.py", name),
+    ]
+    if program_of(run_dir) == "finetune":
+        return [line("scripts/chat.py", name), *commands]
+    words = ["--init_from", name, "--instructions", "demo", "--run_name", f"{name}_chat"]
+    tune = line("src/finetune.py", *words)
+    return [*commands, f"{tune} && {line('scripts/chat.py', f'{name}_chat')}"]
 
 
 def command_to_go_on(run_dir: Path, log: Log) -> str:

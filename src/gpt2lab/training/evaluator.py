@@ -16,6 +16,7 @@ from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
+from gpt2lab.training.start import Start
 
 
 class Evaluator:
@@ -29,6 +30,7 @@ class Evaluator:
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
         self.tokenizer = components.start.tokenizer
+        self.val_tokens = _tokens_to_evaluate(components.start)
         self.validation = components.batches.validation(components.strategy)
         self.logger, self.control = session.logger, session.control
         self.progress = session.clock.progress
@@ -58,7 +60,8 @@ class Evaluator:
         Raises: NonFiniteError.
         """
         began = time.monotonic()
-        with self.strategy.full_model(self.model) as model:
+        announced = f"{self.place(state)} | evaluating {self.val_tokens:,} tokens"
+        with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
             result = self.validation.measure(model, interrupted=self.control.is_interrupted)
         if result is None:
             return None
@@ -107,7 +110,10 @@ class Evaluator:
         """Measure HellaSwag accuracy of the weights as they are; tell whether it came to an end."""
         assert self.hellaswag is not None
         began = time.monotonic()
-        with self.strategy.full_model(self.model) as model:
+        announced = (
+            f"{self.place(state)} | answering {self.hellaswag.num_items:,} items of HellaSwag"
+        )
+        with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
             results = self.hellaswag.measure(model, interrupted=self.control.is_interrupted)
         if results is None:
             return False
@@ -136,7 +142,10 @@ class Evaluator:
         """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""
         tokenizer = self.tokenizer
         assert tokenizer is not None
-        with self.strategy.full_model(self.model) as model:
+        announced = (
+            f"{self.place(state)} | writing a sample of {self.config.eval.sample_tokens} tokens"
+        )
+        with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
             return self.runtime.on_rank_zero(lambda: self._sample_from(model, state, tokenizer))
 
     def _sample_from(self, model: GPT, state: TrainState, tokenizer: Tokenizer) -> bool:
@@ -161,3 +170,10 @@ class Evaluator:
         self.logger.event("sample", state.step, text=text, seconds=seconds)
         self.logger.say(f"{self.place(state)} | sample: {text!r}")
         return True
+
+
+def _tokens_to_evaluate(start: Start) -> int:
+    """Return the targets of a validation, as they are announced; of conversations only the answers count."""
+    T = start.config.model.context_length
+    windows = sum(order.windows_per_epoch for order in start.val_orders)
+    return T * min(windows, max(1, start.config.eval.val_tokens // T))

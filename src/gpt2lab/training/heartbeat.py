@@ -74,6 +74,12 @@ class Heartbeat:
         self._longest[before] = max(now - since, self._longest.get(before, 0.0))
         self._now = (step, phase, now)
 
+    @property
+    def doing(self) -> tuple[str, int]:
+        """The phase of this rank and its step."""
+        step, phase, _ = self._now
+        return phase, step
+
     def beat(self) -> None:
         """Say that a long phase goes on: between the batches of an evaluation."""
         step, phase, _ = self._now

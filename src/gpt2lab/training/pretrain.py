@@ -56,7 +56,12 @@ from gpt2lab.training.resume_check import check_resume, facts_of, load_state, sa
 from gpt2lab.training.run_log import announce
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
-from gpt2lab.training.stop import Signals, end_with_parent, show_stacks_on_request
+from gpt2lab.training.stop import (
+    Signals,
+    end_with_parent,
+    more_to_abort,
+    show_stacks_on_request,
+)
 from gpt2lab.training.trainer import Trainer
 
 
@@ -76,6 +81,8 @@ def pretrain(
     """
     began = time.monotonic() if began is None else began
     signals = Signals()
+    if os.environ.get("RANK", "0") == "0":
+        signals.answer = _answer_early
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
@@ -115,6 +122,10 @@ def pretrain(
         if folder:
             folder.close()
     runtime.close()
+
+
+def _answer_early(number: int, level: int) -> None:
+    print(f"stopping before the next step{more_to_abort(number, level)}", flush=True)
 
 
 def _resolve(command: Command, recipe: Recipe, runtime: Runtime) -> Start:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
 from gpt2lab.checkpoint.manifest import folder_name
@@ -27,15 +27,22 @@ from gpt2lab.config.resume_policy import find_changes, reject_changes
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
 from gpt2lab.config.settings_file import PROGRAMS
-from gpt2lab.data.mixture import MixedData, check_epochs, training_order, validation_orders
+from gpt2lab.data.mixture import (
+    MixedData,
+    check_epochs,
+    require_folders,
+    training_order,
+    validation_orders,
+)
 from gpt2lab.data.order import VERSION
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
 from gpt2lab.optim.schedule import default_min_lr, default_warmup
-from gpt2lab.planner.auto import OpenSettings, choose_settings
+from gpt2lab.planner.auto import OpenSettings, check_memory, choose_settings
 from gpt2lab.planner.job import Plan, make_plan
 from gpt2lab.runs import history
+from gpt2lab.runs.lock import holder_of
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
 from gpt2lab.training.from_mirror import check_mirror, fetch_newer, url_of
@@ -44,6 +51,7 @@ from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import find_deadlines
 
+_NEWEST = ("latest", "auto", "best")  # words of --resume
 _HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
 
 
@@ -100,6 +108,8 @@ def resolve(
         connect(config.checkpoint.checkpoint_mirror, run_dir.name)
     config, notes = _fit_parallel(command, config, world_size)
     of_weights = _tokenizer_of(checkpoint, initial)
+    if saved is not None and "data_dir" not in command.typed:
+        require_folders(config, "--data_dir")
     data = recipe.open_data(config, of_weights)
     origin = checkpoint or (initial.target.checkpoint if initial else None)
     trained_on = origin.manifest["data_fingerprint"] if origin else None
@@ -192,6 +202,7 @@ def resolve_to_train(
     """
     start = resolve(command, recipe, world_size=world_size, set_aside=True, free_memory=free_memory)
     start = dataclasses.replace(start, warnings=(*start.warnings, *check_mirror(start)))
+    check_memory(start.config, start.plan, train_tokens=start.data.tokens("train"))
     return with_hellaswag(start)
 
 
@@ -370,8 +381,12 @@ def _choose(
             "--resume auto needs --run_name: without it, which run to continue would be a guess"
         )
     is_step = re.fullmatch(r"[0-9]+", target) is not None
-    if target not in ("latest", "auto", "best") and not is_step:
-        checkpoint = catalog.open_checkpoint(paths.from_working_directory(Path(target)))
+    if target not in _NEWEST and not is_step:
+        path = paths.from_working_directory(Path(target))
+        hint = fmt.did_you_mean(target, _NEWEST, "--resume ")
+        if hint and not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
+        checkpoint = catalog.open_checkpoint(path)
         run_dir = checkpoint.path.parent
         in_place = checkpoint.path.name == folder_name(checkpoint.step)
         if not in_place or run_dir.name.startswith(catalog.SUPERSEDED):
@@ -398,6 +413,9 @@ def _choose(
             f"{folder}: no checkpoint of any run to resume; start one without --resume"
         )
     run_dir = found
+    similar = catalog.similar_run(run_dir.name, folder, "--run_name ")
+    if similar and target != "auto" and not run_dir.is_dir():
+        raise CheckpointError(f"{run_dir}: no such run{similar}")
     if target == "best" or is_step:
         return run_dir, catalog.find(run_dir, target), []
     existed = catalog.has_checkpoints(run_dir)
@@ -408,6 +426,10 @@ def _choose(
         warnings += more
     if info is None and existed:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
+    if info is None and (holder := holder_of(run_dir)) is not None:
+        raise ConfigError(
+            f"{run_dir}: in use by {holder}, which has not saved a checkpoint yet; wait for it, or stop it"
+        )
     if info is None and target == "latest":
         raise CheckpointError(
             f"{run_dir}: no checkpoint to resume; start the run without --resume, or use --resume auto"

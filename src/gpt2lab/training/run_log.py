@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import torch
@@ -86,20 +87,36 @@ class StepLog:
                 "compiled in {compile_seconds:.1f} s, {from_cache} of {graphs} graphs from the cache "
                 "({folder})".format(**compiled)
             )
+        eta = fmt.duration(left.value if left else None)
         last_step, log_freq = self._clock.progress.last_step, self._start.config.log.log_freq
+        short = f"step {step}/{last_step} | loss {stats.loss:.4f} | lr {lr:.1e} | {rate:,.0f} tok/s | eta {eta}"
+        self._logger.show(short)
         if step == 1 or is_due(step, log_freq, last_step):
             targets = "" if batch.num_targets == tokens else f" | targets {batch.num_targets:,}"
             rates = f"{lr:.1e}" + (
                 "" if self._muon_scale is None else f", muon {lr * self._muon_scale:.1e}"
             )
-            shown = "n/a" if mfu is None else f"{mfu:.1%}"
+            shown = "" if mfu is None else f"mfu {mfu:.1%} | "
             self._logger.say(
                 f"step {step}/{last_step} | epoch {batch.epoch} | loss {stats.loss:.4f} | lr {rates} | "
                 f"norm {stats.grad_norm:.2f} | dt {seconds * 1000:.0f} ms | {rate:,.0f} tok/s{targets} | "
-                f"mfu {shown} | eta {fmt.duration(left.value if left else None)}"
+                f"{shown}eta {eta}",
+                short=short,
             )
             if line := self._clock.line(step, left):
                 self._logger.say(line)
+
+    def while_compiling(self) -> AbstractContextManager[None]:
+        """Say that a step takes long where it compiles: the first of a start."""
+        if not self._tells_compiling:
+            return nullcontext()
+        expected = forecast.compile_seconds(self._start.run_dir)
+        about = (
+            ""
+            if expected is None
+            else f", about {fmt.duration(expected)} unless its code is cached"
+        )
+        return self._logger.waiting(f"compiling the step{about}")
 
     def _epochs_by_source(self, batch: GlobalBatch) -> dict[str, dict[str, float]]:
         """Return the passes over each source of a mixture up to the end of a batch, as an event records them."""
@@ -213,8 +230,11 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
     trained = sum(p.numel() for p in components.model.parameters() if p.requires_grad)
     if trained < plan.parameters:
         logger.say(f"trains         {trained:,} parameters; the others are frozen")
-    environment = components.facts["environment"].items()
-    logger.say("runs on        " + ", ".join(f"{name} {value}" for name, value in environment))
+    environment = dict(components.facts["environment"])
+    if not start.config.system.deterministic:  # a CPU is so without being asked
+        environment.pop("deterministic")
+    facts = ", ".join(f"{name} {value}" for name, value in environment.items())
+    logger.say(f"runs on        {facts}")
     for name, (before, now) in start.changes.items():
         logger.say(f"changed        {name}: {before} -> {now}")
     for warning in start.warnings:

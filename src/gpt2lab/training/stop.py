@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -37,6 +37,8 @@ class Signals:
         self.level = 0  # how often it was asked to stop
         self.number = 0  # the signal that asked last
         self.wants_save = False
+        # Answers a request to stop: its signal, and how often it was asked. Called in another thread.
+        self.answer: Callable[[int, int], None] = lambda number, level: None
         self._committing = False
         self.asked_at = -ONE_WISH_SECONDS  # when, last, on the monotonic clock
         self._ears, self._mouth = socket.socketpair()
@@ -70,6 +72,13 @@ class Signals:
             while self._committing and time.monotonic() < until:
                 time.sleep(0.02)
             os._exit(128 + number)
+        # In a thread of its own: a terminal that takes no output must not keep the next signal from being heard.
+        asked = (number, self.level)
+        threading.Thread(target=self._answer, args=asked, name="answer", daemon=True).start()
+
+    def _answer(self, number: int, level: int) -> None:
+        with suppress(Exception):  # a closed log or terminal
+            self.answer(number, level)
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -87,6 +96,13 @@ class Signals:
             signal.signal(number, handler)
         self._mouth.close()
         self._thread.join()
+
+
+def more_to_abort(number: int, level: int) -> str:
+    """Return how to end at once, for somebody at the keyboard."""
+    if number != signal.SIGINT:
+        return ""
+    return "; press twice more to abort" if level == 1 else "; press once more to abort"
 
 
 def end_with_parent() -> None:

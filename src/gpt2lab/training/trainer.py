@@ -33,7 +33,7 @@ from gpt2lab.training.ranks import Stragglers, check_drift
 from gpt2lab.training.rewind import rewind
 from gpt2lab.training.run_log import StepLog
 from gpt2lab.training.saver import Saver
-from gpt2lab.training.stop import launcher_grace_seconds
+from gpt2lab.training.stop import launcher_grace_seconds, more_to_abort
 from gpt2lab.training.train_step import train_step
 
 _SAVE_BYTES_PER_SECOND = 1e8  # assumed before the first save was measured
@@ -64,12 +64,23 @@ class Trainer:
             components.model, self.logger, self.config.log.histogram_freq, self.last_step
         )
 
+    def answer(self, number: int, level: int) -> None:
+        """Say at once what a request to stop leads to; called by the thread that hears of signals."""
+        phase, step = self.heartbeat.doing
+        what = {
+            "training": f"finishing step {step}, then saving",
+            "measuring": f"cutting the evaluation after step {step} short, then saving",
+            "saving": f"finishing the checkpoint of step {step}",
+        }.get(phase, f"stopping after step {self.state.step}, then saving")
+        self.logger.say(f"{what}{more_to_abort(number, level)}")
+
     def fit(self) -> str | None:
         """Train to the last step or to a stop; return the reason of the stop, None at the end.
 
         Raises: NonFiniteError, SaveError (FolderLostError), DataError, DriftError; PeerError if another rank died.
         """
         self.warn_of_grace()
+        self.control.signals.answer = self.answer
         try:
             self.catch_up()
             while True:
@@ -114,7 +125,9 @@ class Trainer:
             self.log.announce_epoch(batch)
             self.log.announce_phase(batch, self.state.step)
             self.heartbeat.enter("training", self.state.step + 1)
-            if not self.step(batch):
+            with self.log.while_compiling():
+                went_on = self.step(batch)
+            if not went_on:
                 return "rewind"
             self.saver.report_mirror(self.state.step)
             self.check_drift_if_due()
@@ -306,6 +319,7 @@ class Trainer:
         self.heartbeat.enter("comparing weights", self.state.step)
         check_drift(self.components.model, self.runtime, self.state.step)  # rank 0 saves for all
         self.heartbeat.enter("saving", self.state.step)
+        self.logger.show(f"step {self.state.step}/{self.last_step} | saving")
         saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
         if saved:

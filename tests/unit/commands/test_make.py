@@ -127,3 +127,12 @@ def test_ci_runs_what_the_readme_begins_with() -> None:
     lint, *rest = re.findall(r"^make ([\w-]+)", ci, re.M)
     assert lint == "lint"
     assert set(rest) == {"test", "test-slow", "test-faults", "quickstart"}
+
+
+def test_the_quickstart_ends_with_the_report_of_its_own_run() -> None:
+    lines = make("quickstart", "GPUS=0").stdout.splitlines()
+    prepared, trained, reported = (line for line in lines if "scripts/" in line or "src/" in line)
+    assert "scripts/prepare_data.py python-stdlib" in prepared
+    name = re.search(r"--run_name (quickstart-\d{8}-\d{6}) ", trained)
+    assert name is not None
+    assert reported.split()[-2:] == ["scripts/report.py", name[1]]

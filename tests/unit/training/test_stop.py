@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -16,6 +17,7 @@ import pytest
 
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.training import stop
 from gpt2lab.training.control import Control, Request
 from gpt2lab.training.heartbeat import FOLDER, Heartbeat
 from gpt2lab.training.stop import (
@@ -260,3 +262,33 @@ def test_a_rejection_of_one_is_everyones(signals: Signals, tmp_path: Path) -> No
     request = control(signals, tmp_path).agree(rejection)
     assert request.error is rejection
     assert not rejection.is_local
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"),
+    [
+        (signal.SIGINT, ["; press twice more to abort", "; press once more to abort"]),
+        (signal.SIGTERM, ["", ""]),
+    ],
+)
+def test_a_request_to_stop_is_answered_beside_the_main_thread(
+    monkeypatch: pytest.MonkeyPatch, number: int, ends: list[str]
+) -> None:
+    """The main thread may wait in a collective, and the one that listens must hear the next signal."""
+    monkeypatch.setattr(stop, "ONE_WISH_SECONDS", 0.0)
+    signals, heard, answers = stop.Signals(), threading.Event(), []
+
+    def answer(number: int, level: int) -> None:
+        answers.append((threading.current_thread().name, stop.more_to_abort(number, level)))
+        heard.set()
+        raise RuntimeError("of a closed terminal, say")
+
+    signals.answer = answer
+    try:
+        for _ in range(2):
+            heard.clear()
+            os.kill(os.getpid(), number)
+            assert heard.wait(timeout=100)
+    finally:
+        signals.close()
+    assert answers == [("answer", end) for end in ends]

@@ -36,6 +36,7 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 
 VAL_FRACTION = 0.05
+LEAST_TOKENS = 16  # of a data set
 LARGEST_DEFAULT_VAL = 100_000_000
 _WORTH_WORKERS = 4_000_000  # bytes of text; below, starting workers takes longer than the work
 
@@ -227,12 +228,34 @@ def prepare(
     if _is_done(source, folder, request):
         return None
     began = time.monotonic()
-    plan = plan_preparation(
-        source, sizes, part=part, skip_bad=skip_bad, shuffle=shuffle, tokenizer=tokenizer
-    )
+    try:
+        plan = plan_preparation(
+            source, sizes, part=part, skip_bad=skip_bad, shuffle=shuffle, tokenizer=tokenizer
+        )
+        run = _Runner(plan, num_workers, ray_address)
+        manifest, cut = _write(source, folder, request, plan, run)
+    except KeyboardInterrupt as interrupt:
+        if str(interrupt):  # it says what is kept of this start
+            raise
+        earlier = f"{paths.for_people(_partial(folder))} keeps what an earlier start prepared"
+        raise KeyboardInterrupt(
+            earlier if _partial(folder).exists() else "nothing was written"
+        ) from interrupt
+    notes = (source.note, plan.note, _CUT_NOTE if cut else None)
+    warnings = tuple(note for note in notes if note)
+    seconds = time.monotonic() - began
+    return Result(folder, manifest, run.new_tokens, seconds, tokenizer, warnings)
+
+
+def _write(
+    source: Source, folder: Path, request: dict[str, Any], plan: Plan, run: _Runner
+) -> tuple[dict[str, Any], int | None]:
+    """Write the data set; return its manifest and how many tokens were cut off instead of held out.
+
+    Raises: DataError.
+    """
     try:
         with _Staging(folder, request, plan) as staging:
-            run = _Runner(plan, num_workers, ray_address)
             finished, split, cut = _divide(plan, run, staging.folder, source)
             manifest = assemble(
                 finished,
@@ -241,16 +264,13 @@ def prepare(
                 origin=source.origin,
                 request=request,
                 split=split,
-                tokenizer=tokenizer,
+                tokenizer=plan.tasks[0].tokenizer,
                 cut=cut,
             )
             staging.complete()
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error.strerror})") from error
-    notes = (source.note, plan.note, _CUT_NOTE if cut else None)
-    warnings = tuple(note for note in notes if note)
-    seconds = time.monotonic() - began
-    return Result(folder, manifest, run.new_tokens, seconds, tokenizer, warnings)
+    return manifest, cut
 
 
 _CUT_NOTE = (
@@ -305,6 +325,10 @@ def _divide(
     is_part = len(finished) < plan.num_groups
     if total == 0 and not is_part:
         raise DataError(f"{source.origin}: not a single document with text in it")
+    if total < LEAST_TOKENS and not is_part:
+        raise DataError(
+            f"{source.origin}: only {total} tokens; too little text for two splits, give at least {LEAST_TOKENS}"
+        )
     if train >= 2 and 4 * val >= plan.val_tokens:
         return finished, _record(name, rule), None
     if plan.num_groups > 1:
@@ -321,8 +345,6 @@ def _divide(
         if min(group.facts["train_tokens"], group.facts["val_tokens"]) >= 2:
             return again, _record("whole documents", chosen), None
     cut, none = max(2, min(plan.val_tokens, total // 2)), SplitRule(0, rule.cap)
-    if total < cut + 2:
-        raise DataError(f"{source.origin}: only {total} tokens; too little text for two splits")
     return _run_by(none, plan, run, folder / "cut"), _record("cut", none), cut
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from gpt2lab.checkpoint.hub import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
@@ -124,6 +125,7 @@ def _hugging_face(
     text_column: str,
     revision: str | None,
 ) -> Source:
+    offline = is_offline() and not Path(name).is_dir()
     try:
         from datasets import load_dataset_builder
 
@@ -136,6 +138,11 @@ def _hugging_face(
     except Exception as error:  # of many kinds: no network, no such dataset, no access
         reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         message = f"hf:{name}: cannot be read ({reason})"
+        if offline:
+            message = (
+                f"hf:{name}: the Hugging Face Hub cannot be reached, and the dataset is not among those that were "
+                f"downloaded before; a local file or folder, or python-stdlib, needs no network"
+            )
         raise DataError(" ".join(message.split())) from error
     pinned = _HUB_FILE.fullmatch(urls[0])
     origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")

@@ -1,0 +1,186 @@
+"""Delete or archive runs, or single checkpoints of them.
+
+python scripts/runs.py rm old_run
+python scripts/runs.py rm old_run/step_00000250
+python scripts/runs.py archive old_run --yes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.manifest import MANIFEST
+from gpt2lab.checkpoint.target import is_run
+from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.errors import ConfigError
+from gpt2lab.files import sync_folder
+from gpt2lab.runs import history
+from gpt2lab.runs.lock import LOCK, holder_of, lock
+
+
+@dataclass(frozen=True)
+class Rm:
+    """Delete runs, or single checkpoints given as RUN/step_00000250, with their labels."""
+
+    names: Positional[tuple[str, ...]] = argument("runs (names or folders), or checkpoints of them")
+    yes: bool = option(False, "do not ask")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Ask, and delete; return the exit code."""
+        folders = _find(self.names, self.checkpoint_dir)
+        for folder in folders:
+            print(f"{paths.for_people(folder)}: {_describe(folder)}")
+        return _act(folders, "delete", delete, sure=self.yes)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Move runs into a folder where no list shows them; moved back they are runs again."""
+
+    names: Positional[tuple[str, ...]] = argument("runs (names or folders)")
+    to: Path | None = option(None, "folder to move them to; default archive/ beside the runs")
+    yes: bool = option(False, "do not ask")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Ask, and move; return the exit code."""
+        folders = _find(self.names, self.checkpoint_dir)
+        to = paths.runs_folder(self.checkpoint_dir) / "archive"
+        to = to if self.to is None else paths.from_working_directory(self.to)
+        for folder in folders:
+            if not is_run(folder):
+                raise ConfigError(f"{folder}: not a run; whole runs are archived")
+            if os.path.lexists(to / folder.name):
+                raise ConfigError(f"{to / folder.name}: is there already; choose another --to")
+            print(f"{paths.for_people(folder)}: {_describe(folder)}")
+        question = f"move to {paths.for_people(to)}"
+        return _act(folders, question, lambda folder: archive(folder, to), sure=self.yes)
+
+
+Command = Rm | Archive  # tyro's verbs are the names in lower case
+
+
+def main(argv: list[str]) -> int:
+    """Run the verb that the first word names."""
+    verb: Command = run_tyro(Command, argv, about="Delete or archive runs that nobody trains.")
+    return verb.execute()
+
+
+def delete(folder: Path) -> None:
+    """Delete a run, or a checkpoint with its labels, unless somebody trains there.
+
+    Raises: ConfigError.
+    """
+    with _locked(_run_of(folder)):
+        if not is_run(folder):
+            for label in _labels_of(folder):
+                (folder.parent / catalog.LABELS / label).unlink(missing_ok=True)
+        doomed = folder.with_name(f".del-{folder.name}-{uuid.uuid4().hex[:8]}")
+        os.rename(folder, doomed)  # one rename: no reader sees half of it
+        shutil.rmtree(doomed)
+
+
+def archive(run_dir: Path, to: Path) -> None:
+    """Move a run into the folder `to`, also to another disk, unless somebody trains there.
+
+    Raises: ConfigError.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    with _locked(run_dir):
+        try:
+            os.rename(run_dir, to / run_dir.name)
+        except OSError:  # another disk: the copy is complete before the original goes
+            staging = to / f".tmp-{run_dir.name}-{uuid.uuid4().hex[:8]}"
+            try:
+                shutil.copytree(run_dir, staging, symlinks=True)
+                os.rename(staging, to / run_dir.name)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+            sync_folder(to)
+            shutil.rmtree(run_dir)
+
+
+def _find(names: Sequence[str], checkpoint_dir: Path | None) -> list[Path]:
+    """Return the runs and checkpoints that names mean, each once.
+
+    Raises: ConfigError if one is neither, or is in use: before anything is asked or done.
+    """
+    if not names:
+        raise ConfigError("no run named; scripts/status.py lists them")
+    found: list[Path] = []
+    for name in names:
+        folder = history.find_run(name, checkpoint_dir=checkpoint_dir).resolve()
+        if not is_run(folder) and not (folder / MANIFEST).is_file():
+            raise ConfigError(f"{folder}: neither a run nor a checkpoint; nothing is deleted")
+        if (holder := holder_of(_run_of(folder))) is not None:
+            raise ConfigError(f"{folder}: in use by {holder}; stop it first")
+        if folder not in found:
+            found.append(folder)
+    return found
+
+
+def _run_of(folder: Path) -> Path:
+    return folder if is_run(folder) else folder.parent
+
+
+def _labels_of(checkpoint: Path) -> list[str]:
+    labels = catalog.read_labels(checkpoint.parent).items()
+    return sorted(label for label, target in labels if target == checkpoint.name)
+
+
+def _describe(folder: Path) -> str:
+    """Say what would be lost: checkpoints, bytes and labels."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    size = fmt.num_bytes(sum(path.stat().st_size for path in files))
+    if not is_run(folder):
+        labels = _labels_of(folder)
+        return f"{size}" + (f", labelled {', '.join(labels)}" if labels else "")
+    infos, _ = catalog.list_checkpoints(folder)
+    labels = sorted(label for label, step in catalog.read_labels(folder).items() if step)
+    steps = f"{len(infos)} checkpoints" + (f" up to step {infos[-1].step:,}" if infos else "")
+    return f"{steps}, {size}" + (f", labels {', '.join(labels)}" if labels else "")
+
+
+def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: bool) -> int:
+    """Do it to each folder once somebody agreed; return the exit code.
+
+    Raises: ConfigError where nobody can be asked.
+    """
+    if not sure:
+        if not sys.stdin.isatty():
+            raise ConfigError("nobody can be asked here: --yes does it without a question")
+        print(f"{what}? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            print("nothing was changed")
+            return 1
+    for folder in folders:
+        act(folder)
+    print(f"done: {', '.join(paths.for_people(folder) for folder in folders)}")
+    return 0
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run's lock, so that no start begins there meanwhile.
+
+    Raises: ConfigError if somebody trains there.
+    """
+    with open(run_dir / LOCK, "a") as file:
+        try:
+            lock(file)
+        except OSError:
+            holder = holder_of(run_dir) or "another process"
+            raise ConfigError(f"{run_dir}: in use by {holder}; stop it first") from None
+        yield

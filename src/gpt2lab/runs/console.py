@@ -1,0 +1,105 @@
+"""The console of a run: lines that stay, one line that rewrites itself on a terminal, and beats of long work."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+
+BEAT_SECONDS = 4.0
+_INDENT = 15  # of what belongs to the line above, as the labels of a start's first lines
+
+
+class Console:
+    """Standard output; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._shown = 0  # characters of the line that will be rewritten
+        self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Tell whether a person watches."""
+        return self._width is not None
+
+    def print(self, text: str, short: str | None = None) -> None:
+        """Print text; on a terminal too narrow for it `short`, or wrapped.
+
+        A line with a command stays whole, so that it can be copied.
+
+        Raises: OSError.
+        """
+        if self._width is not None and short is not None and len(text) > self._width:
+            text = short
+        with self._lock:
+            self._clear()
+            print(text if self._width is None else wrap(text, self._width), flush=True)
+
+    def show(self, text: str) -> None:
+        """Replace the rewriting line, on a terminal; nothing elsewhere.
+
+        Raises: OSError.
+        """
+        if self._width is None:
+            return
+        with self._lock:
+            text = text[: self._width - 1]
+            sys.stdout.write("\r" + text.ljust(self._shown))
+            self._shown = len(text)
+            sys.stdout.flush()
+
+    def _clear(self) -> None:
+        if self._shown:
+            sys.stdout.write("\r" + " " * self._shown)
+            sys.stdout.write("\r")
+            self._shown = 0
+
+
+def wrap(text: str, width: int) -> str:
+    """Return text with lines of at most `width` columns, but for words that are longer and lines with a command."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width or " --" in line:
+            lines.append(line)
+            continue
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * _INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def beats(
+    tell: Callable[[float], None],
+    *,
+    every: float = BEAT_SECONDS,
+    wait: Callable[[float], bool] | None = None,
+) -> Iterator[None]:
+    """Call `tell` with the seconds so far, every so many, until the work inside ends.
+
+    `wait` sleeps for some seconds and tells whether the work has ended; a test brings its own clock.
+    """
+    ended = threading.Event()
+    wait = wait or ended.wait
+
+    def beat() -> None:
+        seconds = every
+        while not wait(every):
+            tell(seconds)
+            seconds += every
+
+    thread = threading.Thread(target=beat, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

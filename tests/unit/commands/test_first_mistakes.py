@@ -1,0 +1,447 @@
+"""What goes wrong in the first hour: misspelt names, impatience, no network, files moved or deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+from corpora import write_jsonl
+from gpt2lab.checkpoint import hub
+from gpt2lab.planner import auto
+from gpt2lab.runs import overview
+from gpt2lab.runs.folder import RunFolder
+from launch import SCRIPTS, TRAIN, ask, call
+from whole_run import Run
+
+
+@pytest.fixture(scope="module")
+def trained_once(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a working directory with a run of four steps in runs/tiny; treat as read-only."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    shutil.copytree(tiny_data, folder / "data")
+    run = Run(folder / "data", folder / "runs")
+    run.train("--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4")
+    return folder
+
+
+@pytest.fixture
+def place(trained_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_once, tmp_path / "place"))
+
+
+@pytest.fixture
+def flags(place: Path) -> list[str]:
+    return [*Run(place / "data", place / "runs").flags, "--max_steps=4"]
+
+
+# -- misspelt --------------------------------------------------------------------------------------------------------
+
+
+def line_of(done: launch.Done) -> str:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--run_name=tny", "--resume=latest"], "no such run; did you mean --run_name tiny?"),
+        (["--run_name=tny", "--resume=4"], "no such run; did you mean --run_name tiny?"),
+        (["--resume=lastest"], "no such checkpoint folder; did you mean --resume latest?"),
+        (["--resume=bset"], "no such checkpoint folder; did you mean --resume best?"),
+        (["--max_steps=abc"], "--max_steps abc: not a whole number like 5000, 100M or 10B"),
+        (["--max_hours=soon"], "--max_hours soon: not a number like 0.5"),
+    ],
+)
+def test_a_misspelt_name_or_word_is_answered_with_the_right_one(
+    flags: list[str], typed: list[str], says: str
+) -> None:
+    flags = [one for one in flags if one.partition("=")[0] not in [w.split("=")[0] for w in typed]]
+    assert says in line_of(call(TRAIN, *flags, *typed))
+
+
+@pytest.mark.parametrize("script", ["plot.py", "report.py", "resume_command.py"])
+def test_every_command_that_takes_a_run_suggests_one(place: Path, script: str) -> None:
+    assert ask(script, "tinny", folder=place) == (
+        2,
+        "error: tinny: no run of this name in runs, and no such folder; did you mean tiny?",
+    )
+
+
+# -- before torch ----------------------------------------------------------------------------------------------------
+
+_TELLS_OF_TORCH = """
+import atexit, sys
+atexit.register(lambda: print("torch" in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--data_dir=nosuch"],
+        ["--max_lr=nan"],
+        ["--max_lr=nan", "--mini_batch_size=auto"],
+        ["--n_embd=1000000"],
+        ["--run_name=tny", "--resume=latest"],
+    ],
+)
+def test_a_rejection_does_not_wait_for_torch(
+    flags: list[str], typed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
+    done = subprocess.run(
+        [sys.executable, str(TRAIN), *flags, *typed],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize("script", ["sample.py", "chat.py", "evaluate.py"])
+def test_neither_does_one_of_a_model_that_is_not_there(
+    place: Path, tmp_path: Path, script: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
+    words = ["hf:nosuch/nosuch", *(["--prompt=a"] if script == "sample.py" else [])]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *words],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "says"),
+    [
+        ("10000000", "n_embd 10000000 must be at most 1000000"),
+        (
+            "1000000",
+            "n_embd 1000000: weights, gradients and optimizer take ",
+        ),
+    ],
+)
+def test_a_model_that_no_memory_holds_is_rejected_before_it_is_built(
+    flags: list[str], place: Path, width: str, says: str
+) -> None:
+    flags = [*flags, f"--n_embd={width}", "--run_name=wide"]
+    assert says in line_of(call(TRAIN, *flags))
+    assert not (place / "runs" / "wide").exists()
+
+
+def test_a_dry_run_compares_the_memory_with_what_is_free(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(*more: str) -> str:
+        done = call(TRAIN, *flags, "--run_name=other", "--dry_run", *more)
+        assert done.returncode == 0, done.stderr
+        (line,) = [one for one in done.stdout.splitlines() if one.startswith("memory ")]
+        return line
+
+    monkeypatch.setattr(auto.Seen, "free_memory", lambda seen, ranks: 8e9)
+    assert memory().endswith("for each rank, 8 GB free here")
+    wide = memory("--n_embd=8192")
+    assert "does not fit, not even one sequence at a time; choose a smaller model" in wide
+    long = ("--context_length=256", "--total_batch_size=262144", "--mini_batch_size=1024")
+    assert "does not fit, --mini_batch_size " in memory(*long, "--n_embd=512")
+    found = json.loads(call(TRAIN, *flags, "--run_name=o", "--dry_run", "--json").stdout)["memory"]
+    assert found["available_bytes"] == 8e9
+    assert found["fits"] is True
+    assert 0 < found["needed_bytes"] < 8e9
+
+
+# -- the launcher ----------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_all_ranks_share_is_torchruns_last_line(flags: list[str]) -> None:
+    """About 50 lines of torchrun's own follow the error: a traceback and a report of every rank."""
+    done = launch.train([*flags, "--run_name=three"], world=3)
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert lines[-1].startswith("error: total_batch_size 128 is not a multiple of mini_batch_size")
+    assert lines.count(lines[-1]) == 2  # at once, and after torchrun
+    assert any("ChildFailedError" in line for line in lines[:-1])
+
+
+# -- impatience ------------------------------------------------------------------------------------------------------
+
+_INTERRUPTS = """
+import os, signal, sys
+
+def interrupt(event, args):
+    if event == "import" and args[0] == "gpt2lab.errors":
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(interrupt)
+"""
+
+
+@pytest.mark.parametrize("program", [TRAIN, TRAIN.with_name("finetune.py"), SCRIPTS / "status.py"])
+def test_ctrl_c_while_modules_load_prints_no_traceback(program: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
+    done = subprocess.run(
+        [sys.executable, str(program), "--help"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_every_script_lets_ctrl_c_end_it_while_modules_load() -> None:
+    for path in SCRIPTS.glob("[!_]*.py"):
+        first = [line for line in path.read_text().splitlines() if "import" in line][:2]
+        assert first == ["import sys", "from _bootstrap import run"], path.name
+
+
+def test_an_interrupted_preparation_says_what_an_earlier_start_has_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "texts.jsonl", ["some text of a document"] * 50)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpt2lab.data.prepare.pipeline.plan_preparation", interrupted)
+    monkeypatch.chdir(tmp_path)
+    prepare = ("prepare_data.py", source, "--out", tmp_path / "out")
+    assert call(*prepare).stderr == "error: interrupted; nothing was written\n"
+    (tmp_path / "out.partial" / "groups" / "group_00000").mkdir(parents=True)
+    kept = "error: interrupted; out.partial keeps what an earlier start prepared\n"
+    assert call(*prepare).stderr == kept
+
+
+# -- no network, little text -----------------------------------------------------------------------------------------
+
+
+def test_without_network_the_hub_is_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempts: list[object] = []
+
+    def fails(address: object, timeout: float) -> None:
+        attempts.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(hub.socket, "create_connection", fails)
+    monkeypatch.setattr(hub.urllib.request, "getproxies", lambda: {})
+    assert hub.is_offline()
+    assert hub.is_offline()  # remembered, for its libraries too
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert attempts == [("huggingface.co", 443)]
+
+
+def test_a_proxy_is_asked_in_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[object] = []
+
+    class Connection:
+        def close(self) -> None:
+            """Nothing is open."""
+
+    def accepts(address: object, timeout: float) -> Connection:
+        attempts.append(address)
+        return Connection()
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(hub.socket, "create_connection", accepts)
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    assert not hub.is_offline()
+    assert attempts == [("proxy.example", 3128)]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("sample.py", ["hf:nosuch/nosuch", "--prompt=a"]),
+        ("prepare_data.py", ["hf:nosuch/nosuch"]),
+    ],
+)
+def test_a_name_on_the_hub_fails_fast_offline(
+    script: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *words],
+        env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},  # discard
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    line = line_of(launch.Done(done.returncode, done.stdout, done.stderr))
+    assert line.startswith("error: hf:nosuch/nosuch: ")
+    assert "the Hugging Face Hub cannot be reached" in line
+    assert "Retrying" not in done.stderr
+
+
+def test_a_text_of_four_tokens_makes_no_data_set(tmp_path: Path) -> None:
+    (tmp_path / "four.txt").write_text("a b c d")
+    done = call("prepare_data.py", tmp_path / "four.txt", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert "only 5 tokens; too little text for two splits, give at least 16" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["four.txt"]
+
+
+def test_preparation_ends_with_the_command_that_trains(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "texts.jsonl", [f"text number {n}" * 20 for n in range(40)])
+    for _ in range(2):  # new, and already prepared
+        done = call("prepare_data.py", source, "--out", tmp_path / "a b")
+        assert done.returncode == 0, done.stderr
+        last = done.stdout.splitlines()[-1]
+        assert last.startswith("train with: ")
+        assert last.endswith(f"src/train.py --model gpt2-micro --data_dir '{tmp_path}/a b'")
+
+
+# -- moved or deleted ------------------------------------------------------------------------------------------------
+
+
+def test_data_that_were_moved_are_asked_for(place: Path) -> None:
+    shutil.rmtree(place / "runs")
+    Run(place / "data", place / "runs").train("--max_steps=1")
+    (place / "data").rename(place / "elsewhere")
+    resume = ["--checkpoint_dir", str(place / "runs"), "--run_name=tiny", "--resume=latest"]
+    line = line_of(call(TRAIN, *resume))
+    assert (
+        "the run's data are no longer there; if they were moved, say where with --data_dir" in line
+    )
+    code, line = ask("evaluate.py", "tiny", "--device=cpu", folder=place)
+    assert (code, line.endswith("if they were moved, say where with --val")) == (2, True)
+    moved = call(TRAIN, *resume, f"--data_dir={place / 'elsewhere'}")
+    assert moved.stdout == "tiny: already complete after 1 steps; nothing to do\n"
+
+
+def test_a_deleted_newest_checkpoint_is_missed(place: Path) -> None:
+    run_dir = place / "runs" / "tiny"
+    shutil.rmtree(run_dir / "step_00000004")
+    says = f"{run_dir}: its newest checkpoint, step_00000004, was deleted; step 2 is used"
+    done = call("evaluate.py", "tiny", f"--checkpoint_dir={place / 'runs'}", "--device=cpu")
+    assert done.returncode == 0
+    assert f"warning: {says}" in done.stderr.splitlines()
+    resume = ["--checkpoint_dir", place / "runs", "--run_name=tiny", "--resume=latest"]
+    plan = call(TRAIN, *resume, "--dry_run")
+    assert says in plan.stdout
+    shutil.rmtree(run_dir / "step_00000002")
+    code, line = ask("evaluate.py", "tiny", folder=place)
+    assert (code, line.endswith("step_00000004, was deleted; no other is left")) == (2, True)
+
+
+def test_resuming_a_run_in_use_that_has_saved_nothing_says_so(
+    flags: list[str], place: Path
+) -> None:
+    folder = RunFolder(place / "runs" / "begun")
+    try:
+        line = line_of(call(TRAIN, *flags, "--run_name=begun", "--resume=latest"))
+    finally:
+        folder.close()
+    assert f"in use by process {os.getpid()}" in line
+    assert "has not saved a checkpoint yet" in line
+
+
+def test_status_shows_runs_whose_files_are_missing_or_damaged(place: Path) -> None:
+    runs = place / "runs"
+    shutil.copytree(runs / "tiny", runs / "no_settings")
+    (runs / "no_settings" / "config.json").unlink()
+    shutil.copytree(runs / "tiny", runs / "torn")
+    (runs / "torn" / "status.json").write_text('{"state": "compl')
+    found = {run["run_name"]: run for run in ask("status.py", "--json", folder=place)["runs"]}
+    assert {name: run["state"] for name, run in found.items()} == {
+        "tiny": "completed",
+        "no_settings": "completed",
+        "torn": "unknown",
+    }
+    assert found["no_settings"]["problem"].startswith("config.json is missing")
+    assert found["torn"]["problem"].startswith("status.json is missing or damaged")
+    assert (found["torn"]["step"], found["torn"]["last_step"]) == (4, 4)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_the_table_of_runs_fits_the_terminal(place: Path, columns: int) -> None:
+    name = "gpt2-micro_20261122-185644_with_another_name"
+    (place / "runs" / "tiny").rename(place / "runs" / name)
+    (run,) = overview.read_runs(place / "runs")
+    header, line = overview.describe([run], width=columns).splitlines()
+    assert max(len(header), len(line)) <= columns
+    assert line.split()[:3] == [name, "completed", "4/4"]
+    assert ("last write" in header) == (columns == 200)
+    assert overview.describe([run]) == overview.describe([run], width=200)
+
+
+# -- runs rm, runs archive -------------------------------------------------------------------------------------------
+
+
+def runs_command(place: Path, *words: str) -> launch.Done:
+    return call("runs.py", *words, f"--checkpoint_dir={place / 'runs'}")
+
+
+def test_rm_asks_first_and_names_what_would_go(place: Path) -> None:
+    run_dir = place / "runs" / "tiny"
+    done = runs_command(place, "rm", "tiny")  # without a terminal nobody can be asked
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "2 checkpoints up to step 4, " in done.stdout
+    assert ", labels best" in done.stdout
+    assert "--yes" in done.stderr
+    assert run_dir.is_dir()
+    assert runs_command(place, "rm", "tiny", "--yes").returncode == 0
+    assert not [path for path in (place / "runs").iterdir() if path.is_dir()]
+
+
+def test_rm_of_a_checkpoint_takes_its_labels_along(place: Path) -> None:
+    run_dir = place / "runs" / "tiny"
+    done = runs_command(place, "rm", "tiny/step_00000004", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "labelled best" in done.stdout
+    assert sorted(path.name for path in run_dir.glob("step_*")) == ["step_00000002"]
+    assert list((run_dir / "labels").iterdir()) == []
+
+
+def test_an_archived_run_is_in_no_list_and_can_be_taken_back(place: Path) -> None:
+    runs = place / "runs"
+    before = sorted(path.name for path in (runs / "tiny").rglob("*"))
+    assert runs_command(place, "archive", "tiny", "--yes").returncode == 0
+    assert ask("status.py", "--json", folder=place)["runs"] == []
+    assert sorted(path.name for path in (runs / "archive" / "tiny").rglob("*")) == before
+    (runs / "archive" / "tiny").rename(runs / "tiny")
+    assert call(
+        TRAIN, *("--checkpoint_dir", runs, "--run_name=tiny", "--resume=latest")
+    ).stdout == ("tiny: already complete after 4 steps; nothing to do\n")
+    shutil.copytree(runs / "tiny", runs / "archive" / "tiny")
+    done = runs_command(place, "archive", "tiny", "--yes")
+    assert (done.returncode, "is there already" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("verb", ["rm", "archive"])
+def test_a_run_in_use_is_never_touched(place: Path, verb: str) -> None:
+    folder = RunFolder(place / "runs" / "tiny")
+    before = sorted((place / "runs").rglob("*"))
+    try:
+        for name in ("tiny", "tiny/step_00000002"):
+            done = runs_command(place, verb, name, "--yes")
+            assert done.returncode == 2
+            assert "in use by process" in done.stderr or "whole runs are archived" in done.stderr
+    finally:
+        folder.close()
+    assert sorted((place / "runs").rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["data", "nothing"])
+def test_what_is_no_run_is_not_deleted(place: Path, name: str) -> None:
+    done = call("runs.py", "rm", name, "--yes", f"--checkpoint_dir={place}")
+    assert done.returncode == 2
+    assert (place / "data").is_dir()

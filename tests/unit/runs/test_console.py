@@ -1,0 +1,110 @@
+"""What a person sees of a run: a line that rewrites itself on a terminal, plain lines in a file, beats of long work."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpt2lab.runs.console import beats, wrap
+from gpt2lab.runs.logger import MetricsLogger
+from launch import TRAIN
+from whole_run import Run
+
+
+def on_terminal(command: list[str], *, columns: int) -> str:
+    """Run a program on a terminal of its own and return all that it wrote there."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while part := os.read(ours, 65536):
+            written += part
+    os.close(ours)
+    assert process.wait() == 0, written.decode()
+    return written.decode().replace("\r\n", "\n")
+
+
+def clock(beats_before_the_end: int) -> Iterator[bool]:
+    yield from [False] * beats_before_the_end
+    yield True
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_long_work_beats_until_it_ends(count: int) -> None:
+    ticks, told, slept = clock(count), [], []
+
+    def wait(seconds: float) -> bool:
+        slept.append(seconds)
+        return next(ticks)
+
+    with beats(told.append, every=4.0, wait=wait):
+        pass  # ends at once; the clock decides how long it took
+    assert told == [4.0 * (number + 1) for number in range(count)]
+    assert slept == [4.0] * (count + 1)
+
+
+def test_in_a_file_long_work_is_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextlib.contextmanager
+    def twice(tell: object) -> Iterator[None]:
+        assert callable(tell)
+        tell(4.0)
+        tell(8.0)
+        yield
+
+    monkeypatch.setattr("gpt2lab.runs.logger.beats", twice)
+    logger = MetricsLogger(tmp_path, attempt=1)
+    with logger.waiting("compiling the step, about 40s"):
+        logger.show("only for a terminal")
+    logger.say("compiled")
+    logger.close()
+    lines = [
+        "compiling the step, about 40s",
+        "compiling the step, about 40s: 4 s so far",
+        "compiling the step, about 40s: 8 s so far",
+        "compiled",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert (tmp_path / "log.txt").read_text().splitlines() == lines
+
+
+def test_wrapping_leaves_commands_whole() -> None:
+    text = "data           " + "word " * 30
+    assert max(map(len, wrap(text, 80).splitlines())) <= 80
+    assert wrap(text, 80).split() == text.split()
+    command = "  go on  python src/train.py --run_name r --resume latest " + "--x y " * 20
+    assert wrap(command, 80) == command
+
+
+def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    flags = [*Run(tiny_data, tmp_path).flags, "--max_steps=6", "--log_freq=4"]
+    shown = on_terminal([sys.executable, str(TRAIN), *flags], columns=80)
+    lines = [line.rsplit("\r", 1)[-1] for line in shown.split("\n")]  # what stays
+    wide = [line for line in lines if len(line) > 80 and " --" not in line]
+    assert [line for line in wide if " " in line.strip()] == []  # a long word is a path
+    stay = [int(found[1]) for line in lines if (found := re.match(r"step (\d+)/6 \| loss", line))]
+    assert stay == [1, 4, 6]
+    rewritten = re.findall(r"\rstep (\d+)/6 \| loss", shown)
+    assert [int(step) for step in rewritten] == [1, 1, 2, 3, 4, 4, 5, 6, 6]  # some stay, too
+    assert "\rstep 0/6 | evaluating 320 tokens" in shown
+    assert "mfu" not in shown
+    assert "deterministic" not in shown
+    log = (tmp_path / "tiny" / "log.txt").read_text().splitlines()
+    assert any(re.match(r"step 4/6 \| epoch 0 \| .* \| norm .* \| dt ", line) for line in log)
+    assert not any("\r" in line for line in log)
