@@ -23,7 +23,7 @@ from gpt2lab.config.settings import LEAVES, data_name, is_path, resolved, to_fla
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
-from gpt2lab.runs import history, overview, plots, summary
+from gpt2lab.runs import curves, history, overview, plots, summary
 from gpt2lab.runs.history import Log, read_json
 
 _TEMPLATE = Path(__file__).with_suffix(".html")
@@ -76,7 +76,9 @@ def render(run_dir: Path) -> str:
         curves=_curves(run_dir, log),
         sources=_sources(log),
         forecast=_forecast(run_dir, log),
-        samples=[(step, samples[step]["text"]) for step in plots.spread(sorted(samples), _SAMPLES)],
+        samples=[
+            (step, samples[step]["text"]) for step in curves.spread(sorted(samples), _SAMPLES)
+        ],
         all_samples=len(samples),
         starts=_starts(log, is_running=status.state == "running"),
         settings=_settings(config),
@@ -110,7 +112,7 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         note = f"± {fmt.number(last['val_loss_se'])}; best {best['val_loss']:.4f} at step {best['step']:,}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
-        last, (value, name) = scores[max(scores)], plots.REFERENCES["acc_norm"][0]
+        last, (value, name) = scores[max(scores)], curves.REFERENCES["acc_norm"][0]
         note = (
             f"acc_norm ± {fmt.number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
         )
@@ -160,7 +162,7 @@ def _curves(run_dir: Path, log: Log) -> str | None:
     """Return the plots as a data: URL."""
     if not len(log.numbers):
         return None
-    picture = base64.b64encode(plots.draw_svg([plots.curves_of(run_dir, log)])).decode()
+    picture = base64.b64encode(plots.draw_svg([curves.curves_of(run_dir, log)])).decode()
     return f"data:image/svg+xml;base64,{picture}"
 
 

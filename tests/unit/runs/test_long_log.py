@@ -20,7 +20,7 @@ import pytest
 from gpt2lab.commands.repair_log import remove_damaged_lines
 from gpt2lab.errors import SaveError
 from gpt2lab.planner import run_clock
-from gpt2lab.runs import history, log_index, overview, plots, summary
+from gpt2lab.runs import curves, history, log_index, overview, summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import current, newest_event, open_log, read_events, read_log
 from gpt2lab.runs.log_index import FLOATS, INDEX, read_chunks
@@ -72,7 +72,7 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
     assert log.events == [event for event in events if event["event"] != "step"]
     assert log.numbers.tolist() == sorted(steps)
     for name in ("attempt", *FLOATS):
-        expected = [steps[number][name] for number in sorted(steps)]
+        expected = [steps[number].get(name) for number in sorted(steps)]
         expected = [np.nan if value is None else value for value in expected]
         np.testing.assert_array_equal(log.column(name), expected)
     assert [log.step(number) for number in sorted(steps)][::41] == [
@@ -198,7 +198,7 @@ def test_an_index_that_is_no_regular_file_is_not_touched(
     [
         {"rows": 10**15},
         {"rows": -1},
-        {"sizes": [-500, *[0] * 11]},
+        {"sizes": [-500, *[0] * 13]},
         {"sizes": []},
         {"sums": None},
         {"end": 0},
@@ -250,7 +250,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "status": overview.read_run,
     "end": summary.describe_run,
     "eta": run_clock.estimate_remaining,
-    "curves": plots.read_curves,
+    "curves": curves.read_curves,
 }
 
 
