@@ -70,8 +70,8 @@ def read_curves(run_dir: Path) -> Curves:
     return curves_of(run_dir, history.read_log(run_dir))
 
 
-def curves_of(run_dir: Path, log: history.Log) -> Curves:
-    """Take what is drawn from a run's log.
+def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curves:
+    """Take what is drawn from a run's log, under a name that is its folder's unless given.
 
     Raises: ConfigError if it has taken no step.
     """
@@ -82,7 +82,7 @@ def curves_of(run_dir: Path, log: history.Log) -> Curves:
     scores = log.current("hellaswag")
     measured = {metric: places.measured(scores, metric) for metric in REFERENCES}
     return Curves(
-        name=run_dir.name,
+        name=name or run_dir.name,
         loss=places.trace("loss"),
         grad_norm=places.trace("grad_norm"),
         tokens_per_second=places.trace("tokens_per_second"),

@@ -175,16 +175,6 @@ def _for_light_and_dark(svg: str) -> str:
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
-def draw_svg(runs: list[Curves]) -> bytes:
-    """Draw one or several runs over each other as SVG, all text as outlines.
-
-    Raises: ConfigError if matplotlib is missing.
-    """
-    file = io.BytesIO()
-    _figure(runs, View()).savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
-
-
 def _new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
