@@ -44,6 +44,7 @@ WITHOUT_TORCH = [
     "runs.history",
     "runs.summary",
     "runs.overview",
+    "runs.report",
     "checkpoint.catalog",
     "checkpoint.listing",
     "data.manifest",

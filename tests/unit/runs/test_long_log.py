@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tracemalloc
 import zlib
@@ -20,7 +21,7 @@ import pytest
 from gpt2lab.commands.repair_log import remove_damaged_lines
 from gpt2lab.errors import SaveError
 from gpt2lab.planner import run_clock
-from gpt2lab.runs import curves, history, log_index, overview, summary
+from gpt2lab.runs import curves, history, log_index, overview, report, summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import current, newest_event, open_log, read_events, read_log
 from gpt2lab.runs.log_index import FLOATS, INDEX, read_chunks
@@ -280,6 +281,18 @@ def test_a_long_log_costs_few_bytes_and_little_memory(long_run: Path, name: str)
     tracemalloc.stop()
     assert read < size / 8 + 6 * log_index.BLOCK < size
     assert peak < budget
+
+
+def test_the_page_of_a_long_log_is_small_and_costs_little_memory(long_run: Path) -> None:
+    read_chunks(long_run)
+    tracemalloc.start()
+    page = report.render(long_run)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * LINES + 8 * log_index.BLOCK
+    assert len(page) < 500_000
+    paths = re.findall(r' d="([^"]*)"', page)
+    assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
 
 
 # -- damaged lines, and their repair -----------------------------------------------------------------------------

@@ -387,7 +387,7 @@ found.overflow = root.scrollWidth - root.clientWidth;
 found.outside = texts.filter((e) => own(e) && (box(e).right > root.clientWidth + 1 || box(e).left < -1))
   .map((e) => e.textContent);
 found.broken = [...document.querySelectorAll("td, th, .tile b")].filter((e) => seen(e) &&
-  !e.textContent.includes(" ") && e.children.length === 0).filter((e) => {
+  !/[ -]/.test(e.textContent) && e.children.length === 0).filter((e) => {
     const range = document.createRange();
     range.selectNodeContents(e);
     return new Set([...range.getClientRects()].map((r) => Math.round(r.top))).size > 1;
@@ -416,17 +416,19 @@ found.axes = ["step", "tokens", "hours"].map((axis) => {
   document.querySelector(`label[for=by-${axis}]`).click();
   return charts();
 });
-document.body.replaceChildren(JSON.stringify(found));
+parent.document.body.replaceChildren(JSON.stringify(found));
 """
 
 
 def measured(page: Path, *, width: int, is_dark: bool) -> dict[str, Any]:
     """Return what MEASURE finds in a page, without the policy that would hold it back."""
     content = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
-    copy = page.with_name(f"{page.stem}-{width}-{is_dark}.html")
-    copy.write_text(content.replace("</body>", f"<script>{{{MEASURE}}}</script></body>"))
+    content = content.replace("</body>", f"<script>{{{MEASURE}}}</script></body>")
+    frame = f'<iframe width="{width}" height="900" srcdoc="{html.escape(content)}"></iframe>'
+    copy = page.with_name(f"{page.stem}-{width}-{is_dark}.html")  # a window is never below 500 wide
+    copy.write_text(f'<!DOCTYPE html><meta name="color-scheme" content="light dark"><body>{frame}')
     scheme = f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"
-    document = browse(copy, scheme, f"--window-size={width},900", "--hide-scrollbars", "--dump-dom")
+    document = browse(copy, scheme, "--window-size=1400,900", "--hide-scrollbars", "--dump-dom")
     found = re.search(r"<body>(.*?)</body>", document, re.DOTALL)
     assert found is not None
     values: dict[str, Any] = json.loads(html.unescape(found[1]))
