@@ -25,8 +25,8 @@ function follow(chart) {
   const { axis, low, high, series } = JSON.parse(chart.dataset.hover);
   const known = series.filter((one) => one.x.length);
   if (!known.length) return;
-  const figure = chart.parentElement;
-  const tip = figure.appendChild(document.createElement("div"));
+  const picture = chart.parentElement;
+  const tip = picture.appendChild(document.createElement("div"));
   const cursor = chart.appendChild(document.createElementNS(SVG, "line"));
   cursor.setAttribute("class", "cursor");
   cursor.setAttribute("y2", "100%");
@@ -55,9 +55,8 @@ function follow(chart) {
     tip.hidden = false;
     cursor.setAttribute("visibility", "visible");
     for (const end of ["x1", "x2"]) cursor.setAttribute(end, `${100 * share}%`);
-    const middle = left + share * width, room = figure.clientWidth - tip.offsetWidth;
+    const middle = left + share * width, room = picture.clientWidth - tip.offsetWidth;
     tip.style.left = `${Math.max(0, Math.min(room, middle < room / 2 ? middle + 14 : middle - tip.offsetWidth - 14))}px`;
-    tip.style.top = `${chart.offsetTop + 8}px`;
   }
 
   hide();

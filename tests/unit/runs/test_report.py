@@ -406,7 +406,8 @@ const chart = document.querySelector("svg.chart[data-hover]"), frame = box(chart
 found.tips = [0, 0.5, 1].map((share) => {
   const at = frame.left + 62 + share * (frame.width - 78);
   chart.dispatchEvent(new PointerEvent("pointermove", { clientX: at, clientY: frame.top + 50 }));
-  return { text: tip().innerText, left: box(tip()).left, right: box(tip()).right };
+  return { text: tip().innerText, left: box(tip()).left, right: box(tip()).right,
+    inside: box(tip()).top >= frame.top && box(tip()).bottom <= frame.bottom };
 });
 chart.dispatchEvent(new PointerEvent("pointerleave"));
 found.hidden = tip().hidden;
@@ -478,5 +479,6 @@ def test_the_page_is_readable_at_every_width_in_both_schemes(
     assert last["text"].startswith("step 4\n")
     assert "validation ± standard error: " in middle["text"]
     assert all(tip["left"] >= 0 and tip["right"] <= width for tip in found["tips"])
+    assert all(tip["inside"] for tip in found["tips"])  # over its chart, not below
     assert found["hidden"]
     assert [set(axes) for axes in found["axes"]] == [{"step"}, {"tokens"}, {"hours"}]
