@@ -63,7 +63,11 @@ $(VENV)/.installed: requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+$(VENV)/.installed-plot: requirements-plot.txt $(VENV)/.installed
+	$(call install,requirements-plot.txt)
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt requirements-plot.txt $(VENV)/.installed
 	$(call install,requirements-dev.txt)
 	@touch $@
 
@@ -126,10 +130,10 @@ chat: install  ## talk to RUN=name, which make finetune made
 export: $(VENV)/.installed-dev  ## write RUN=name as a Hugging Face folder exports/name
 	@$(PY) scripts/export_hf.py $(NAMED) --out exports/$(notdir $(RUN)) $(ARGS)
 
-plot: $(VENV)/.installed-dev  ## draw the curves of RUN=name
+plot: $(VENV)/.installed-plot  ## draw the curves of RUN=name
 	@$(PY) scripts/plot.py $(NAMED) $(ARGS)
 
-report: $(VENV)/.installed-dev  ## write all that is known of RUN=name as one HTML page
+report: install  ## write all that is known of RUN=name as one HTML page
 	@$(PY) scripts/report.py $(NAMED) $(ARGS)
 
 tensorboard: install  ## show the runs in a browser of this machine, in the background: PORT=6006

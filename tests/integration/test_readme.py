@@ -42,6 +42,10 @@ COMMANDS: dict[str, str | None] = {
     "python scripts/resume_command.py gpt2-124m --output slurm": "--num_gpus 1",
     "python scripts/plot.py gpt2-124m": "",
     "python scripts/report.py gpt2-124m": "",
+    # tests/unit/runs/test_looking_at_runs.py and test_report.py
+    "python scripts/plot.py run_a run_b --x tokens --log xy --out compare.png": None,
+    "python scripts/plot.py --ablation checkpoints/ablation": None,
+    "python scripts/report.py run_a run_b --out compare.html": None,
     "python scripts/evaluate.py gpt2-124m": "--device=cpu",
     "python scripts/compare.py run_a run_b": None,  # tests/unit/evaluation/test_evaluate.py
     'python scripts/sample.py gpt2-124m --prompt "Once upon a time"': "--max_new_tokens=4",

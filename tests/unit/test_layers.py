@@ -46,6 +46,7 @@ WITHOUT_TORCH = [
     "runs.overview",
     "runs.lock",
     "runs.console",
+    "runs.report",
     "checkpoint.catalog",
     "checkpoint.listing",
     "data.manifest",

@@ -1,13 +1,15 @@
-"""Draw the curves of one run, or of several over each other, into a PNG or an SVG.
+"""Draw the curves of one run, of several over each other, or of an ablation, into a PNG or an SVG.
 
 gpt2lab plot gpt2-124m
-gpt2lab plot gpt2-124m gpt2-mini --out compare.png
+gpt2lab plot gpt2-124m gpt2-mini --x tokens --log xy --out compare.png
+gpt2lab plot --ablation checkpoints/ablation
 gpt2lab plot gpt2-124m --only_loss --out docs/images/loss.svg
 gpt2lab plot --speeds docs/benchmarks.json --out docs/images/tokens_per_second.svg
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import Positional
 
@@ -17,14 +19,24 @@ from gpt2lab.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plot:
-    """Draw the curves of one run, or of several over each other, into a PNG or an SVG."""
+    """Draw the curves of one run, of several over each other, or of an ablation, into a PNG or an SVG."""
 
     runs: Positional[tuple[str, ...]] = argument("names in checkpoints/, or folders")
     out: Path | None = option(
         None,
         "PNG, or SVG for light and dark pages, to write; default plot.png in the run's folder",
     )
+    x: Literal["step", "tokens", "hours"] | None = option(
+        None,
+        "what the curves run over; hours are those spent in steps; default step, tokens with --ablation",
+    )
+    log: Literal["x", "y", "xy"] | None = option(None, "axes with a logarithmic scale")
     only_loss: bool = option(False, "draw the loss alone")
+    ablation: Path | None = option(
+        None,
+        "draw the validation loss of each setting in this folder of scripts/ablate.py, mean and standard error over "
+        "its seeds, instead of runs; default ablation.png there",
+    )
     speeds: Path | None = option(
         None, "draw measured tokens/s from this JSON file (docs/benchmarks.json) instead of runs"
     )
@@ -35,23 +47,39 @@ def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
     flags = run_tyro(Plot, argv)
     from gpt2lab import paths
-    from gpt2lab.runs import history, plots
+    from gpt2lab.runs import plots
 
     out = paths.from_working_directory(flags.out) if flags.out else None
     if out and out.suffix not in (".png", ".svg"):
         raise ConfigError(f"--out {out}: let the name end in .png or .svg")
     if flags.speeds is not None:
-        if flags.runs or out is None:
+        if flags.runs or out is None or flags.ablation is not None:
             raise ConfigError("--speeds needs --out FILE and takes no run")
+        if flags.x or flags.log or flags.only_loss:
+            raise ConfigError("--speeds draws bars: --x, --log and --only_loss are for curves")
         plots.draw_speeds(paths.from_working_directory(flags.speeds), out)
-        print(paths.for_people(out))
-        return 0
+    elif flags.ablation is not None:
+        if flags.runs or flags.only_loss or flags.x == "step":
+            raise ConfigError("--ablation takes no run, and --x tokens or hours")
+        folder = paths.from_working_directory(flags.ablation)
+        out = out or folder / "ablation.png"
+        view = plots.View(flags.x or "tokens", flags.log)
+        plots.draw_ablation(folder / "ablation.json", out, view)
+    else:
+        out = _draw_runs(flags, out)
+    print(paths.for_people(out))
+    return 0
+
+
+def _draw_runs(flags: Plot, out: Path | None) -> Path:
+    from gpt2lab.runs import curves, history, plots
+
     if not flags.runs:
         raise ConfigError("which run? plot.py RUN [RUN ...]; scripts/status.py lists them")
     folders = [history.find_run(name, checkpoint_dir=flags.checkpoint_dir) for name in flags.runs]
     if len(folders) > 1 and out is None:
         raise ConfigError("several runs: say where to write with --out FILE.png")
     out = out or folders[0] / "plot.png"
-    plots.draw([plots.read_curves(folder) for folder in folders], out, only_loss=flags.only_loss)
-    print(paths.for_people(out))
-    return 0
+    view = plots.View(flags.x or "step", flags.log)
+    plots.draw([curves.read_curves(run) for run in folders], out, view, only_loss=flags.only_loss)
+    return out

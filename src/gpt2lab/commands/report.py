@@ -1,7 +1,8 @@
-"""Write a run's report: one HTML page with everything about it, for any browser, without a network.
+"""Write a report: one HTML page with everything about a run, or about several, for any browser, without a network.
 
 gpt2lab report gpt2-124m
 gpt2lab report gpt2-124m --out report.html
+gpt2lab report gpt2-124m gpt2-mini --out compare.html
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from gpt2lab.errors import ConfigError
 
 @dataclass(frozen=True)
 class Report:
-    """Write a run's report: one HTML page with everything about it."""
+    """Write a report: one HTML page with everything about a run, or about several with their curves together."""
 
-    run: Positional[str] = argument("name in checkpoints/, or folder")
-    out: Path | None = option(None, "page to write; default report.html in the run's folder")
+    runs: Positional[tuple[str, ...]] = argument("names in checkpoints/, or folders")
+    out: Path | None = option(
+        None, "page to write; default, of a single run, report.html in its folder"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
@@ -28,10 +31,14 @@ def main(argv: list[str]) -> int:
     from gpt2lab import paths
     from gpt2lab.runs import history, report
 
-    run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
-    out = paths.from_working_directory(flags.out) if flags.out else run_dir / "report.html"
+    if not flags.runs:
+        raise ConfigError("which run? report.py RUN [RUN ...]; scripts/status.py lists them")
+    folders = [history.find_run(run, checkpoint_dir=flags.checkpoint_dir) for run in flags.runs]
+    if len(folders) > 1 and flags.out is None:
+        raise ConfigError("several runs: say where to write with --out FILE.html")
+    out = paths.from_working_directory(flags.out) if flags.out else folders[0] / "report.html"
     if out.suffix != ".html":
         raise ConfigError(f"--out {out}: a page is written; let the name end in .html")
-    report.write_report(run_dir, out)
+    report.write_report(folders, out)
     print(paths.for_people(out))
     return 0

@@ -35,8 +35,8 @@ _NAMED = 3  # damaged lines of a chunk that are named; the others are counted
 Event = dict[str, Any]
 # A step's fields that readers want of all steps; what is missing or no number becomes NaN.
 FLOATS = (
-    *("time", "loss", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds"),
-    *("elapsed_seconds", "cpu_seconds", "peak_memory_bytes"),
+    *("time", "loss", "lr", "muon_lr", "grad_norm", "tokens", "tokens_per_second", "mfu"),
+    *("step_seconds", "elapsed_seconds", "cpu_seconds", "peak_memory_bytes"),
 )
 _INTEGERS = ("step", "attempt")
 _COLUMNS = (*_INTEGERS, *FLOATS)

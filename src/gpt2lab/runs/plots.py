@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
-from gpt2lab.runs import history
+from gpt2lab.runs.curves import REFERENCES, Axis, Curve, Curves, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,69 +23,51 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_POINTS = 400  # of a curve: more is noise on a page
 # Text and lines of an SVG that is read on a light and on a dark page.
 _INK, _INK_ON_DARK = "#656d76", "#9198a1"
 _GREY = "#8c959f"
 
-# What GPT-2 124M reaches, by the same rule as the curve beside it (reference harness 0.4, acc_norm; the tutorial
-# lineage's own protocol), and GPT-3 124M as published, which is another protocol (Brown et al. 2020, table H.1).
-REFERENCES = {
-    "acc_norm": [(0.3114, "GPT-2 124M"), (0.337, "GPT-3 125M, as published, other protocol")],
-    "acc_token_norm": [(0.2955, "GPT-2 124M, tutorial lineage")],
+_Y_LABELS = {
+    "loss": "loss, nats/token",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "speed": "tokens/s",
 }
 
-
-Curve = tuple[list[float], list[float]]  # steps, values
+# The label of each axis; hours leave out evaluations and the pauses between starts.
+X_LABELS: dict[Axis, str] = {"step": "step", "tokens": "tokens", "hours": "hours of steps"}
 
 
 @dataclass(frozen=True)
-class Curves:
-    """What a run recorded; only along the line of steps that its newest weights went through."""
+class View:
+    """How curves are drawn: by what, and which axes are logarithmic."""
 
-    name: str
-    last_step: int
-    loss: Curve
-    lr: Curve
-    tokens_per_second: Curve
-    evals: dict[int, dict[str, Any]]
-    hellaswag: dict[int, dict[str, Any]]
-    resumes: list[int]
+    x: Axis = "step"
+    log: Literal["x", "y", "xy"] | None = None
 
+    def scale(self, axes: Axes) -> None:
+        """Label the x axis of a panel and set the scales of both."""
+        from matplotlib.ticker import LogFormatter
 
-def read_curves(run_dir: Path) -> Curves:
-    """Read a run's events.
-
-    Raises: ConfigError if it has taken no step.
-    """
-    return curves_of(run_dir, history.read_log(run_dir))
-
-
-def curves_of(run_dir: Path, log: history.Log) -> Curves:
-    """Take what is drawn from a run's log.
-
-    Raises: ConfigError if it has taken no step.
-    """
-    if not len(log.numbers):
-        raise ConfigError(f"{run_dir}: has taken no step; nothing to draw")
-    return Curves(
-        name=run_dir.name,
-        last_step=int(log.numbers[-1]),
-        loss=smooth(log.numbers, log.column("loss")),
-        lr=smooth(log.numbers, log.column("lr")),
-        tokens_per_second=smooth(log.numbers, log.column("tokens_per_second")),
-        evals=log.current("eval"),
-        hellaswag=log.current("hellaswag"),
-        resumes=[event["step"] for event in log.of_kind("resume")],
-    )
+        axes.set_xlabel(X_LABELS[self.x])
+        if "x" in (self.log or ""):
+            axes.set_xscale("log", nonpositive="mask")
+        else:
+            axes.set_xlim(left=0)
+        if "y" in (self.log or ""):
+            axes.set_yscale("log", nonpositive="mask")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(LogFormatter())
+        axes.grid(alpha=0.25, which="both" if self.log else "major")
+        axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(runs: list[Curves], path: Path, *, only_loss: bool = False) -> None:
+def draw(runs: list[Curves], path: Path, view: View, *, only_loss: bool = False) -> None:
     """Draw one or several runs over each other into a PNG, or an SVG for light and dark pages.
 
     Raises: ConfigError if matplotlib is missing or the file cannot be written.
     """
-    _write(_figure(runs, only_loss=only_loss), path)
+    _write(_figure(runs, view, only_loss=only_loss), path)
 
 
 def draw_speeds(table: Path, path: Path) -> None:
@@ -108,6 +92,52 @@ def draw_speeds(table: Path, path: Path) -> None:
         axes.margins(x=0.14)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     _write(figure, path)
+
+
+def draw_ablation(table: Path, path: Path, view: View) -> None:
+    """Draw the validation loss of each setting of an ablation.json: mean and standard error over its seeds.
+
+    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
+    """
+    try:
+        settings = json.loads(table.read_text())["settings"]
+        curves = {row["setting"]: [_evaluations(c) for c in row["curves"]] for row in settings}
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ConfigError(
+            f"{table}: no table of an ablation ({error!r}); scripts/ablate.py writes it"
+        ) from error
+    figure = _new_figure(9, 4.5)
+    axes = figure.add_subplot()
+    for (setting, seeds), colour in zip(curves.items(), itertools.cycle(_COLOURS), strict=False):
+        mean = mean_over_seeds(seeds)
+        label = f"{setting}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+        _draw_measured(axes, mean, view.x, color=colour, capsize=2, label=label)
+    view.scale(axes)
+    axes.set_ylabel("validation loss, nats/token")
+    axes.set_title("mean ± standard error over seeds", fontsize=8, loc="right", color="#666666")
+    if curves:
+        axes.legend(fontsize=8, frameon=False)
+    _write(figure, path)
+
+
+def _evaluations(curve: dict[str, Any]) -> dict[float, tuple[float, float]]:
+    """Return {tokens: (hours, loss)} of one run of an ablation."""
+    rows = zip(curve["tokens"], curve["seconds"], curve["losses"], strict=True)
+    return {float(tokens): (seconds / 3600, float(loss)) for tokens, seconds, loss in rows}
+
+
+def mean_over_seeds(seeds: list[dict[float, tuple[float, float]]]) -> Curve:
+    """Return the mean of the losses that all seeds measured after the same tokens, with its standard error.
+
+    The hours are the mean, too. A single seed has no error.
+    """
+    shared = sorted(set.intersection(*map(set, seeds))) if seeds else []
+    n = len(seeds)
+    hours = [statistics.fmean(seed[at][0] for seed in seeds) for at in shared]
+    losses = [[seed[at][1] for seed in seeds] for at in shared]
+    errors = [statistics.stdev(row) / math.sqrt(n) if n > 1 else 0.0 for row in losses]
+    x: dict[Axis, np.ndarray] = {"tokens": np.array(shared), "hours": np.array(hours)}
+    return Curve(x, np.array([statistics.fmean(row) for row in losses]), np.array(errors))
 
 
 def _write(figure: Figure, path: Path) -> None:
@@ -145,16 +175,6 @@ def _for_light_and_dark(svg: str) -> str:
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
-def draw_svg(runs: list[Curves]) -> bytes:
-    """Draw one or several runs over each other as SVG, all text as outlines.
-
-    Raises: ConfigError if matplotlib is missing.
-    """
-    file = io.BytesIO()
-    _figure(runs).savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
-
-
 def _new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
@@ -174,84 +194,62 @@ def _grid(figure: Figure, panels: int) -> list[Axes]:
     ]
 
 
-def _figure(runs: list[Curves], *, only_loss: bool = False) -> Figure:
-    scores = [event for run in runs for event in run.hellaswag.values()]
-    metrics = [m for m in REFERENCES if any(event.get(m) is not None for event in scores)]
-    panels = ["loss"] if only_loss else ["loss", *metrics, "lr", "speed"]
+def _figure(runs: list[Curves], view: View, *, only_loss: bool = False) -> Figure:
+    metrics = [m for m in REFERENCES if any(m in run.hellaswag for run in runs)]
+    panels = ["loss"] if only_loss else ["loss", *metrics, "lr", "grad_norm", "speed"]
     rows = (len(panels) + 1) // 2
     figure = _new_figure(9, 3) if only_loss else _new_figure(12, 3.4 * rows)
     for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
-        _draw_panel(axes, panel, runs)
-        axes.set_xlabel("step")
-        axes.set_xlim(0, 1.01 * max(run.last_step for run in runs))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        _draw_panel(axes, panel, runs, view)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: str, runs: list[Curves]) -> None:
-    several = len(runs) > 1
+def _draw_panel(axes: Axes, panel: str, runs: list[Curves], view: View) -> None:
+    several, references = len(runs) > 1, REFERENCES.get(panel, [])
     for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
         label = run.name if several else None
         if panel == "loss":
-            x, y = run.loss
-            training: dict[str, Any] = (
-                {"color": colour, "alpha": 0.6} if several else {"color": _GREY}
-            )
-            name = f"{run.name}, training" if several else "training"
-            axes.plot(x, y, lw=1, label=name, **training)
-            name = f"{run.name}, validation" if several else "validation, with its standard error"
-            _draw_measured(axes, run.evals, "val_loss", color=colour, lw=1.5, label=name)
+            _draw_loss(axes, run, view.x, colour, several=several)
         elif panel in REFERENCES:
-            _draw_measured(axes, run.hellaswag, panel, color=colour, label=label)
+            if panel in run.hellaswag:
+                _draw_measured(axes, run.hellaswag[panel], view.x, color=colour, label=label)
+        elif panel == "lr":
+            for (optimizer, rate), dash in zip(run.rates.items(), ("-", "--"), strict=False):
+                name = " ".join(filter(None, [label, optimizer if len(run.rates) > 1 else None]))
+                axes.plot(rate.x[view.x], rate.y, dash, color=colour, lw=1.2, label=name or None)
         else:
-            x, y = run.lr if panel == "lr" else run.tokens_per_second
-            axes.plot(x, y, color=colour, lw=1.2, label=label)
-        for step in run.resumes:
-            axes.axvline(step, color=colour, lw=0.8, ls=":", alpha=0.7)
-    if panel == "loss":
-        axes.set_ylabel("loss, nats/token")
-    elif panel in REFERENCES:
-        axes.set_ylabel(f"HellaSwag {panel}")
+            trace = run.grad_norm if panel == "grad_norm" else run.tokens_per_second
+            _draw_trace(axes, trace, view.x, color=colour, label=label)
+        for resumed in run.resumes[view.x]:
+            axes.axvline(resumed, color=colour, lw=0.8, ls=":", alpha=0.7)
+    view.scale(axes)
+    axes.set_ylabel(_Y_LABELS.get(panel, f"HellaSwag {panel}"))
+    for value, name in references:
+        axes.axhline(value, color="#666666", lw=1, ls="--")
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
-        for value, name in REFERENCES[panel]:
-            axes.axhline(value, color="#666666", lw=1, ls="--")
-            axes.annotate(name, (0.01, value), fontsize=8, color="#444444", **place)
-    else:
-        axes.set_ylabel("learning rate" if panel == "lr" else "tokens/s")
-        if panel == "speed":
-            axes.set_ylim(bottom=0)
-    if any(run.resumes for run in runs):
+        axes.annotate(name, (0.01, value), fontsize=8, color="#444444", **place)
+    if panel == "speed" and axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    if any(len(run.resumes["step"]) for run in runs):
         axes.set_title("dotted: resumed", fontsize=8, loc="right", color="#666666")
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_measured(
-    axes: Axes, events: dict[int, dict[str, Any]], metric: str, **style: Any
-) -> None:
-    """Draw the evaluations that have a metric, at most 400 of them, with its standard errors."""
-    steps = [step for step in sorted(events) if events[step].get(metric) is not None]
-    known = {step: events[step] for step in spread(steps, _POINTS)}
-    values = [event[metric] for event in known.values()]
-    errors = [event.get(f"{metric}_se") or 0.0 for event in known.values()]
-    line = "-" if len(known) >= 5 else "none"  # a line between few points misleads
-    axes.errorbar(list(known), values, errors, marker="o", ms=3, ls=line, **style)
+def _draw_loss(axes: Axes, run: Curves, x: Axis, colour: str, *, several: bool) -> None:
+    name = f"{run.name}, " if several else ""
+    _draw_trace(axes, run.loss, x, color=colour if several else _GREY, label=f"{name}training")
+    label = f"{name}validation" if several else "validation, with its standard error"
+    _draw_measured(axes, run.validation, x, color=colour, lw=1.5, label=label)
 
 
-def spread(steps: list[int], count: int) -> list[int]:
-    """Return at most `count` of the steps, the first and the last among them."""
-    if len(steps) <= count:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+def _draw_trace(axes: Axes, trace: Trace, x: Axis, **style: Any) -> None:
+    """Draw medians over faint extremes."""
+    axes.plot(trace.raw.x[x], trace.raw.y, color=style["color"], lw=0.6, alpha=0.3)
+    axes.plot(trace.smooth.x[x], trace.smooth.y, lw=1.2, **style)
 
 
-def smooth(steps: np.ndarray, values: np.ndarray) -> Curve:
-    """Return at most 400 points of a curve: medians of equal stretches of steps, at their middle."""
-    known = ~np.isnan(values)
-    steps, values = steps[known], values[known]
-    width = max(1, -(-len(steps) // _POINTS))
-    begins = range(0, len(steps), width)
-    x = [float(np.mean(steps[i : i + width])) for i in begins]
-    y = [float(np.median(values[i : i + width])) for i in begins]
-    return x, y
+def _draw_measured(axes: Axes, curve: Curve, x: Axis, **style: Any) -> None:
+    """Draw evaluations with their standard errors."""
+    line = "-" if len(curve) >= 5 else "none"  # a line between few points misleads
+    axes.errorbar(curve.x[x], curve.y, curve.error, marker="o", ms=3, ls=line, **style)

@@ -1,7 +1,7 @@
-"""A run on one HTML page that needs no network and runs no script, whatever text the model wrote. No torch.
+"""Runs on one HTML page that needs no network and runs no script but its own, whatever text the models wrote. No torch.
 
-jinja2 fills report.html and escapes every value. The pictures are data in the page; its Content-Security-Policy
-allows only them and the page's own style sheet.
+jinja2 fills report.html and escapes every value. The page's Content-Security-Policy allows only its own style sheet and
+its own script, by their hashes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,55 @@ from gpt2lab.config.settings import LEAVES, data_name, is_path, resolved, to_fla
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
-from gpt2lab.runs import history, overview, plots, summary
+from gpt2lab.runs import charts, curves, history, overview, summary
+from gpt2lab.runs.charts import Chart, Interval
 from gpt2lab.runs.history import Log, read_json
 
-_TEMPLATE = Path(__file__).with_suffix(".html")
-_STYLE = Path(__file__).with_suffix(".css")
+_TEMPLATE, _STYLE, _SCRIPT = (Path(__file__).with_suffix(end) for end in (".html", ".css", ".js"))
 _SAMPLES = 16  # shown, spread evenly over the run
 
 Event = dict[str, Any]
 
 
-def write_report(run_dir: Path, out: Path) -> None:
-    """Write a run's page in one step: readers see the old page or the new one.
+@dataclass(frozen=True)
+class Forecast:
+    """A forecast number beside the actual one; `low` and `high` bound its 80 % interval, None where it has none."""
 
-    Raises: ConfigError if the folder is not a run's, a package is missing or `out` cannot be written;
-    GPT2LabError if the metrics are damaged.
+    what: str
+    value: float
+    low: float | None
+    high: float | None
+    actual: float
+    verdict: str
+    write: Callable[[float], str]
+
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """Return (what, forecast, its interval, actual, verdict) of a table's row."""
+        value, actual = self.write(self.value), self.write(self.actual)
+        return self.what, value, self._interval(), actual, self.verdict
+
+    def _interval(self) -> str:
+        if self.low is None or self.high is None:
+            return "-"
+        return f"{self.write(self.low)} … {self.write(self.high)}"
+
+    def interval(self, run: str, colour: str) -> Interval | None:
+        """Return the actual number in multiples of the forecast, for the chart; None for one that has none."""
+        if self.value <= 0 or self.actual <= 0:
+            return None
+        low, high = self.low or self.value, self.high or self.value
+        _, value, interval, actual, _ = self.texts()
+        title = f"{run}, {self.what}: forecast {value} ({interval}), actual {actual}"
+        shares = (low / self.value, self.actual / self.value, high / self.value)
+        return Interval(self.what, colour, *shares, title)
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> None:
+    """Write the page of some runs in one step: readers see the old page or the new one.
+
+    Raises: ConfigError if a folder is not a run's or `out` cannot be written; GPT2LabError if metrics are damaged.
     """
-    page = render(run_dir)
+    page = render(*run_dirs)
     try:
         # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark.
         replace_durably(out, page.encode("utf-8", "replace"))
@@ -47,45 +80,73 @@ def write_report(run_dir: Path, out: Path) -> None:
         raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
 
 
-def render(run_dir: Path) -> str:
-    """Return a run's page.
+def render(*run_dirs: Path) -> str:
+    """Return the page of one run, or of several with their curves over each other.
 
     Raises: ConfigError, GPT2LabError.
     """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ConfigError(f"reports need jinja2: pip install jinja2 ({error})") from error
-    config, log = history.read_config(run_dir), history.read_log(run_dir)
-    status, style = overview.read_run(run_dir, log), _STYLE.read_text()
+    import jinja2
+
+    names = [run_dir.name for run_dir in run_dirs]
+    if len(set(names)) < len(names):
+        names = [paths.for_people(run_dir) for run_dir in run_dirs]
+    runs = [_read(run_dir, name) for run_dir, name in zip(run_dirs, names, strict=True)]
+    drawn = [run["curves"] for run in runs if run["curves"] is not None]
+    for number, run in enumerate(run for run in runs if run["curves"] is not None):
+        run["colour"] = charts.colour_of(number)
+    style, script = _STYLE.read_text(), _SCRIPT.read_text()
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_TEMPLATE.read_text())
+    return template.render(
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
+        version=__version__,
+        written=_clock(time.time()),
+        runs=runs,
+        charts=charts.charts_of(drawn) if drawn else [],
+        accuracy=_accuracy(runs),
+        differing=_differing(runs),
+        width=charts.WIDTH,
+        height=charts.HEIGHT,
+    )
+
+
+def _read(run_dir: Path, name: str) -> Event:
+    """Return what the page says of one run."""
+    config, log = history.read_config(run_dir), history.read_log(run_dir)
+    status = overview.read_run(run_dir, log)
     facts = read_json(run_dir / "run.json") or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
     samples = log.current("sample")
-    return template.render(
-        style=style,
-        style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
-        run=run_dir.name,
-        title=_title(config, log),
-        status=status,
-        version=__version__,
-        written=_clock(time.time()),
-        tiles=_tiles(log),
-        curves=_curves(run_dir, log),
-        sources=_sources(log),
-        forecast=_forecast(run_dir, log),
-        samples=[(step, samples[step]["text"]) for step in plots.spread(sorted(samples), _SAMPLES)],
-        all_samples=len(samples),
-        starts=_starts(log, is_running=status.state == "running"),
-        settings=_settings(config),
-        checkpoints=[_checkpoint(info) for info in infos],
-        warnings=[_warning(e) for e in log.of_kind("warning", "rewind")],
-        damaged=[str(error) for error in damaged],
-        environment=_environment(facts),
-        command=summary.command_to_go_on(run_dir, log) if log.of_kind("begin") else None,
-    )
+    return {
+        "name": name,
+        "colour": "",
+        "title": _title(config, log),
+        "status": status,
+        "tiles": _tiles(log),
+        "curves": curves.curves_of(run_dir, log, name) if len(log.numbers) else None,
+        "sources": _sources(log),
+        "forecast": _forecast(run_dir, log),
+        "samples": [
+            (step, *_parted(samples[step], config, log))
+            for step in curves.spread(sorted(samples), _SAMPLES)
+        ],
+        "all_samples": len(samples),
+        "starts": _starts(log, is_running=status.state == "running"),
+        "settings": _settings(config),
+        "checkpoints": [_checkpoint(info) for info in infos],
+        "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
+        "damaged": [str(error) for error in damaged],
+        "environment": _environment(facts),
+        "command": summary.command_to_go_on(run_dir, log) if log.of_kind("begin") else None,
+    }
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _title(config: Config, log: Log) -> str:
@@ -110,7 +171,7 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         note = f"± {fmt.number(last['val_loss_se'])}; best {best['val_loss']:.4f} at step {best['step']:,}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
-        last, (value, name) = scores[max(scores)], plots.REFERENCES["acc_norm"][0]
+        last, (value, name) = scores[max(scores)], curves.REFERENCES["acc_norm"][0]
         note = (
             f"acc_norm ± {fmt.number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
         )
@@ -156,55 +217,74 @@ def _sources(log: Log) -> list[tuple[str, ...]]:
     ]
 
 
-def _curves(run_dir: Path, log: Log) -> str | None:
-    """Return the plots as a data: URL."""
-    if not len(log.numbers):
-        return None
-    picture = base64.b64encode(plots.draw_svg([plots.curves_of(run_dir, log)])).decode()
-    return f"data:image/svg+xml;base64,{picture}"
+def _parted(sample: Event, config: Config, log: Log) -> tuple[str, str]:
+    """Return the prompt of a sample and what the model wrote."""
+    prompt = config.eval.sample_prompt  # of the last start; each resume recorded what it changed
+    for resume in reversed(log.of_kind("resume")):
+        if resume["attempt"] > sample["attempt"]:
+            prompt, _ = (resume.get("changes") or {}).get("sample_prompt", (prompt, None))
+    text = str(sample["text"])
+    return (prompt, text[len(prompt) :]) if text.startswith(prompt) else ("", text)
 
 
-def _forecast(run_dir: Path, log: Log) -> list[tuple[str, str, str, str, str]]:
-    """Return (what, forecast, its 80 % interval, actual, verdict) of all that estimate.json and the run both record."""
+def _differing(runs: Sequence[Event]) -> list[tuple[str, list[str]]]:
+    """Return (name, value of each run) of the settings in which runs differ."""
+    by_name = [{name: value for name, value, *_ in run["settings"]} for run in runs]
+    return [
+        (name, values)
+        for name in by_name[0]
+        if len(set(values := [settings.get(name, "-") for settings in by_name])) > 1
+    ]
+
+
+def _accuracy(runs: Sequence[Event]) -> Chart | None:
+    """Return the chart of all actual numbers in multiples of their forecasts."""
+    found = [
+        interval
+        for what in dict.fromkeys(row.what for run in runs for row in run["forecast"])
+        for run in runs
+        for row in run["forecast"]
+        if row.what == what and (interval := row.interval(run["name"], run["colour"]))
+    ]
+    legend = [(run["colour"], run["name"]) for run in runs if run["forecast"]]
+    title = "actual in multiples of the forecast, with its 80 % interval"
+    return charts.interval_chart(title, found, legend if len(runs) > 1 else [])
+
+
+def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
+    """Return all that estimate.json and the run both record."""
     document = read_json(run_dir / "estimate.json") or {}
-    rows: list[tuple[str, str, str, str, str]] = []
+    rows: list[Forecast] = []
     if not len(log.numbers) or not isinstance(document.get("estimate"), dict):
         return rows
     span, rate = document["estimate"], document.get("throughput") or {}
     actual = document.get("actual")
     hours = actual["hours"] if actual else log.spent_seconds() / 3600
-    predicted = (span["estimated_hours"], span["low_hours"], span["high_hours"])
-    rows.append(_compared("time", predicted, hours, _hours, is_final=actual is not None))
+    bounds = (span["estimated_hours"], span["low_hours"], span["high_hours"])
+    verdict = _verdict(*bounds[1:], hours) if actual else "so far"
+    rows.append(Forecast("time", *bounds, hours, verdict, _hours))
     if rate.get("value") is not None:
         median = _median(log, "tokens_per_second") or 0.0
-        predicted = (rate["value"], rate["low"], rate["high"])
-        rows.append(_compared("tokens/s", predicted, median, lambda value: f"{value:,.0f}"))
+        bounds = (rate["value"], rate["low"], rate["high"])
+        verdict = _verdict(*bounds[1:], median)
+        rows.append(Forecast("tokens/s", *bounds, median, verdict, "{:,.0f}".format))
     needed = (document.get("memory") or {}).get("total")
     known = log.column("peak_memory_bytes")
     peak = int(np.nanmax(known, initial=0))
     if needed and peak:
         share = f"{needed / peak:.0%} of the actual"
-        rows.append(("memory", fmt.num_bytes(needed), "-", fmt.num_bytes(peak), share))
+        rows.append(Forecast("memory", needed, None, None, peak, share, fmt.num_bytes))
     loss, evals = document.get("loss") or {}, log.current("eval")
-    if loss.get("value") is not None and evals:
-        measured = fmt.number(evals[max(evals)]["val_loss"])
-        interval = f"{loss['low']:.2f} … {loss['high']:.2f}"
+    measured = evals[max(evals)]["val_loss"] if evals else None
+    if loss.get("value") is not None and measured is not None:
         note = f"forecast for {loss['data']}"
-        rows.append(("validation loss", f"{loss['value']:.2f}", interval, measured, note))
+        bounds = (loss["value"], loss["low"], loss["high"])
+        rows.append(Forecast("validation loss", *bounds, measured, note, "{:.2f}".format))
     return rows
 
 
-def _compared(
-    what: str,
-    predicted: tuple[float, float, float],
-    actual: float,
-    write: Callable[[float], str],
-    *,
-    is_final: bool = True,
-) -> tuple[str, str, str, str, str]:
-    value, low, high = predicted
-    verdict = "so far" if not is_final else "inside" if low <= actual <= high else "outside"
-    return what, write(value), f"{write(low)} … {write(high)}", write(actual), verdict
+def _verdict(low: float, high: float, actual: float) -> str:
+    return "inside" if low <= actual <= high else "outside"
 
 
 def _starts(log: Log, *, is_running: bool) -> list[Event]:

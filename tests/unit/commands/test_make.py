@@ -75,6 +75,19 @@ def test_every_target_is_in_the_help_and_in_this_test() -> None:
     assert targets == set(phony.replace("\\", "").split())
 
 
+def test_a_report_needs_what_training_needs_and_a_plot_matplotlib_alone() -> None:
+    for target, files in (
+        ("report", {"requirements.txt"}),
+        ("plot", {"requirements.txt", "requirements-plot.txt"}),
+    ):
+        shown = make(target, "VENV=/nowhere", "RUN=x").stdout
+        assert set(re.findall(r"-r (\S+)", shown)) == files
+    pinned = (REPOSITORY / "requirements-plot.txt").read_text()
+    packages = re.findall(r"^(\w+)==", pinned, re.M)
+    assert set(packages) == {"matplotlib"}
+    assert re.search(r"^jinja2==", (REPOSITORY / "requirements.txt").read_text(), re.M)
+
+
 def test_the_fast_tests_exist() -> None:
     line = make("test-fast", "VENV=/nowhere").stdout.splitlines()[-1]
     paths = re.findall(r"tests/[\w/.]+", line)

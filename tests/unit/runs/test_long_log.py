@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tracemalloc
 import zlib
@@ -20,7 +21,7 @@ import pytest
 from gpt2lab.commands.repair_log import remove_damaged_lines
 from gpt2lab.errors import SaveError
 from gpt2lab.planner import run_clock
-from gpt2lab.runs import history, log_index, overview, plots, summary
+from gpt2lab.runs import curves, history, log_index, overview, report, summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import current, newest_event, open_log, read_events, read_log
 from gpt2lab.runs.log_index import FLOATS, INDEX, read_chunks
@@ -72,7 +73,7 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
     assert log.events == [event for event in events if event["event"] != "step"]
     assert log.numbers.tolist() == sorted(steps)
     for name in ("attempt", *FLOATS):
-        expected = [steps[number][name] for number in sorted(steps)]
+        expected = [steps[number].get(name) for number in sorted(steps)]
         expected = [np.nan if value is None else value for value in expected]
         np.testing.assert_array_equal(log.column(name), expected)
     assert [log.step(number) for number in sorted(steps)][::41] == [
@@ -198,7 +199,7 @@ def test_an_index_that_is_no_regular_file_is_not_touched(
     [
         {"rows": 10**15},
         {"rows": -1},
-        {"sizes": [-500, *[0] * 11]},
+        {"sizes": [-500, *[0] * 13]},
         {"sizes": []},
         {"sums": None},
         {"end": 0},
@@ -250,7 +251,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "status": overview.read_run,
     "end": summary.describe_run,
     "eta": run_clock.estimate_remaining,
-    "curves": plots.read_curves,
+    "curves": curves.read_curves,
 }
 
 
@@ -280,6 +281,18 @@ def test_a_long_log_costs_few_bytes_and_little_memory(long_run: Path, name: str)
     tracemalloc.stop()
     assert read < size / 8 + 6 * log_index.BLOCK < size
     assert peak < budget
+
+
+def test_the_page_of_a_long_log_is_small_and_costs_little_memory(long_run: Path) -> None:
+    read_chunks(long_run)
+    tracemalloc.start()
+    page = report.render(long_run)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * LINES + 8 * log_index.BLOCK
+    assert len(page) < 500_000
+    paths = re.findall(r' d="([^"]*)"', page)
+    assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
 
 
 # -- damaged lines, and their repair -----------------------------------------------------------------------------

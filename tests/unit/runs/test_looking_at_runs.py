@@ -29,7 +29,7 @@ from gpt2lab.checkpoint.target import find_folder
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
 from gpt2lab.errors import ConfigError, GPT2LabError
-from gpt2lab.runs import history, log_index, overview, plots
+from gpt2lab.runs import curves, history, log_index, overview, plots
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.pretrain import pretrain
 from launch import call
@@ -194,19 +194,50 @@ def test_watch_shows_again_until_it_is_interrupted(run_dir: Path) -> None:
 
 
 def test_curves_follow_the_line_of_the_newest_weights(run_dir: Path) -> None:
-    curves = plots.read_curves(run_dir)
-    assert (curves.resumes, sorted(curves.evals)) == ([4], [0, 4, 8, 12])
-    steps = launch.steps(run_dir)
-    assert steps[6]["attempt"] == 2
-    assert curves.loss == (list(range(1, 13)), [steps[n]["loss"] for n in range(1, 13)])
+    found = curves.read_curves(run_dir)
+    assert found.resumes["step"].tolist() == [4]
+    assert found.validation.x["step"].tolist() == [0, 4, 8, 12]
+    steps = launch.current_steps(run_dir)
+    assert launch.steps(run_dir)[6]["attempt"] == 2
+    raw = found.loss.raw
+    assert raw.x["step"].tolist() == list(steps)
+    assert raw.y.tolist() == [step["loss"] for step in steps.values()]
+    assert found.grad_norm.raw.y.tolist() == [step["grad_norm"] for step in steps.values()]
+    assert found.rates["AdamW"].y.tolist() == [step["lr"] for step in steps.values()]
 
 
-def test_many_steps_become_few_points_that_are_medians() -> None:
-    steps = np.arange(1, 4001)
-    x, y = plots.smooth(steps, (steps % 7).astype(float))
-    assert len(x) == len(y) == 400
-    assert x[0] == 5.5
-    assert y[0] == 2.5  # of 1 2 3 4 5 6 0 1 2 3
+def test_places_by_tokens_and_hours_are_those_of_the_steps(run_dir: Path) -> None:
+    found = curves.read_curves(run_dir)
+    steps = launch.current_steps(run_dir)
+    seconds = [step["step_seconds"] for step in steps.values()]
+    x = found.loss.raw.x
+    assert x["tokens"].tolist() == [step["tokens"] for step in steps.values()]
+    np.testing.assert_allclose(x["hours"] * 3600, np.cumsum(seconds))
+    evaluated = found.validation.x  # also before the first step
+    assert evaluated["tokens"].tolist() == [0, *(steps[n]["tokens"] for n in (4, 8, 12))]
+    np.testing.assert_allclose(evaluated["hours"][[0, -1]] * 3600, [0, sum(seconds)])
+
+
+def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
+    values = (np.arange(40_000) % 7).astype(float)
+    values[[12_345, 33_333]] = 1000, -1000
+    sharp = curves.extremes(values)
+    assert len(sharp) <= 800
+    assert {12_345, 33_333} <= set(sharp.tolist())
+    even = np.array(curves.spread(range(len(values)), 400))
+    assert (len(even), even[0], even[-1]) == (400, 0, 39_999)
+    assert set(curves.running_medians(values, even)[1:].tolist()) == {3.0}
+
+
+def test_what_is_no_number_is_not_drawn(run_dir: Path) -> None:
+    event = {"event": "eval", "time": 1.0, "attempt": 2, "step": 10, "val_loss": "high"}
+    wrong = {"event": "step", "time": 1.0, "attempt": 2, "step": 13, "loss": None, "tokens": 832}
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(event) + "\n" + json.dumps(wrong) + "\n")
+        file.write(json.dumps(wrong | {"step": 14, "loss": float("inf")}) + "\n")
+    found = curves.read_curves(run_dir)
+    assert found.validation.x["step"].tolist() == [0, 4, 8, 12]
+    assert found.loss.raw.x["step"].tolist() == list(range(1, 13))
 
 
 def test_a_picture_is_written_for_one_run_and_for_several(run_dir: Path, tmp_path: Path) -> None:
@@ -242,7 +273,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_one_before(
     picture.write_bytes(b"the one before")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="No space left"):
-        plots.draw([plots.read_curves(run_dir)], picture)
+        plots.draw([curves.read_curves(run_dir)], picture, plots.View())
     assert [(path.name, path.read_bytes()) for path in picture.parent.iterdir()] == [
         ("plot.png", b"the one before")
     ]
@@ -262,15 +293,61 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
     }
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(event) + "\n")
-    curves = plots.read_curves(run_dir)
+    found = curves.read_curves(run_dir)
     axes = Figure().add_subplot()
-    plots._draw_panel(axes, "acc_norm", [curves])
+    plots._draw_panel(axes, "acc_norm", [found], plots.View())
     lines = [line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"]
     assert lines == [0.3114, 0.337]
-    panels = [axes.get_ylabel() for axes in plots._figure([curves]).axes]
+    panels = [axes.get_ylabel() for axes in plots._figure([found], plots.View()).axes]
     assert "HellaSwag acc_norm" in panels
     assert "HellaSwag acc_token_norm" not in panels  # the lineage's 0.2955 has no place here
-    plots.draw([curves], tmp_path / "x.png")
+    plots.draw([found], tmp_path / "x.png", plots.View())
+
+
+def test_a_plot_runs_over_tokens_or_hours_and_on_logarithmic_axes(run_dir: Path) -> None:
+    found = curves.read_curves(run_dir)
+    for x in curves.AXES:
+        for log in (None, "x", "y", "xy"):
+            figure = plots._figure([found, found], plots.View(x, log))
+            assert len(figure.axes) == 4
+            for axes in figure.axes:
+                assert axes.get_xlabel() == plots.X_LABELS[x]
+                assert (axes.get_xscale() == "log") == ("x" in (log or ""))
+                assert (axes.get_yscale() == "log") == ("y" in (log or ""))
+                last = max(max(line.get_xdata()) for line in axes.get_lines())
+                assert last == found.loss.smooth.x[x][-1] <= axes.get_xlim()[1]
+
+
+# -- plot --ablation -------------------------------------------------------------------------------------------------
+
+
+def seed(**losses: float) -> dict[str, Any]:
+    """Return one run of an ablation: {tokens: loss} with a t before the number, an hour for 100 tokens."""
+    tokens = [int(name[1:]) for name in losses]
+    return {"tokens": tokens, "seconds": [36 * t for t in tokens], "losses": [*losses.values()]}
+
+
+def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    both = [plots._evaluations(seed(t100=4.0, t200=3.0)), plots._evaluations(seed(t100=5.0))]
+    mean = plots.mean_over_seeds(both)
+    assert (mean.x["tokens"].tolist(), mean.x["hours"].tolist()) == ([100], [1])  # of both
+    assert mean.error is not None
+    assert (mean.y.tolist(), mean.error.tolist()) == ([4.5], [0.5])  # (5 - 4) / sqrt(2) / sqrt(2)
+    plots._draw_measured(Figure().add_subplot(), mean, "hours")
+    settings = [
+        {"setting": "gpt2", "curves": [seed(t100=4.0, t200=3.0), seed(t100=4.2, t200=3.1)]},
+        {"setting": "wide", "curves": [seed(t100=3.9, t200=2.8)]},
+    ]
+    (tmp_path / "ablation.json").write_text(json.dumps({"settings": settings}))
+    code, said, error = call("plot.py", "--ablation", tmp_path)
+    assert (code, said.strip()) == (0, str(tmp_path / "ablation.png")), error
+    out = tmp_path / "hours.svg"
+    words = ["--x", "hours", "--log", "xy", "--out", out]
+    code, _, error = call("plot.py", "--ablation", tmp_path, *words)
+    assert code == 0, error
+    ElementTree.fromstring(out.read_text())
 
 
 @pytest.mark.parametrize(
@@ -284,6 +361,10 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
         (["EMPTY"], "has taken no step"),
         (["--speeds", "none.json"], "--speeds needs --out"),
         (["--speeds", "none.json", "--out", "x.svg"], "no table of speeds"),
+        (["--speeds", "none.json", "--out", "x.svg", "--log", "x"], "--log and --only_loss are"),
+        (["--ablation", "EMPTY"], "no table of an ablation"),
+        (["--ablation", "EMPTY", "--x", "step"], "--x tokens or hours"),
+        (["RUN", "--ablation", "EMPTY"], "--ablation takes no run"),
     ],
 )
 def test_a_plot_that_cannot_be_drawn_is_one_line(

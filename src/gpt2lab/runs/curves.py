@@ -1,0 +1,186 @@
+"""What a run's log draws: few points of each curve, with their places by step, tokens and hours. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gpt2lab.errors import ConfigError
+from gpt2lab.runs import history
+
+Axis = Literal["step", "tokens", "hours"]
+AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
+
+_POINTS = 400  # of a curve: more is noise on a page
+_WINDOW = 25  # a smoothed curve is a median over this part of a run
+
+# What GPT-2 124M reaches, by the same rule as the curve beside it (reference harness 0.4, acc_norm; the tutorial
+# lineage's own protocol), and GPT-3 124M as published, which is another protocol (Brown et al. 2020, table H.1).
+REFERENCES = {
+    "acc_norm": [(0.3114, "GPT-2 124M"), (0.337, "GPT-3 125M, as published, other protocol")],
+    "acc_token_norm": [(0.2955, "GPT-2 124M, tutorial lineage")],
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a curve: their places on each axis, their values, and the standard errors of measured ones."""
+
+    x: dict[Axis, np.ndarray]
+    y: np.ndarray
+    error: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A noisy number of every step: the extremes of equal stretches, so that no spike is missing, and medians."""
+
+    raw: Curve
+    smooth: Curve
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What a run recorded; only along the line of steps that its newest weights went through."""
+
+    name: str
+    loss: Trace
+    grad_norm: Trace
+    tokens_per_second: Trace
+    rates: dict[str, Curve]  # {optimizer: its learning rate}
+    validation: Curve
+    hellaswag: dict[str, Curve]  # {metric: accuracies}
+    resumes: dict[Axis, np.ndarray]
+
+
+def read_curves(run_dir: Path) -> Curves:
+    """Read a run's events.
+
+    Raises: ConfigError if it has taken no step.
+    """
+    return curves_of(run_dir, history.read_log(run_dir))
+
+
+def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curves:
+    """Take what is drawn from a run's log, under a name that is its folder's unless given.
+
+    Raises: ConfigError if it has taken no step.
+    """
+    if not len(log.numbers):
+        raise ConfigError(f"{run_dir}: has taken no step; nothing to draw")
+    places = _Places(log)
+    rates = {name: places.spread(field) for name, field in (("AdamW", "lr"), ("Muon", "muon_lr"))}
+    scores = log.current("hellaswag")
+    measured = {metric: places.measured(scores, metric) for metric in REFERENCES}
+    return Curves(
+        name=name or run_dir.name,
+        loss=places.trace("loss"),
+        grad_norm=places.trace("grad_norm"),
+        tokens_per_second=places.trace("tokens_per_second"),
+        rates={name: rate for name, rate in rates.items() if len(rate)},
+        validation=places.measured(log.current("eval"), "val_loss"),
+        hellaswag={metric: curve for metric, curve in measured.items() if len(curve)},
+        resumes=places.of(event["step"] for event in log.of_kind("resume")),
+    )
+
+
+class _Places:
+    """Where the current steps of a log are on each axis: hours are those spent in steps, without pauses."""
+
+    def __init__(self, log: history.Log) -> None:
+        self._log = log
+        self._tokens = log.column("tokens")
+        hours = np.nan_to_num(log.column("step_seconds"), copy=False)
+        self._hours = np.cumsum(hours, out=hours)
+        self._hours /= 3600
+
+    def of(self, steps: Iterable[float]) -> dict[Axis, np.ndarray]:
+        """Return the places of some steps; before the first there are no tokens and no hours."""
+        x, numbers = np.fromiter(steps, float), self._log.numbers
+        tokens, hours = (
+            np.interp(x, numbers, column, left=0.0) for column in (self._tokens, self._hours)
+        )
+        return {"step": x, "tokens": tokens, "hours": hours}
+
+    def spread(self, field: str) -> Curve:
+        """Return values of a field at equal distances, the first and the last among them."""
+        rows, values = self._known(field)
+        chosen = np.array(spread(range(len(values)), _POINTS), int)
+        return self._at(rows, chosen, values[chosen])
+
+    def trace(self, field: str) -> Trace:
+        """Return a field of every step, noisy and smoothed."""
+        rows, values = self._known(field)
+        sharp, even = extremes(values), np.array(spread(range(len(values)), _POINTS), int)
+        smooth = running_medians(values, even)
+        return Trace(self._at(rows, sharp, values[sharp]), self._at(rows, even, smooth))
+
+    def measured(self, events: Mapping[int, Mapping[str, Any]], metric: str) -> Curve:
+        """Return the evaluations that have a metric, at most 400, with their standard errors."""
+        known = [step for step in sorted(events) if _is_number(events[step].get(metric))]
+        known = spread(known, _POINTS)
+        errors = [events[step].get(f"{metric}_se") for step in known]
+        return Curve(
+            self.of(known),
+            np.array([events[step][metric] for step in known], float),
+            np.array([error if _is_number(error) else 0.0 for error in errors], float),
+        )
+
+    def _known(self, field: str) -> tuple[np.ndarray | range, np.ndarray]:
+        """Return the rows that have a finite number, and the numbers."""
+        values = self._log.column(field)
+        finite = np.isfinite(values)
+        if finite.all():
+            return range(len(values)), values
+        return np.flatnonzero(finite), values[finite]
+
+    def _at(self, rows: np.ndarray | range, chosen: np.ndarray, values: np.ndarray) -> Curve:
+        at = np.array([rows[i] for i in chosen], int)
+        x: dict[Axis, np.ndarray] = {
+            "step": self._log.numbers[at].astype(float),
+            "tokens": self._tokens[at],
+            "hours": self._hours[at],
+        }
+        return Curve(x, values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def spread(places: range | list[int], count: int) -> list[int]:
+    """Return at most `count` of the places, the first and the last among them."""
+    if len(places) <= count:
+        return list(places)
+    return [places[round(i * (len(places) - 1) / (count - 1))] for i in range(count)]
+
+
+def running_medians(values: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Return the median around each place, over a 25th of all values.
+
+    At the beginning, where a loss falls fast, it is over fewer to stay centred; at the end over those before.
+    """
+    half = len(values) // (2 * _WINDOW)
+    reach = np.minimum(half, at)
+    return np.array([np.median(values[i - r : i + r + 1]) for i, r in zip(at, reach, strict=True)])
+
+
+def extremes(values: np.ndarray) -> np.ndarray:
+    """Return the places of the least and the greatest value of each of 400 equal stretches, ascending."""
+    if len(values) <= 2 * _POINTS:
+        return np.arange(len(values))
+    found: set[int] = set()
+    bounds = np.linspace(0, len(values), _POINTS + 1).astype(int).tolist()
+    for begin, end in itertools.pairwise(bounds):
+        stretch = values[begin:end]
+        found |= {begin + int(stretch.argmin()), begin + int(stretch.argmax())}
+    return np.array(sorted(found))
