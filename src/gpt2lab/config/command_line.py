@@ -16,20 +16,11 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from gpt2lab import fmt, paths
+from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, is_list, is_path, override, resolved, to_flat
 from gpt2lab.errors import ConfigError
-
-# Flags of the predecessor: people and scripts will type them for years.
-RENAMED = {
-    "num_layers": "--n_layer",
-    "embd_size": "--n_embd",
-    "num_heads": "--n_head",
-    "logdir": "--checkpoint_dir (logs live in the run's folder)",
-    "tensorboard_dir": "--checkpoint_dir (TensorBoard files live in the run's folder)",
-    "steps_per_epoch": "--num_epochs (an epoch is computed from the data)",
-}
 
 
 def _read_count(words: list[str]) -> int:
@@ -197,6 +188,8 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain") -> Command:
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
+    if (known_elsewhere := answer_value(argv)) is not None:
+        raise ConfigError(known_elsewhere)
     words, finds_mini_batch = _take_auto(argv)
     target = _TuningFlags if recipe == "finetune" else _Flags
     flags = run_tyro(target, words, default=target(), about=_ABOUT[recipe])
@@ -356,8 +349,8 @@ def _unknown(token: str, target: Any) -> str:
         return f"unexpected argument {token!r}; see --help"
     if target not in (_Flags, _TuningFlags):
         return f"unknown flag {token.partition('=')[0]}; see --help"
-    if name in RENAMED:
-        return f"unknown flag --{name}: it is now {RENAMED[name]}"
+    if (known_elsewhere := answer(name)) is not None:
+        return known_elsewhere
     owner = "finetune" if name in _TUNING else "pretrain" if name in _PRETRAINING else None
     if owner is not None:
         return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"
