@@ -219,7 +219,9 @@ def test_everything_that_is_wrong_is_said_at_once(place: Path) -> None:
         for part in ("holds AdamW's moments", "--n_layer 3: ckpt.pt has 2", "--n_head 4", more):
             assert part in done.stderr
         assert len(done.stderr.splitlines()) == 1
-    torch.save(checkpoint(batch_size="twelve", beta1=None, warmup_iters=1.5), place / "ckpt.pt")
+    odd = checkpoint()
+    odd["config"] |= {"batch_size": "twelve", "warmup_iters": 1.5}
+    torch.save(odd, place / "ckpt.pt")
     done = take(place)
     assert "batch_size 'twelve' in its config is no int" in done.stderr
     assert "warmup_iters 1.5 in its config is no int" in done.stderr
