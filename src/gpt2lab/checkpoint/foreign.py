@@ -8,22 +8,25 @@ called besides torch's own list.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError, first_line
-from gpt2lab.files import open_regular
+from gpt2lab.files import is_number, open_regular
 from gpt2lab.model.gpt import empty_model
 from gpt2lab.model.hf_config import our_name
 
+_T = TypeVar("_T")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPERS = ("module.", "_orig_mod.")  # DDP's and torch.compile's
 _HEADS = ("n_head", "num_heads")
@@ -37,6 +40,8 @@ _ARRAYS: dict[str, Any] = {
     "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
     "numpy._core.multiarray.scalar": _SCALAR,
 }
+_NUMBER_TYPES = tuple(type(np.dtype(code)) for code in "?bBhHiIlLqQefdSU")
+_NEVER_MEASURED = 1e9  # nanoGPT's best_val_loss before its first evaluation
 _WRITERS = ("__main__", "model", "train", "train_improved", "argparse", "pathlib")
 
 
@@ -48,60 +53,117 @@ class Foreign:
     weights: dict[str, torch.Tensor]  # by our names, fp32
     moments: dict[str, dict[str, torch.Tensor]] | None  # AdamW's, by our names
     step: int  # updates that the weights have seen
-    notes: tuple[str, ...]
+    is_nanogpt: bool
+    has_biases: bool
+    settings: dict[str, Any]  # nanoGPT's, by its names: numbers, text and truth values
+    next_rate: float | None  # nanoGPT's learning rate of the next update
+    best_val_loss: float | None  # as nanoGPT measured it
+
+    def with_rows(self, count: int) -> Foreign:
+        """Return the same with `count` rows of zeros below the embedding, which take no part in any loss."""
+        name = "wte.weight"
+        weights = self.weights | {name: F.pad(self.weights[name], (0, 0, 0, count))}
+        moments = self.moments
+        if moments is not None:
+            padded = {key: F.pad(moments[name][key], (0, 0, 0, count)) for key in _MOMENTS}
+            moments = moments | {name: moments[name] | padded}
+        return dataclasses.replace(self, weights=weights, moments=moments)
 
 
 def read_foreign(path: Path, *, trust: bool) -> Foreign:
     """Read and check a file; the weights stay unchanged, nothing is guessed.
 
-    Raises: CheckpointError naming what is missing or what it is instead.
+    Raises: CheckpointError naming everything that is missing, or what it is instead.
     """
     content = _load(path, trust=trust)
     if not isinstance(content, dict) or not isinstance(content.get("model"), Mapping):
         raise CheckpointError(
             f"{path}: no `model` with weights in it; nanoGPT's ckpt.pt and its kin are read"
         )
-    weights = _weights(path, content["model"])
-    model = _shape(path, weights, _heads(path, content))
-    added = _zero_biases(weights, model)
-    _compare(path, weights | added, model)
-    moments, steps = _moments(path, content.get("optimizer"), weights)
-    notes = []
-    if added:
-        notes.append(
-            "trained without biases, nanoGPT's default: they begin at zero, which computes the same"
-        )
-        if moments is not None and steps is not None:
-            moments |= {
-                name: {
-                    "step": torch.tensor(float(steps)),
-                    **{key: torch.zeros_like(zero) for key in _MOMENTS},
-                }
-                for name, zero in added.items()
-            }
-    if "model_args" in content:
-        notes.append(
-            "nanoGPT computes the exact GELU, this model GPT-2's tanh form: the loss moves a little at first"
-        )
-    return Foreign(model, weights | added, moments, _step(path, content, steps), tuple(notes))
+    problems: list[str] = []
+
+    def found(read: Callable[[], _T]) -> _T | None:
+        try:
+            return read()
+        except _Unfit as unfit:
+            problems.append(str(unfit))
+            return None
+
+    weights = found(lambda: _weights(content["model"])) or {}
+    n_head = found(lambda: _heads(content))
+    model = found(lambda: _shape(weights, n_head or 1)) if weights else None
+    added = {} if model is None else _zero_biases(weights, model)
+    if model is not None:
+        problems += _differences(weights | added, model)
+    moments, steps = found(lambda: _moments(content.get("optimizer"), weights)) or (None, None)
+    step = found(lambda: _step(content, steps))
+    if problems or model is None or step is None:
+        raise CheckpointError(f"{path}: {'; '.join(problems)}")
+    if moments is not None and steps is not None:
+        for name, zero in added.items():
+            zeros = {key: torch.zeros_like(zero) for key in _MOMENTS}
+            moments[name] = {"step": torch.tensor(float(steps)), **zeros}
+    is_nanogpt = isinstance(content.get("model_args"), Mapping)
+    settings = content.get("config") if is_nanogpt else None
+    return Foreign(
+        model,
+        weights | added,
+        moments,
+        step,
+        is_nanogpt=is_nanogpt,
+        has_biases=not added,
+        settings=_plain(settings),
+        next_rate=_next_rate(content.get("optimizer")) if is_nanogpt else None,
+        best_val_loss=_number(content.get("best_val_loss")),
+    )
+
+
+class _Unfit(Exception):
+    """A part of the file that cannot be used; the others are looked at all the same."""
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    """Return a file's settings of the types that nanoGPT writes."""
+    if not isinstance(settings, Mapping):
+        return {}
+    kinds = (int, float, bool, str)
+    return {str(name): value for name, value in settings.items() if type(value) in kinds}
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number or a tensor of one as a float, None for all else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if is_number(value) and abs(value) < _NEVER_MEASURED else None
+
+
+def _next_rate(optimizer: Any) -> float | None:
+    try:
+        return _number(optimizer["param_groups"][0]["lr"])
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _load(path: Path, *, trust: bool) -> Any:
     try:
         open_regular(path).close()
-        with torch.serialization.safe_globals(_stand_ins(path) if trust else []):
+        allowed = _stand_ins(path)
+        if len(allowed) > len(_NUMBER_TYPES) and not trust:
+            raise CheckpointError(
+                f"{path}: holds pickled objects, which can run code; if you know who wrote it, add --trust"
+            )
+        with torch.serialization.safe_globals(allowed if trust else []):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except pickle.UnpicklingError as error:
-        if trust:
-            raise CheckpointError(f"{path}: {str(error).splitlines()[0]}") from error
+    except (
+        *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError),
+        *(KeyError, AttributeError, TypeError, IndexError),
+    ) as error:
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({first_line(error)})"
         raise CheckpointError(
-            f"{path}: holds pickled objects, which can run code; if you know who wrote it, add --trust"
+            f"{path}: not a checkpoint that torch.save of torch 1.6 or later wrote{reason}"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = first_line(error)
-        raise CheckpointError(f"{path}: not a file that torch.save wrote ({reason})") from error
 
 
 class _StandIn:
@@ -116,9 +178,9 @@ def _stand_ins(path: Path) -> list[Any]:
 
     Raises: CheckpointError if the file names anything else; OSError.
     """
+    found: list[Any] = [*_NUMBER_TYPES]
     if not zipfile.is_zipfile(path):  # torch's format before 1.6 does not list what it calls
-        return []
-    found: list[Any] = [type(np.dtype(code)) for code in "?bBhHiIlLqQefdSU"]
+        return found
     for name in torch.serialization.get_unsafe_globals_in_checkpoint(path):
         if name in _ARRAYS:
             found.append((_ARRAYS[name], name))
@@ -129,7 +191,7 @@ def _stand_ins(path: Path) -> list[Any]:
     return found
 
 
-def _weights(path: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _weights(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return {our name: fp32 tensor}, in the file's order."""
     ours: dict[str, torch.Tensor] = {}
     for full_name, tensor in tensors.items():
@@ -139,25 +201,23 @@ def _weights(path: Path, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         short = our_name(name)
         if short is None:
             continue
-        ours[short] = _as_float(path, str(full_name), tensor)
+        ours[short] = _as_float(str(full_name), tensor)
     head = ours.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):
-        raise CheckpointError(
-            f"{path}: lm_head.weight differs from wte.weight; only a tied head is supported"
-        )
+        raise _Unfit("lm_head.weight differs from wte.weight; only a tied head is supported")
     return ours
 
 
-def _as_float(path: Path, name: str, tensor: Any) -> torch.Tensor:
+def _as_float(name: str, tensor: Any) -> torch.Tensor:
     """Return a tensor in fp32; a tiny file can claim terabytes of one value repeated, which is rejected."""
     if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"{path}: {name} is no tensor")
+        raise _Unfit(f"{name} is no tensor")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise CheckpointError(f"{path}: {name} claims more values than the file holds")
+        raise _Unfit(f"{name} claims more values than the file holds")
     return tensor.float().contiguous()
 
 
-def _heads(path: Path, content: dict[str, Any]) -> int:
+def _heads(content: dict[str, Any]) -> int:
     """Return the number of heads, the one part of the shape that no tensor shows."""
     for key in ("model_args", "config", "args"):
         found = content.get(key)
@@ -165,19 +225,17 @@ def _heads(path: Path, content: dict[str, Any]) -> int:
         for name in _HEADS:
             if isinstance(values.get(name), int):
                 return int(values[name])
-    raise CheckpointError(
-        f"{path}: no n_head in model_args, config or args; the tensors do not show it"
-    )
+    raise _Unfit("no n_head in model_args, config or args; the tensors do not show it")
 
 
-def _shape(path: Path, weights: dict[str, torch.Tensor], n_head: int) -> ModelConfig:
+def _shape(weights: dict[str, torch.Tensor], n_head: int) -> ModelConfig:
     for name in ("wte.weight", "wpe.weight"):
         if name not in weights or weights[name].dim() != 2:
-            raise CheckpointError(f"{path}: no tensor {name}; not a GPT-2")
+            raise _Unfit(f"no tensor {name}; not a GPT-2")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     vocab_size, n_embd = weights["wte.weight"].shape
     if n_head < 1 or n_embd % n_head:
-        raise CheckpointError(f"{path}: width {n_embd} is not a multiple of n_head {n_head}")
+        raise _Unfit(f"width {n_embd} is not a multiple of n_head {n_head}")
     return ModelConfig(
         n_layer=len(blocks),
         n_head=n_head,
@@ -195,30 +253,37 @@ def _zero_biases(weights: dict[str, torch.Tensor], model: ModelConfig) -> dict[s
     return {name: torch.zeros(p.shape) for name, p in wanted if name.endswith(".bias")}
 
 
-def _compare(path: Path, weights: dict[str, torch.Tensor], model: ModelConfig) -> None:
-    """Reject anything but our model: names, shapes, finite values."""
+def _differences(weights: dict[str, torch.Tensor], model: ModelConfig) -> list[str]:
+    """Say in what the tensors are not those of our model: names, shapes, finite values."""
     wanted = {name: p.shape for name, p in empty_model(model).named_parameters()}
-    missing, unknown = sorted(set(wanted) - set(weights)), sorted(set(weights) - set(wanted))
-    if missing or unknown:
-        problem = f"no tensor {missing[0]}" if missing else f"unknown tensor {unknown[0]}"
-        raise CheckpointError(f"{path}: {problem}; another architecture")
+    problems = [
+        f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        "; another architecture"
+        for what, names in (
+            ("no tensor", sorted(set(wanted) - set(weights))),
+            ("unknown tensor", sorted(set(weights) - set(wanted))),
+        )
+        if names
+    ]
     for name, shape in wanted.items():
+        if name not in weights:
+            continue
         if weights[name].shape != shape:
-            raise CheckpointError(
-                f"{path}: {name} is {tuple(weights[name].shape)}, a GPT-2 of this width has {tuple(shape)}"
-            )
-        if not torch.isfinite(weights[name]).all():
-            raise CheckpointError(f"{path}: {name} holds values that are not finite")
+            here = tuple(weights[name].shape)
+            problems.append(f"{name} is {here}, a GPT-2 of this width has {tuple(shape)}")
+        elif not torch.isfinite(weights[name]).all():
+            problems.append(f"{name} holds values that are not finite")
+    return problems
 
 
 def _moments(
-    path: Path, saved: Any, weights: dict[str, torch.Tensor]
+    saved: Any, weights: dict[str, torch.Tensor]
 ) -> tuple[dict[str, dict[str, torch.Tensor]] | None, int | None]:
     """Return AdamW's state by our names, and the updates it counted; (None, None) where there is none.
 
     The file numbers parameters by group: matrices in the model's order, then vectors. Every shape is compared.
     """
-    if saved is None:
+    if saved is None or not weights:
         return None, None
     matrices = [name for name, tensor in weights.items() if tensor.dim() >= 2]
     vectors = [name for name, tensor in weights.items() if tensor.dim() < 2]
@@ -228,34 +293,33 @@ def _moments(
         if not state:  # saved before the first update
             return None, None
         if [len(group) for group in groups] != [len(matrices), len(vectors)]:
-            raise CheckpointError(
-                f"{path}: the optimizer's groups are not AdamW's of matrices and of vectors"
-            )
+            raise _Unfit("the optimizer's groups are not AdamW's of matrices and of vectors")
         ours: dict[str, dict[str, torch.Tensor]] = {}
         for name, index in zip([*matrices, *vectors], [*groups[0], *groups[1]], strict=True):
             step = torch.as_tensor(state[index]["step"], dtype=torch.float32).reshape(())
             ours[name] = {"step": step}
             for key in _MOMENTS:
-                moment = _as_float(path, f"{key} of {name}", state[index][key])
+                moment = _as_float(f"{key} of {name}", state[index][key])
                 if moment.shape != weights[name].shape or not torch.isfinite(moment).all():
-                    raise CheckpointError(f"{path}: the optimizer's {key} does not fit {name}")
+                    raise _Unfit(f"the optimizer's {key} does not fit {name}")
                 ours[name][key] = moment
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: its optimizer is not AdamW's state ({error!r})") from error
+        raise _Unfit(f"its optimizer is not AdamW's state ({error!r})") from error
     steps = {int(values["step"]) for values in ours.values()}
     if len(steps) != 1:
-        raise CheckpointError(
-            f"{path}: the optimizer's parameters have seen other numbers of steps"
-        )
+        raise _Unfit("the optimizer's parameters have seen other numbers of steps")
     return ours, steps.pop()
 
 
-def _step(path: Path, content: dict[str, Any], counted: int | None) -> int:
-    """Return the updates done: as the optimizer counted them, else `iter_num`, else the step just done."""
+def _step(content: dict[str, Any], counted: int | None) -> int:
+    """Return the updates done: nanoGPT's `iter_num`, which its schedule follows, else as the optimizer counted them.
+
+    With fp16 nanoGPT leaves out updates: then its optimizer has counted fewer.
+    """
+    if type(content.get("iter_num")) is int:
+        return int(content["iter_num"])
     if counted is not None:
         return counted
-    if isinstance(content.get("iter_num"), int):
-        return int(content["iter_num"])
-    if isinstance(content.get("step"), int):
+    if type(content.get("step")) is int:
         return int(content["step"]) + 1  # that program counts from 0
-    raise CheckpointError(f"{path}: neither iter_num nor step; how far it was trained is unknown")
+    raise _Unfit("neither iter_num nor step; how far it was trained is unknown")

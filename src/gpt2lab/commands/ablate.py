@@ -3,26 +3,33 @@
 gpt2lab ablate settings.txt --out checkpoints/ablation --seeds 1 2 3 --max_tokens 1M --data_dir data/my_texts
 gpt2lab ablate settings.txt --out checkpoints/ablation --target 3.5 --max_tokens 1M
 
-A settings file has one setting a line, `name: flags of the trainer`; the first is the baseline. Each setting and seed
-is a run of its own: a fresh process with the trainer's command line.
+gpt2lab ablate --out checkpoints/rates --max_lr 1e-3 2e-3 4e-3 --jobs 2 --max_tokens 1M
+
+A settings file has one setting a line, `name: flags of the trainer`; the first is the baseline. A flag of the trainer
+with several values is a grid: each value with each setting. Each setting and seed is a run of its own: a fresh process
+with the trainer's command line.
 """
 
 import json
+import os
+import queue
 import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.commands.ablation_table import Run, write_table
 from gpt2lab.config.command_line import Command, argument, option, parse, run_tyro
-from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
 from gpt2lab.runs import history
 
@@ -37,11 +44,16 @@ _SHARED = ("data_dir", "val_tokens")  # validation losses compare only if these 
 class Ablate:
     """Compare settings of the trainer; flags of the trainer are passed on to every run."""
 
-    settings: Positional[Path] = argument(
-        "file of one `name: flags of the trainer` a line; the first is the baseline"
-    )
     out: Path = argument(
         "folder of the runs and the table; a run that is complete is not run again"
+    )
+    settings: Positional[Path | None] = option(
+        None,
+        "file of one `name: flags of the trainer` a line; the first is the baseline. Without it give a flag of the "
+        "trainer several values",
+    )
+    jobs: int = option(
+        1, "runs at the same time: each on a GPU of its own, or on its share of the cores"
     )
     seeds: tuple[int, ...] = option((1337,), "each setting is run with each of them")
     target: float | None = option(
@@ -52,15 +64,72 @@ class Ablate:
 
 def main(argv: list[str]) -> int:
     """Run what is missing, then write and print the table."""
-    shared: list[str] = []
-    flags = run_tyro(Ablate, argv, passed_on=shared)
+    words, shared, grid = take_grid(argv)
+    flags = run_tyro(Ablate, words, passed_on=shared)
+    if flags.jobs < 1:
+        raise ConfigError(f"jobs {flags.jobs} must be at least 1")
     out = paths.from_working_directory(flags.out)
-    settings = read_settings(paths.from_working_directory(flags.settings))
+    settings: dict[str, list[str]] = {"": []}
+    if flags.settings is not None:
+        settings = read_settings(paths.from_working_directory(flags.settings))
+    settings = cross(settings, grid)
+    if len(settings) < 2:
+        raise ConfigError(
+            "nothing to compare: give a settings file, or a flag of the trainer several values"
+        )
     runs = plan_runs(settings, shared, seeds=flags.seeds, out=out)
-    carry_out(runs, say=lambda line: print(line, file=sys.stderr, flush=True))
+    carry_out(
+        runs,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+        jobs=flags.jobs,
+        refresh=lambda done: write_table(done, out, target=flags.target),
+    )
     markdown, as_json = write_table(runs, out, target=flags.target)
     print(json.dumps(as_json) if flags.json else markdown)
     return 0
+
+
+def take_grid(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Divide a command line into words of this command, flags of the trainer, and {flag: its several values}."""
+    words: list[str] = []
+    shared: list[str] = []
+    grid: dict[str, list[str]] = {}
+    place = 0
+    while place < len(argv):
+        word = argv[place]
+        place += 1
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if word[:2] != "--" or name not in LEAVES:
+            words.append(word)
+            continue
+        begin = place
+        while place < len(argv) and argv[place][:2] != "--" and "=" not in word:
+            place += 1
+        values = list(argv[begin:place])
+        if len(values) > 1 and not is_list(name):
+            grid[name] = values
+        else:
+            shared += [word, *values]
+    return words, shared, grid
+
+
+def cross(settings: dict[str, list[str]], grid: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return each setting with each combination of the grid's values; the first combination is the baseline.
+
+    Raises: ConfigError if a value stands there twice.
+    """
+    for flag, values in grid.items():
+        if twice := next((value for value in values if values.count(value) > 1), None):
+            raise ConfigError(f"--{flag}: {twice} stands there twice")
+        settings = {
+            "_".join(filter(None, (name, f"{flag}-{re.sub(r'[^A-Za-z0-9_.+-]', '_', value)}"))): [
+                *flags,
+                f"--{flag}={value}",
+            ]
+            for name, flags in settings.items()
+            for value in values
+        }
+    return settings
 
 
 def read_settings(path: Path) -> dict[str, list[str]]:
@@ -141,29 +210,119 @@ def _start_of(command: Command) -> "Start":
     return resolve(command, world_size=1, set_aside=False)
 
 
-def carry_out(runs: Sequence[Run], *, say: Callable[[str], None]) -> None:
-    """Run what is not complete yet, one fresh process after the other; each writes its own log.txt.
+def carry_out(
+    runs: Sequence[Run],
+    *,
+    say: Callable[[str], None],
+    jobs: int = 1,
+    refresh: Callable[[list[Run]], object] = lambda done: None,
+) -> None:
+    """Run what is not complete yet, `jobs` fresh processes at a time; each writes its own log.txt.
+
+    `refresh` gets the runs of all seeds that are complete, each time that there is one more.
 
     Raises: CheckError if one fails or stops early; started again, the ablation goes on where it stood.
     """
+    places, stop = _places(jobs), threading.Event()
+    free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    for place in places:
+        free.put(place)
+
+    def carry(number: int, run: Run) -> None:
+        place = free.get()
+        try:
+            if stop.is_set():
+                raise CheckError(f"{run.name} was not begun: another run failed")
+            _carry_out_one(run, f"[{number}/{len(runs)}] {run.name}", place, say)
+        except BaseException:
+            stop.set()  # what runs comes to its end, nothing else begins
+            raise
+        finally:
+            free.put(place)
+
+    complete: set[str] = set()
+
+    def note(run: Run) -> None:
+        complete.add(run.name)
+        waiting = {run.seed for run in runs if run.name not in complete}
+        if done := [run for run in runs if run.seed not in waiting]:
+            refresh(done)
+        if jobs > 1:
+            say(progress(runs))
+
+    numbered = list(enumerate(runs, start=1))
+    if jobs == 1:
+        for number, run in numbered:
+            carry(number, run)
+            note(run)
+        return
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = {pool.submit(carry, number, run): run for number, run in numbered}
+        for task in as_completed(tasks):
+            task.result()
+            note(tasks[task])
+
+
+def _carry_out_one(
+    run: Run, place: str, environment: dict[str, str], say: Callable[[str], None]
+) -> None:
+    start = _start_of(run.command)
+    if start.is_complete:
+        say(f"{place}: complete")
+        return
+    say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
     from gpt2lab.training.stop import end_with_parent
 
-    for number, run in enumerate(runs, start=1):
-        start = _start_of(run.command)
-        place = f"[{number}/{len(runs)}] {run.name}"
-        if start.is_complete:
-            say(f"{place}: complete")
-            continue
-        say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
-        done = subprocess.run(
-            [sys.executable, *paths.trainer("train"), *run.command.argv],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
-        )
-        if done.returncode:
-            reason = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise CheckError(f"{run.name} failed with exit code {done.returncode}: {reason}")
-        if not _start_of(run.command).is_complete:
-            raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
+    done = subprocess.run(
+        [sys.executable, *paths.trainer("train"), *run.command.argv],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
+    )
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise CheckError(f"{run.name} failed with exit code {done.returncode}: {reason}")
+    if not _start_of(run.command).is_complete:
+        raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
+
+
+def _places(jobs: int) -> list[dict[str, str]]:
+    """Return what each of the jobs has in its environment: a GPU of its own, or its share of the cores.
+
+    Raises: ConfigError if there are fewer GPUs than jobs.
+    """
+    if jobs == 1:
+        return [{}]
+    gpus = visible_gpus()
+    if gpus and len(gpus) < jobs:
+        raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs its own")
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:jobs]]
+    return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}] * jobs
+
+
+def visible_gpus() -> list[str]:
+    """Return the numbers of the GPUs that a process started here may use, without torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return []
+    return [str(number) for number, line in enumerate(found.splitlines()) if line.startswith("GPU")]
+
+
+def progress(runs: Sequence[Run]) -> str:
+    """Write where every run stands: its state, step and last validation loss."""
+    rows = []
+    for run in runs:
+        run_dir = run.command.fresh().checkpoint.checkpoint_dir / run.name
+        status = history.read_json(run_dir / "status.json") or {}
+        losses = history.read_log(run_dir).current("eval")
+        last = losses[max(losses)]["val_loss"] if losses else None
+        state, step = str(status.get("state", "waits")), str(status.get("step", 0))
+        rows.append((run.name, state, step, fmt.number(last)))
+    return fmt.table(("run", "state", "step", "val loss"), rows)

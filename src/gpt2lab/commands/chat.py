@@ -13,8 +13,9 @@ from tyro.conf import Positional
 
 from gpt2lab.commands.sample import load, typed_lines
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import Style
+from gpt2lab.tokenizers.chat_template import can_be_written
 
 if TYPE_CHECKING:
     from gpt2lab.finetuning.chat import Chat
@@ -40,14 +41,17 @@ def main(argv: list[str]) -> int:
     from gpt2lab.checkpoint.target import was_tuned
     from gpt2lab.finetuning.chat import Chat  # torch
 
+    plain = False
     if not was_tuned(completer.target):
+        plain = not can_be_written(completer.tokenizer)
+        how = ", line by line: its tokenizer cannot write the chat template" if plain else ""
         print(
-            f"warning: {flags.target} was not fine-tuned on conversations: it continues text, so its answers "
+            f"warning: {flags.target} was not fine-tuned on conversations: it continues text{how}, so its answers "
             f"mean little; see src/finetune.py",
             file=sys.stderr,
         )
     print(HELP, file=sys.stderr)
-    _converse(Chat(completer))
+    _converse(Chat(completer, plain))
     return 0
 
 
@@ -70,7 +74,7 @@ def _answer(chat: "Chat", text: str) -> None:
     try:
         for part in chat.ask(text):
             print(part, end="", flush=True)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return
     print()

@@ -3,61 +3,75 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.foreign import Foreign, read_foreign
+from gpt2lab.checkpoint.nanogpt import Entry, differences, entries_of
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.command_line import Command
-from gpt2lab.config.settings import ARCHITECTURE
+from gpt2lab.config.mixture import read_sources
+from gpt2lab.config.schema import LENGTHS
+from gpt2lab.config.settings import ARCHITECTURE, to_flat
+from gpt2lab.data.manifest import tokenizer_of
+from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.errors import ConfigError
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
+from gpt2lab.evaluation.by_source import open_validation
+from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.files import sha256_of
 from gpt2lab.model import rng
-from gpt2lab.model.gpt import build_model
+from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.optim.schedule import lr_at
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.training.evaluator import describe, event_of
 from gpt2lab.training.pretrain import choose_hardware
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
 from gpt2lab.training.start import Start
 
+T = TypeVar("T")
+
 
 def import_checkpoint(command: Command, path: Path) -> int:
-    """Convert the file, commit it, and say what it was and how to go on.
+    """Convert the file, evaluate it, commit it, and say what was taken from it and how to go on.
 
-    Raises: CheckpointError for the file, ConfigError and DataError for the run it begins; nothing is written then.
+    Raises: CheckpointError for the file, ConfigError and DataError for the run it begins, with all that is wrong in one
+    line; nothing is written then.
     """
     runtime = Runtime()
     if runtime.world_size > 1:
         raise ConfigError("--import_checkpoint needs one process; resume with as many as you like")
     path = paths.from_working_directory(path)
-    foreign = read_foreign(path, trust=command.verbs.trust)
-    shape = {name: getattr(foreign.model, name) for name in ARCHITECTURE if name != "num_tokens"}
-    typed = command.fresh()
-    if typed.optim.optimizer != "adamw":
-        raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
-    for name, value in shape.items():
-        if name in command.typed and (other := getattr(typed.model, name)) != value:
-            raise ConfigError(f"--{name} {other}: {path.name} has {value}")
-    command = dataclasses.replace(command, values=shape | command.values)
-    start = resolve(command, world_size=1, set_aside=False)
-    if foreign.step >= start.plan.max_steps:
-        raise ConfigError(
-            f"{path.name} is of step {foreign.step}, the run would have {start.plan.max_steps}: "
-            f"say how long it shall be in all with --max_steps"
-        )
+    foreign, start, entries = _plan(command, path)
     start = choose_hardware(start, runtime)
-    folder = _commit(start, foreign, path, runtime)
-    for warning in (*foreign.notes, *start.warnings):
+    rows = start.config.model.vocab_size - foreign.model.vocab_size
+    model = _model(start, foreign.with_rows(rows))
+    print(f"evaluating {path.name} on {start.config.eval.val_tokens:,} tokens", flush=True)
+    loss, seconds = _evaluate(start, model, runtime)
+    folder = _commit(start, foreign.with_rows(rows), model, path, runtime, loss, seconds)
+    for warning in start.warnings:
         print(f"note: {warning}")
+    if foreign.is_nanogpt:
+        print(_table(entries, start, foreign, typed=command.typed))
     moments = "as in the file" if foreign.moments else "none in the file: its moments begin at zero"
+    before = foreign.best_val_loss
     print(
         f"imported {path.name}: {start.plan.parameters:,} parameters, step {foreign.step} of {start.plan.max_steps}\n"
+        f"{describe(loss, seconds)}{'' if before is None else f' | best in the file {before:.4f}'}\n"
         f"optimizer {moments}\n"
         f"data begins at sample 0: the file does not say which windows it was trained on\n"
         f"saved as {paths.for_people(folder)}; go on with: "
@@ -66,22 +80,204 @@ def import_checkpoint(command: Command, path: Path) -> int:
     return 0
 
 
-def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Path:
-    """Write the run's folder with this one checkpoint."""
-    config, cpu = start.config, torch.device("cpu")
-    rng.seed_everything(config.data.seed)
-    model = build_model(config.model, seed=config.data.seed, device=cpu)
-    optimizers = build_optimizers(model, config.optim, device=cpu)
+# -- what it would be --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Problems:
+    """All that is wrong, to be said at once."""
+
+    found: list[GPT2LabError] = field(default_factory=list)
+
+    def of(self, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except (CheckpointError, ConfigError, DataError) as error:
+            self.found.append(error)
+            return None
+
+    def reject(self) -> None:
+        """Raise what was found: as it is if it is one thing."""
+        if self.found:
+            first = self.found[0].with_traceback(None)
+            texts = dict.fromkeys(str(error) for error in self.found)
+            raise first if len(texts) == 1 else type(first)("; ".join(texts))
+
+
+def _plan(command: Command, path: Path) -> tuple[Foreign, Start, list[Entry]]:
+    """Return the file, the run that it becomes, and what that takes from the file.
+
+    Raises: GPT2LabError with everything that is wrong with both.
+    """
+    problems = _Problems()
+    foreign = problems.of(lambda: read_foreign(path, trust=command.verbs.trust))
+    problems.of(lambda: _check_optimizer(command, path))
+    tokenizer = problems.of(lambda: _tokenizer(command))
+    if foreign is None:  # then what the run would be is not known, but its data may be looked at
+        if "data_dir" in command.typed:
+            problems.of(lambda: _open_data(command))
+        problems.reject()
+    assert foreign is not None
+    entries = problems.of(lambda: _entries(foreign, tokenizer, path)) or []
+    problems.of(lambda: _check_shape(command, foreign, path))
+    command = _with_taken(command, foreign, entries, tokenizer)
+    start = None
+    if foreign.is_nanogpt and "data_dir" not in command.typed:
+        dataset = foreign.settings.get("dataset", "NAME")
+        problems.found.append(
+            ConfigError(
+                f"--data_dir is missing: the folder data/{dataset} of nanoGPT, after "
+                f"`python scripts/data.py import` of it"
+            )
+        )
+    else:
+        start = problems.of(lambda: resolve(command, world_size=1, set_aside=False))
+    if start is not None and foreign.step >= start.plan.max_steps:
+        problems.found.append(
+            ConfigError(
+                f"{path.name} is of step {foreign.step}, the run would have {start.plan.max_steps}: "
+                f"say how long it shall be in all with --max_steps"
+            )
+        )
+    problems.reject()
+    assert start is not None
+    return foreign, start, entries
+
+
+def _check_optimizer(command: Command, path: Path) -> None:
+    if command.fresh().optim.optimizer != "adamw":
+        raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
+
+
+def _tokenizer(command: Command) -> Tokenizer | None:
+    return tokenizer_of(read_sources(command.fresh().data).folders[0])
+
+
+def _open_data(command: Command) -> None:
+    for folder in read_sources(command.fresh().data).folders:
+        open_data(folder, vocab_size=None)
+
+
+def _check_shape(command: Command, foreign: Foreign, path: Path) -> None:
+    typed = command.fresh().model
+    wrong = [
+        f"--{name} {getattr(typed, name)}: {path.name} has {getattr(foreign.model, name)}"
+        for name in ARCHITECTURE
+        if name in command.typed and getattr(typed, name) != getattr(foreign.model, name)
+    ]
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def _entries(foreign: Foreign, tokenizer: Tokenizer | None, path: Path) -> list[Entry]:
+    if not foreign.is_nanogpt:
+        return []
+    try:
+        taken = entries_of(
+            foreign.settings, block_size=foreign.model.context_length, done=foreign.step
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    rows = foreign.model.vocab_size
+    ids = rows if tokenizer is None else min(rows, tokenizer.size)
+    return [*taken, *differences(has_biases=foreign.has_biases, rows=rows, ids=ids)]
+
+
+def _with_taken(
+    command: Command, foreign: Foreign, entries: list[Entry], tokenizer: Tokenizer | None
+) -> Command:
+    """Return the command line as if the file's shape and settings were typed, where others were not."""
+    values: dict[str, Any] = {
+        name: getattr(foreign.model, name) for name in ARCHITECTURE if name != "num_tokens"
+    }
+    rows = foreign.model.vocab_size
+    if tokenizer is not None and tokenizer.size - 1 == tokenizer.end_of_text == rows:
+        # nanoGPT's characters have no end of text: it gets a row that may be read, but takes no part in the softmax.
+        values |= {"vocab_size": -(-tokenizer.size // 128) * 128, "num_tokens": rows}
+    for entry in entries:
+        values |= entry.settings
+    if command.typed & set(LENGTHS):
+        values.pop("max_steps", None)
+    return dataclasses.replace(command, values=values | command.values)
+
+
+def _table(entries: list[Entry], start: Start, foreign: Foreign, *, typed: frozenset[str]) -> str:
+    """Write what was taken from nanoGPT's settings, and what is another here and why."""
+    flat = to_flat(start.config)
+    if foreign.next_rate is not None:
+        rate = lr_at(foreign.step + 1, start.config.optim, max_steps=start.plan.max_steps)
+        same = math.isclose(rate, foreign.next_rate, rel_tol=1e-6)
+        why = "" if same else "the schedules differ: was a flag typed, or is that nanoGPT older?"
+        entries = [
+            *entries,
+            Entry(f"rate of the next step {foreign.next_rate:.6g}", {}, f"{rate:.6g}", why),
+        ]
+    lines = [("nanoGPT", "here", "")]
+    for entry in entries:
+        here = ", ".join(f"{name} {flat[name]}" for name in entry.settings) or entry.here
+        why = "as typed" if typed & entry.settings.keys() else entry.why
+        lines.append((entry.theirs, here, why))
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    return "\n".join(
+        f"{theirs.ljust(widths[0])}  {here.ljust(widths[1])}  {why}".rstrip()
+        for theirs, here, why in lines
+    )
+
+
+# -- doing it ----------------------------------------------------------------------------------------------------------
+
+
+def _model(start: Start, foreign: Foreign) -> GPT:
+    model = build_model(start.config.model, seed=start.config.data.seed, device=torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(foreign.weights[name])
+    return model
+
+
+def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLoss, float]:
+    """Measure the validation loss of the imported weights, in nats, and the seconds it took.
+
+    Raises: DataError; CheckpointError if it is no number.
+    """
+    config, began = start.config, time.monotonic()
+    validation = open_validation(
+        start.data,
+        start.val_orders,
+        config.model,
+        val_tokens=config.eval.val_tokens,
+        batch_size=config.batch.mini_batch_size,
+        strategy=Strategy(runtime, config.system),
+        runtime=runtime,
+    )
+    result = validation.measure(model.to(runtime.device))
+    model.to("cpu")
+    assert result is not None  # nobody interrupts it
+    if not math.isfinite(result.val_loss):
+        raise CheckpointError(f"the file's weights have a validation loss of {result.val_loss}")
+    return result, time.monotonic() - began
+
+
+def _commit(
+    start: Start,
+    foreign: Foreign,
+    model: GPT,
+    path: Path,
+    runtime: Runtime,
+    loss: ValidationLoss,
+    seconds: float,
+) -> Path:
+    """Write the run's folder with this one checkpoint and its evaluation."""
+    config = start.config
+    rng.seed_everything(config.data.seed)
+    optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))
     for optimizer in optimizers:
         for name, parameter in store.parameters_of(optimizer, model):
             fresh = {"step": torch.zeros(())}  # AdamW's before its first update
             fresh |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = foreign.moments[name] if foreign.moments else fresh
     origin = {"step": foreign.step, "imported": path.name, "sha256": sha256_of(path), "samples": 0}
-    state = TrainState(step=foreign.step, history=(origin,))
+    state = TrainState(step=foreign.step, history=(origin,)).with_val_loss(loss.val_loss)
     facts = facts_of(start, runtime)
     folder = RunFolder(start.run_dir)
     try:
@@ -95,6 +291,9 @@ def _commit(start: Start, foreign: Foreign, path: Path, runtime: Runtime) -> Pat
             facts=facts,
             files=start.tokenizer_files,
         )
+        logger = MetricsLogger(start.run_dir, attempt=start.attempt)
+        logger.event("eval", state.step, **event_of(loss, seconds))
+        logger.close()
         folder.write_status("stopped", step=state.step, reason="imported", exit_code=0)
     finally:
         folder.close()

@@ -1,19 +1,26 @@
 """Print the command that continues a run or a checkpoint, after checking that it will.
 
 gpt2lab resume-command gpt2-124m
-gpt2lab resume-command gpt2-124m --num_gpus 8 --output slurm
+gpt2lab resume-command gpt2-124m --output slurm --nodes 2 --gpus 8
 gpt2lab resume-command checkpoints/gpt2-124m/step_00005000 --max_lr 3e-4 --allow_change max_lr
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from gpt2lab import fmt
+from gpt2lab.commands.job_files import (
+    Job,
+    Output,
+    write_command,
+    write_k8s,
+    write_script,
+    write_sky,
+    write_slurm,
+)
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
@@ -21,26 +28,7 @@ from gpt2lab.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
-_SCRIPT = """#!/usr/bin/env bash
-set -euo pipefail
-cd {folder}
-exec {command}
-"""
-
-_SLURM = """#!/usr/bin/env bash
-#SBATCH --job-name={name}
-#SBATCH --nodes=1
-#SBATCH --ntasks=1
-#SBATCH --gres=gpu:{world}
-#SBATCH --time=12:00:00
-#SBATCH --signal=B:TERM@120
-# Slurm signals the batch shell two minutes before the end; the trainer saves and exits with 0.
-set -euo pipefail
-cd {folder}
-{command} &
-trap 'kill -TERM $!' TERM
-wait $! || wait $!
-"""
+_CPUS_OF_A_GPU = 4  # cores for each process that trains on a GPU
 
 
 @dataclass(frozen=True)
@@ -48,8 +36,7 @@ class Continuation:
     """How a run goes on: what the trainer would do, and the command line that makes it do so."""
 
     start: "Start"
-    world: int
-    words: tuple[str, ...]
+    job: Job
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,16 @@ class ResumeCommand:
 
     target: Positional[str] = argument("run, or folder of a checkpoint")
     num_gpus: int | None = option(None, "world size; default as before")
-    output: Literal["command", "script", "slurm"] = option("command", "what to print")
+    nodes: int = option(1, "with --output slurm, k8s or sky: machines that share the world size")
+    gpus: int | None = option(
+        None, "GPUs of each machine; 0 = train on the CPU; default as before, shared over --nodes"
+    )
+    output: Output = option(
+        "command",
+        "what to print; slurm: a batch script; k8s: a TrainJob of Kubeflow Trainer; sky: a managed job of SkyPilot",
+    )
+    image: str = option("gpt2lab", "with --output k8s: image made from the Dockerfile")
+    accelerator: str = option("H100", "with --output sky: the GPU, by SkyPilot's name")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
@@ -66,27 +62,48 @@ def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
     flags = run_tyro(ResumeCommand, argv, passed_on=trainer_flags)
-    if flags.num_gpus is not None and flags.num_gpus < 1:
-        raise ConfigError(f"num_gpus {flags.num_gpus} must be at least 1")
+    _check(flags)
     found = plan_continuation(
         flags.target,
         num_gpus=flags.num_gpus,
         argv=trainer_flags,
         checkpoint_dir=flags.checkpoint_dir,
+        nodes=flags.nodes,
+        gpus=flags.gpus,
     )
     for name, (before, now) in found.start.changes.items():
         print(f"changed: {name} {before} -> {now}", file=sys.stderr)
     if found.start.is_complete:
         hint = "to train on, add --max_steps N --allow_change max_steps"
         print(f"note: all {found.start.plan.max_steps} steps are done; {hint}", file=sys.stderr)
-    print(write(found, output=flags.output))
+    print(write(found, output=flags.output, image=flags.image, accelerator=flags.accelerator))
     return 0
 
 
+def _check(flags: ResumeCommand) -> None:
+    for name, value, least in (
+        ("num_gpus", flags.num_gpus, 1),
+        ("nodes", flags.nodes, 1),
+        ("gpus", flags.gpus, 0),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} {value} must be at least {least}")
+    if flags.num_gpus is not None and flags.gpus is not None:
+        raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
+    if flags.nodes > 1 and flags.output in ("command", "script"):
+        raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm, k8s or sky")
+
+
 def plan_continuation(
-    target: str, *, num_gpus: int | None, argv: list[str], checkpoint_dir: Path | None = None
+    target: str,
+    *,
+    num_gpus: int | None,
+    argv: list[str],
+    checkpoint_dir: Path | None = None,
+    nodes: int = 1,
+    gpus: int | None = None,
 ) -> Continuation:
-    """Return the command that continues a run, or one of its checkpoints, with `argv` as changed settings.
+    """Return what continues a run, or one of its checkpoints, with `argv` as changed settings.
 
     Whatever the trainer would reject is rejected here. Nothing is written.
 
@@ -96,6 +113,7 @@ def plan_continuation(
     from gpt2lab.checkpoint import catalog
     from gpt2lab.commands.train import recipe_named
     from gpt2lab.config.command_line import parse
+    from gpt2lab.config.mixture import read_sources
     from gpt2lab.runs import history
     from gpt2lab.runs.summary import program_of
     from gpt2lab.training.resolve import resolve
@@ -107,7 +125,14 @@ def plan_continuation(
     checkpoint, _ = catalog.newest_valid(run_dir, set_aside=False)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir}: no valid checkpoint to continue from")
-    world = num_gpus or checkpoint.manifest["environment"]["world_size"]
+    environment = checkpoint.manifest["environment"]
+    world = num_gpus or environment["world_size"]
+    if gpus is not None:
+        world = nodes * max(1, gpus)
+    if world % nodes:
+        raise ConfigError(
+            f"--nodes {nodes}: a world size of {world} does not divide by it; give --gpus"
+        )
     flags = ["--resume", chosen, "--run_name", run_dir.name]
     if run_dir.parent != paths.runs_folder(None):
         flags += ["--checkpoint_dir", str(run_dir.parent)]
@@ -115,26 +140,40 @@ def plan_continuation(
     name: RecipeName = "finetune" if program == "finetune" else "pretrain"
     command = parse([*flags, *argv], name)
     start = resolve(command, recipe_named(name), world_size=world, set_aside=False)
-    launcher = [paths.program("python")]
-    if world > 1:
-        launcher = [paths.program("torchrun"), "--standalone", f"--nproc_per_node={world}"]
-    return Continuation(start, world, (*launcher, *paths.trainer(program), *flags, *argv))
+    on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
+    threads = environment.get("threads")
+    each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
+    data = (
+        []
+        if name == "finetune"
+        else [one.absolute() for one in read_sources(start.config.data).folders]
+    )
+    job = Job(
+        name=run_dir.name,
+        words=(*paths.trainer(program), *flags, *argv),
+        folder=Path.cwd(),
+        nodes=nodes,
+        processes=world // nodes,
+        on_gpu=on_gpu,
+        cpus=each * (world // nodes),
+        shared=(run_dir.parent.absolute(), *data),
+    )
+    return Continuation(start, job)
 
 
-def write(continuation: Continuation, *, output: str) -> str:
-    """Write it as a command line, a shell script or a Slurm job.
-
-    Names and settings stand in it as words of the command alone, quoted: a comment would end with a line of theirs.
-    """
-    command = fmt.command_line(continuation.words)
-    if output == "command":
-        return command
-    layout = _SLURM if output == "slurm" else _SCRIPT
-    return layout.format(
-        name=re.sub(
-            r"[^A-Za-z0-9._-]", "_", continuation.start.run_dir.name
-        ),  # Slurm reads no quotes
-        folder=fmt.word_of_bash(str(Path.cwd())),  # where what was typed means what it means here
-        world=continuation.world,
-        command=command,
-    ).rstrip("\n")
+def write(
+    continuation: Continuation, *, output: Output, image: str = "gpt2lab", accelerator: str = "H100"
+) -> str:
+    """Write it as a command line, a shell script, or a job of Slurm, Kubernetes or SkyPilot."""
+    job = continuation.job
+    match output:
+        case "command":
+            return write_command(job)
+        case "script":
+            return write_script(job)
+        case "slurm":
+            return write_slurm(job)
+        case "k8s":
+            return write_k8s(job, image=image)
+        case "sky":
+            return write_sky(job, accelerator=accelerator)

@@ -18,6 +18,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from gpt2lab import fmt, paths
 from gpt2lab.config import help_page
+from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import (
@@ -30,16 +31,6 @@ from gpt2lab.config.settings import (
 )
 from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, read_file
 from gpt2lab.errors import ConfigError
-
-# Flags of the predecessor: people and scripts will type them for years.
-RENAMED = {
-    "num_layers": "--n_layer",
-    "embd_size": "--n_embd",
-    "num_heads": "--n_head",
-    "logdir": "--checkpoint_dir (logs live in the run's folder)",
-    "tensorboard_dir": "--checkpoint_dir (TensorBoard files live in the run's folder)",
-    "steps_per_epoch": "--num_epochs (an epoch is computed from the data)",
-}
 
 
 def _read_count(words: list[str]) -> int:
@@ -263,6 +254,8 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
+    if (known_elsewhere := answer_value(argv)) is not None:
+        raise ConfigError(known_elsewhere)
     words, finds_mini_batch = _take_auto(argv)
     target = _TuningFlags if recipe == "finetune" else _Flags
     about, common = _PAGES[page or ("finetune" if recipe == "finetune" else "train")]
@@ -430,8 +423,8 @@ def _unknown(token: str, target: Any) -> str:
         return f"unexpected argument {token!r}; see --help"
     if target not in (_Flags, _TuningFlags):
         return f"unknown flag {token.partition('=')[0]}; see --help"
-    if name in RENAMED:
-        return f"unknown flag --{name}: it is now {RENAMED[name]}"
+    if (known_elsewhere := answer(name)) is not None:
+        return known_elsewhere
     owner = "finetune" if name in TUNING else "pretrain" if name in _PRETRAINING else None
     if owner is not None:
         return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"

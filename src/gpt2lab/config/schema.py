@@ -174,6 +174,8 @@ class OptimConfig:
     weight_decay: float = guarded(
         0.1, "AdamW weight decay of matrices (biases and norms are not decayed)", least=0
     )
+    beta1: float = guarded(0.9, "AdamW's decay of the mean gradient", least=0)
+    beta2: float = guarded(0.95, "AdamW's decay of the mean squared gradient", least=0)
     grad_clip: float = guarded(1.0, "clip the gradient to this L2 norm; 0 = no clipping", least=0)
     on_spike: Literal["warn", "skip", "rewind"] = guarded(
         "warn",

@@ -236,6 +236,7 @@ def find_problems(config: Config) -> list[str]:
             flat["min_lr"] is not None and not flat["min_lr"] <= flat["max_lr"],
             f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}",
         ),
+        *((flat[name] >= 1, f"{name} {flat[name]} must be below 1") for name in ("beta1", "beta2")),
         (not 0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)"),
         (not 0 < flat["wsd_decay"] <= 1, f"wsd_decay {flat['wsd_decay']} must be in (0, 1]"),
         (

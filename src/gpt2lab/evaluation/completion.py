@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.target import find_target, was_tuned
 from gpt2lab.config.command_line import option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError
 from gpt2lab.files import staged_file
+from gpt2lab.tokenizers.chat_template import encode_typed
 from gpt2lab.tokenizers.opening import why_no_text
 
 
@@ -89,11 +90,13 @@ class Completer:
         self.outgrew = False  # True if some text was longer than the context
 
     def encode(self, prompt: str, where: str = "the prompt") -> list[int]:
-        """Return the ids of a prompt.
+        """Return the ids of a prompt; a tuned model's may hold the end of text of the chat template, typed out.
 
         Raises: ConfigError if they do not fit into the context.
         """
-        ids, limit = self.tokenizer.encode(prompt), self.context_length
+        tokenizer, limit = self.tokenizer, self.context_length
+        is_tuned = was_tuned(self.target)
+        ids = encode_typed(prompt, tokenizer) if is_tuned else tokenizer.encode(prompt)
         if len(ids) > limit:
             raise ConfigError(
                 f"{where} has {len(ids)} tokens, the model's context holds {limit}; shorten it"

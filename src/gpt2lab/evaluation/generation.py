@@ -68,7 +68,7 @@ def _pick(
 
 def sample_text(
     model: GPT,
-    prompt: str,
+    prompt: Sequence[int],
     tokenizer: Tokenizer,
     *,
     max_new_tokens: int,
@@ -77,10 +77,10 @@ def sample_text(
 ) -> str | None:
     """Return `prompt` continued by the model, as text; None if `interrupted`, asked before each id, told to stop.
 
-    Raises: DataError if the tokenizer cannot be found, or has no ids for the prompt.
+    Raises: DataError if the tokenizer cannot be found.
     """
     end = tokenizer.end_of_text
-    ids = tokenizer.encode(prompt) or [end]
+    ids = list(prompt) or [end]
     generators = [torch.Generator().manual_seed(seed)]
     was_training = model.training
     model.eval()

@@ -16,6 +16,7 @@ class Chat:
     """The turns so far, as many as fit into the context together with the next answer."""
 
     completer: Completer
+    plain: bool = False  # without the template: the model continues the turns as lines of text
     turns: list[Turn] = field(default_factory=list)
     number: int = 0  # of answers: each draws from a generator of its own
 
@@ -28,15 +29,22 @@ class Chat:
         """
         limit, wanted = self.completer.context_length, self.completer.style.max_new_tokens
         kept = [*self.turns, Turn("user", text.strip())]
-        ids, _ = chat_template.encode(kept, self.completer.tokenizer)
+        ids = self._encode(kept)
         while len(ids) + min(wanted, limit // 2) > limit and len(kept) > 1:
             kept = kept[2:]
-            ids, _ = chat_template.encode(kept, self.completer.tokenizer)
+            ids = self._encode(kept)
         if len(ids) > limit:
             raise ConfigError(
                 f"the question has {len(ids)} tokens, the model's context holds {limit}; shorten it"
             )
         return self._answer(kept, ids, at_most=min(wanted, limit - len(ids) + 1))
+
+    def _encode(self, turns: list[Turn]) -> list[int]:
+        tokenizer = self.completer.tokenizer
+        if self.plain:
+            return tokenizer.encode("".join(f"{turn.text}\n" for turn in turns))
+        ids, _ = chat_template.encode(turns, tokenizer)
+        return ids
 
     def _answer(self, kept: list[Turn], ids: list[int], *, at_most: int) -> Iterator[str]:
         answer = ""

@@ -11,7 +11,7 @@ from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import ConfigError
 from gpt2lab.finetuning.rows import InstructionData, open_instructions
 from gpt2lab.model.counts import check_lora_targets
-from gpt2lab.tokenizers.chat_template import as_prompt
+from gpt2lab.tokenizers.chat_template import as_prompt, prompt_ids
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.recipe import PRETRAINING, Batches
 
@@ -114,6 +114,7 @@ class FineTuning:
                 strategy=strategy,
                 runtime=runtime,
             ),
+            prompt_ids=prompt_ids,
         )
 
     def to_train(self, model: GPT, data: TokenData) -> nn.Module:

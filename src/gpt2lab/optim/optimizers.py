@@ -9,7 +9,6 @@ from gpt2lab.config.schema import OptimConfig
 from gpt2lab.optim.muon import Muon
 from gpt2lab.optim.schedule import muon_scale
 
-BETAS = (0.9, 0.95)  # Brown et al. 2020, appendix B
 EPS = 1e-8
 # The matrices of a block, by the number stacked in one parameter: c_attn holds queries, keys and values.
 _PARTS = {"c_attn.weight": 3, "c_proj.weight": 1, "c_fc.weight": 1}
@@ -35,8 +34,9 @@ def build_optimizers(
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
     fused = device.type in ("cuda", "cpu")
+    betas = (config.beta1, config.beta2)
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=config.max_lr, betas=BETAS, eps=EPS, fused=fused)
+        torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=EPS, fused=fused)
     ]
     if hidden:
         scale = muon_scale(config)

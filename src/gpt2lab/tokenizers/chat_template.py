@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 
 NAME = "gpt2lab-instruction/1"  # part of the data's fingerprint
@@ -30,9 +31,21 @@ def jinja(end_token: str) -> str:
     return JINJA.replace(END_TOKEN, end_token)
 
 
+_INSTRUCTION, _RESPONSE = "### Instruction:\n", "### Response:\n"
+
+
 def as_prompt(text: str) -> str:
     """Format one user turn, up to where the answer begins."""
-    return f"### Instruction:\n{text}\n\n### Response:\n"
+    return f"{_INSTRUCTION}{text}\n\n{_RESPONSE}"
+
+
+def can_be_written(tokenizer: Tokenizer) -> bool:
+    """Tell whether a tokenizer has ids for the template's own text; one of few characters may not."""
+    try:
+        tokenizer.encode(as_prompt(""))
+    except DataError:
+        return False
+    return True
 
 
 def encode(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
@@ -53,6 +66,30 @@ def encode(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[list[int], list
         ids += added
         is_answer += [turn.role == "assistant"] * len(added)
     return ids, is_answer
+
+
+def encode_typed(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the template as people type it: its end of text is the control token, not those letters.
+
+    Prompts and answers are encoded separately, as in training.
+    """
+    ids: list[int] = []
+    for number, part in enumerate(text.split(tokenizer.end_token)):
+        prompt, response, answer = part.partition(_RESPONSE)
+        ids += [tokenizer.end_of_text] if number else []
+        ids += tokenizer.encode(prompt + response) + (tokenizer.encode(answer) if answer else [])
+    return ids
+
+
+def prompt_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that an answer to `text` follows: what the user says, or the template as it is typed.
+
+    The leading end of text may be left out.
+    """
+    if _INSTRUCTION not in text:
+        return encode([Turn("user", text.strip())], tokenizer)[0]
+    ids = encode_typed(text, tokenizer)
+    return ids if ids[:1] == [tokenizer.end_of_text] else [tokenizer.end_of_text, *ids]
 
 
 @dataclass(frozen=True)

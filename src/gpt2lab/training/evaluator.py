@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint.state import TrainState
@@ -12,10 +13,12 @@ from gpt2lab.evaluation.by_source import loss_by_source
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
+from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
+from gpt2lab.training.recipe import plain_ids
 from gpt2lab.training.start import Start
 
 
@@ -32,6 +35,7 @@ class Evaluator:
         self.tokenizer = components.start.tokenizer
         self.val_tokens = _tokens_to_evaluate(components.start)
         self.validation = components.batches.validation(components.strategy)
+        self.prompt_ids = components.batches.prompt_ids
         self.logger, self.control = session.logger, session.control
         self.progress = session.clock.progress
 
@@ -73,28 +77,10 @@ class Evaluator:
             )
         state = state.with_val_loss(result.val_loss)
         self.progress.record_event("eval", seconds)
-        self.logger.event(
-            "eval",
-            state.step,
-            val_loss=result.val_loss,
-            val_loss_se=result.val_loss_se,
-            val_tokens=result.val_tokens,
-            val_se_unit=result.val_se_unit,
-            val_effective_n=result.val_effective_n,
-            bits_per_byte=result.bits_per_byte,
-            **loss_by_source(result),
-            seconds=seconds,
-        )
+        self.logger.event("eval", state.step, **event_of(result, seconds))
         self.keep(result.results, state.step)
-        error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
-        bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
-        sources = "".join(f"{name} {of.val_loss:.4f} | " for name, of in result.by_source.items())
         best = " | best so far" if state.best_step == state.step else ""
-        self.logger.say(
-            f"{self.place(state)} | val loss {result.val_loss:.4f} +- {error}{bits} "
-            f"on {result.val_tokens:,} tokens ({result.val_effective_n:,.0f} effective {result.val_se_unit}s) | "
-            f"{sources}{fmt.duration(seconds)}{best}"
-        )
+        self.logger.say(f"{self.place(state)} | {describe(result, seconds)}{best}")
         if self.is_over(state):
             self.control.has_ended = "early stopping"
         return state
@@ -154,7 +140,7 @@ class Evaluator:
             with self.strategy.autocast():
                 text = sample_text(
                     model,
-                    self.config.eval.sample_prompt,
+                    self.prompt_ids(self.config.eval.sample_prompt, tokenizer),
                     tokenizer,
                     max_new_tokens=self.config.eval.sample_tokens,
                     seed=rng.fold_seed(self.config.data.seed, state.step),
@@ -165,6 +151,8 @@ class Evaluator:
             return True
         if text is None:
             return False
+        if self.prompt_ids is not plain_ids:
+            text = text.removeprefix(tokenizer.end_token)  # the template begins with it
         seconds = time.monotonic() - began
         self.progress.record_event("sample", seconds)
         self.logger.event("sample", state.step, text=text, seconds=seconds)
@@ -177,3 +165,29 @@ def _tokens_to_evaluate(start: Start) -> int:
     T = start.config.model.context_length
     windows = sum(order.windows_per_epoch for order in start.val_orders)
     return T * min(windows, max(1, start.config.eval.val_tokens // T))
+
+
+def event_of(result: ValidationLoss, seconds: float) -> dict[str, Any]:
+    """Return the fields of an `eval` event."""
+    return {
+        "val_loss": result.val_loss,
+        "val_loss_se": result.val_loss_se,
+        "val_tokens": result.val_tokens,
+        "val_se_unit": result.val_se_unit,
+        "val_effective_n": result.val_effective_n,
+        "bits_per_byte": result.bits_per_byte,
+        **loss_by_source(result),
+        "seconds": seconds,
+    }
+
+
+def describe(result: ValidationLoss, seconds: float) -> str:
+    """Write a validation loss for people."""
+    error = "n/a" if result.val_loss_se is None else f"{result.val_loss_se:.4f}"
+    bits = "" if result.bits_per_byte is None else f" ({result.bits_per_byte:.4f} bits/byte)"
+    sources = "".join(f"{name} {of.val_loss:.4f} | " for name, of in result.by_source.items())
+    return (
+        f"val loss {result.val_loss:.4f} +- {error}{bits} "
+        f"on {result.val_tokens:,} tokens ({result.val_effective_n:,.0f} effective {result.val_se_unit}s) | "
+        f"{sources}{fmt.duration(seconds)}"
+    )

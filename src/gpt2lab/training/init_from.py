@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,10 @@ def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]
     assert name is not None
     target = find_target(name, typed.checkpoint.checkpoint_dir)
     source = target.model_config()
+    tokenizer = target.tokenizer() if command.recipe == "finetune" else None
+    if tokenizer is not None and source.num_tokens < tokenizer.size <= source.vocab_size:
+        # Answers end with the end of text, which nanoGPT's characters lack: its row becomes one of text.
+        source = dataclasses.replace(source, num_tokens=tokenizer.size)
     given = set(command.typed)
     if "model" in command.typed:
         given |= set(PRESETS[typed.model.model])

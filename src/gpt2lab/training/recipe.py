@@ -30,12 +30,21 @@ if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
 
+def plain_ids(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a prompt that is text and nothing else.
+
+    Raises: DataError if the tokenizer has no ids for it.
+    """
+    return tokenizer.encode(prompt)
+
+
 @dataclass(frozen=True)
 class Batches:
-    """Where a run's batches come from, and what its validation loss is measured on."""
+    """Where a run's batches come from, what its validation loss is measured on, and how its text samples begin."""
 
     loader: Loader
     validation: Callable[[Strategy], MeasuresLoss]
+    prompt_ids: Callable[[str, Tokenizer], list[int]] = plain_ids
 
 
 class Recipe(Protocol):
@@ -74,7 +83,7 @@ class Pretraining:
 
     def defaults(self, command: Command, config: Config) -> Config:
         """Return the settings with a vocabulary that suits the data's tokenizer; the others are pretraining's own."""
-        if config.init.init_from is not None:
+        if config.init.init_from is not None or "num_tokens" in command.typed:
             return config
         tokenizer = tokenizer_of(read_sources(config.data).folders[0])
         num_tokens = None if tokenizer is None else tokenizer.size

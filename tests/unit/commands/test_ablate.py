@@ -228,3 +228,18 @@ def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="seeds 1 1: each may be given once"):
         plan_runs({"a": [], "b": []}, shared, seeds=(1, 1), out=tmp_path)
+
+
+def test_a_flag_with_several_values_is_a_grid() -> None:
+    argv = ["s.txt", "--out=x", "--max_lr", "1e-3", "2e-3", "--max_tokens", "1M", "--jobs", "2"]
+    words, shared, grid = ablate.take_grid([*argv, "--use_tensorboard", "--n_layer=1"])
+    assert words == ["s.txt", "--out=x", "--jobs", "2"]
+    assert shared == ["--max_tokens", "1M", "--use_tensorboard", "--n_layer=1"]
+    assert grid == {"max_lr": ["1e-3", "2e-3"]}
+    found = ablate.cross({"a": ["--seed=1"]}, grid | {"dropout": ["0", "0.1"]})
+    assert next(iter(found)) == "a_max_lr-1e-3_dropout-0"
+    assert found["a_max_lr-2e-3_dropout-0.1"] == ["--seed=1", "--max_lr=2e-3", "--dropout=0.1"]
+    assert len(found) == 4
+    assert list(ablate.cross({"": []}, grid)) == ["max_lr-1e-3", "max_lr-2e-3"]
+    with pytest.raises(ConfigError, match="--max_lr: 1 stands there twice"):
+        ablate.cross({"": []}, {"max_lr": ["1", "1"]})

@@ -154,7 +154,7 @@ def test_a_model_without_biases_gets_some_that_are_zero(
 def test_nanogpt_becomes_a_run_that_goes_on(
     origin: Run, become: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    take(become, write(tmp_path / "ckpt.pt", nano(origin)))
+    take(become, write(tmp_path / "ckpt.pt", nano(origin)), "--shuffle=shards")
     told = capsys.readouterr().out
     assert hashes(become) == hashes(origin), "weights, moments and step counts, bit by bit"
     assert f"step {DONE} of {LAST}" in told

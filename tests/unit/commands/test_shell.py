@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -12,16 +14,19 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
+from gpt2lab.commands.job_files import Job
 from gpt2lab.commands.resume_command import (
     Continuation,
     ResumeCommand,
     plan_continuation,
     write,
 )
+from gpt2lab.errors import ConfigError
 from launch import REPOSITORY
 from whole_run import Run
 
@@ -54,7 +59,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program.parent.mkdir()
     program.write_text(f'#!{BASH}\nprintf \'%s\\0\' "$PWD" "$@" >> {folder}/seen\n')
     program.chmod(0o755)
+    for name, start in (
+        ("srun", ""),
+        ("torchrun", "python"),
+    ):  # they start what follows their options
+        (folder / "bin" / name).write_text(
+            f'#!{BASH}\nwhile [[ $1 == --* ]]; do shift; done\nexec {start} "$@"\n'
+        )
+        (folder / "bin" / name).chmod(0o755)
     return folder
+
+
+def script_in(text: str, output: str) -> str:
+    """Return what bash will be given of a job file; those of Kubernetes and SkyPilot are read as YAML."""
+    if output not in ("k8s", "sky"):
+        return text
+    content = yaml.safe_load(text)
+    assert content == json.loads(text)
+    if output == "sky":
+        return content["run"]
+    *shell, script = content["spec"]["trainer"]["command"]
+    assert shell == ["bash", "-c"]
+    return script
 
 
 def executed(text: str, place: Path) -> list[str]:
@@ -91,21 +117,30 @@ def test_a_script_runs_exactly_what_was_meant(
         here = Path(runs).resolve() / f"d{name}"
         here.mkdir()
         patch.chdir(here)  # the folder that the script goes to has a hostile name, too
+        patch.setattr(paths, "program", lambda name: name)
         start = dataclasses.replace(
             found.start, run_dir=here, changes={"sample_prompt": ["", change]}
         )
-        meant = ["--run_name", name, *words]
-        text = write(Continuation(start, 1, ("python", *meant)), output=output)
-        seen = executed(text, place)
+        meant = ["src/train.py", "--run_name", name, *words]
+        job = Job(name, tuple(meant), folder=here, shared=(Path("/runs"),))
+        hidden = any(ord(c) >= 0x7F and not c.isprintable() for c in str(here))
+        if output == "k8s" and hidden:  # Kubernetes would mount another folder
+            with pytest.raises(ConfigError, match="a job file cannot name this"):
+                write(Continuation(start, job), output=output)
+            return
+        text = write(Continuation(start, job), output=output)
+        seen = executed(script_in(text, output), place)
         assert seen[1:] == meant
-        assert seen[0] == str(here if output != "command" else place)
+        assert seen[0] == str(place if output in ("command", "sky") else here)
     shown = text.replace("\n", "").replace("\udcff", "")
     assert shown.isprintable()  # nothing that moves a terminal's cursor
 
 
 def test_slurm_reads_only_options_that_are_ours(found: Continuation) -> None:
-    start = dataclasses.replace(found.start, run_dir=Path("/r\n#SBATCH --wrap='x' --uid=0"))
-    text = write(Continuation(start, 1, ("python", "a\n#SBATCH --wrap=x")), output="slurm")
+    job = dataclasses.replace(
+        found.job, name="r\n#SBATCH --wrap='x' --uid=0", words=("a\n#SBATCH --wrap=x",)
+    )
+    text = write(dataclasses.replace(found, job=job), output="slurm")
     options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
     plain = write(found, output="slurm").splitlines()
     assert options == [line.split("=")[0] for line in plain if line.startswith("#SBATCH")]
@@ -121,9 +156,11 @@ def shellcheck(*words: Any) -> str:
 
 def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: Path) -> None:
     written = []
-    for output in set(OUTPUTS) - {"command"}:
-        written.append(tmp_path / f"{output}.sh")
-        written[-1].write_text(write(found, output=output) + "\n")
+    nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
+    for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):
+        written.append(tmp_path / f"{output}{kind.job.nodes}.sh")
+        text = script_in(write(kind, output=output), output)
+        written[-1].write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}\n")
     assert shellcheck(*sorted(REPOSITORY.glob("scripts/*.sh")), *written) == ""
     bad = tmp_path / "bad.sh"
     bad.write_text("#!/bin/bash\ncd $1\n")

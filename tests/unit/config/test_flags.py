@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import re
 import sys
 import textwrap
 import types
@@ -21,7 +22,8 @@ import pytest
 import tyro
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import RENAMED, Verbs, parse
+from gpt2lab.config.command_line import Verbs, parse
+from gpt2lab.config.other_programs import FLAGS, RENAMED, VALUES
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, fixed
 from gpt2lab.config.settings import ARCHITECTURE, LEAVES, override, policy_of, to_flat
@@ -86,7 +88,7 @@ def test_every_setting_has_a_name_of_its_own() -> None:
         for leaf in dataclasses.fields(section)  # type: ignore[arg-type]
     ]
     assert sorted(set(names)) == sorted(names)
-    assert not set(RENAMED) & set(names)
+    assert not {*RENAMED, *FLAGS} & set(names)
     assert set(LEAVES) == set(names) - {field.name for field in dataclasses.fields(Verbs)}
 
 
@@ -300,6 +302,41 @@ def test_a_flag_of_the_predecessor_names_the_one_it_is_now(old: str, new: str, f
     message = rejection(*form.format(old).split())
     assert message.startswith(f"unknown flag --{old}: it is now --{new}")
     assert new in LEAVES
+
+
+@pytest.mark.parametrize("theirs", FLAGS)
+def test_a_flag_of_another_program_names_ours(theirs: str) -> None:
+    message = rejection(f"--{theirs}", "1")
+    assert message == f"unknown flag --{theirs}: here it is {FLAGS[theirs]}"
+    words = re.findall(r"(?<!\S)--(\w+)", FLAGS[theirs])
+    elsewhere = {"nproc_per_node", "nnodes", "tokenizer"}  # torchrun's, prepare_data.py's
+    assert set(words) <= {*LEAVES, *Verbs.__dataclass_fields__, *elsewhere}
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--learning_rate", "max_lr"),
+        ("--lr", "max_lr"),
+        ("--batch_size", "mini_batch_size"),
+        ("--block_size", "context_length"),
+        ("--max_iters", "max_steps"),
+        ("--gradient_accumulation_steps", "total_batch_size"),
+        ("--train.lr_warmup_steps", "warmup_steps"),
+    ],
+)
+def test_what_people_of_other_programs_type_first(flag: str, ours: str) -> None:
+    assert rejection(f"{flag}=3").startswith(f"unknown flag {flag}: here it is --{ours}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "theirs"), [(flag, theirs) for flag, values in VALUES.items() for theirs in values]
+)
+@pytest.mark.parametrize("form", ["--{}={}", "--{} {}"])
+def test_a_value_of_another_program_names_ours(flag: str, theirs: str, form: str) -> None:
+    message = rejection(*form.format(flag, theirs).split())
+    assert message == f"--{flag} {theirs}: here it is {VALUES[flag][theirs]}"
+    parse([f"--{flag}", VALUES[flag][theirs].split()[0]])
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,9 @@ def test_text_depends_on_the_seed_alone_and_leaves_the_model_in_its_mode(padded_
         torch.manual_seed(global_seed)
         before = torch.get_rng_state()
         padded_model.train(training)
-        texts.append(sample_text(padded_model, "def ", GPT2, max_new_tokens=5, seed=seed))
+        texts.append(
+            sample_text(padded_model, GPT2.encode("def "), GPT2, max_new_tokens=5, seed=seed)
+        )
         assert padded_model.training == training
         assert torch.equal(torch.get_rng_state(), before)
     padded_model.eval()

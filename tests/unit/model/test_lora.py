@@ -25,7 +25,7 @@ from gpt2lab.finetuning.packed import PackedGPT, RowLoader
 from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
-from gpt2lab.optim.optimizers import BETAS, EPS, build_optimizers
+from gpt2lab.optim.optimizers import EPS, build_optimizers
 from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
 from gpt2lab.training.train_step import train_step
 from launch import ask
@@ -179,7 +179,7 @@ def test_losses_are_those_of_peft(folder: Path) -> None:
     reference = torch.optim.AdamW(
         [p for p in theirs.parameters() if p.requires_grad],
         lr=rate,
-        betas=BETAS,
+        betas=(optim.beta1, optim.beta2),
         eps=EPS,
         weight_decay=0.0,
     )

@@ -397,15 +397,23 @@ def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
     found = plan_continuation(str(run_dir / "step_00000008"), num_gpus=2, argv=[])
     assert found.start.checkpoint is not None
-    assert (found.start.checkpoint.step, found.start.plan.max_steps, found.world) == (8, 12, 2)
+    assert (found.start.checkpoint.step, found.start.plan.max_steps, found.job.processes) == (
+        8,
+        12,
+        2,
+    )
     command = write(found, output="command")
     assert "torchrun --standalone --nproc_per_node=2" in command
     assert "--resume 8 --run_name r" in command
     for output in ("script", "slurm"):
         text = write(found, output=output)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-        assert shlex.join(found.words) in text
-    assert "#SBATCH --gres=gpu:2" in text
+        assert shlex.join(found.job.words) in text
+    assert "--gpus" not in text, "the run was trained on a CPU"
+    on_gpus = plan_continuation(str(run_dir), num_gpus=None, argv=[], nodes=2, gpus=1)
+    text = write(on_gpus, output="slurm")
+    for part in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--rdzv_backend=c10d"):
+        assert part in text
 
 
 @pytest.mark.slow

@@ -1,0 +1,148 @@
+"""The batch script of resume_command.py in a real Slurm of one node, made from the packages slurm-wlm and munge."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import launch
+from gpt2lab.commands.resume_command import plan_continuation, write
+from whole_run import Run
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(shutil.which, PROGRAMS)) or os.geteuid() != 0,
+        reason="needs root and: apt-get install slurm-wlm munge",
+    ),
+]
+CONF = """ClusterName=test
+SlurmctldHost={host}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+NodeName={host} CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("", 0))
+        two.bind(("", 0))
+        return one.getsockname()[1], two.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Start a cluster of this machine; return the environment in which its commands find it."""
+    folder = tmp_path_factory.mktemp("slurm")
+    folder.chmod(0o700)
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o400)
+    host = socket.gethostname().partition(".")[0]
+    conf = folder / "slurm.conf"
+    conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports()))
+    found = {**os.environ, "SLURM_CONF": str(conf)}
+    munge = [f"--{what}-file={folder / what}" for what in ("key", "log", "pid", "seed")]
+    started = []
+    try:
+        for words in (
+            ["munged", "--force", "--foreground", f"--socket={folder / 'socket'}", *munge],
+            ["slurmctld", "-D"],
+            ["slurmd", "-D"],
+        ):
+            with open(folder / f"{words[0]}.out", "wb") as log:
+                started.append(subprocess.Popen(words, env=found, stdout=log, stderr=log))
+            time.sleep(1)
+        wait_for(found, ["sinfo", "--noheader", "--format=%T"], "idle")
+        yield found
+    finally:
+        for process in reversed(started):
+            process.terminate()
+            process.wait(60)
+
+
+def wait_for(env: dict[str, str], words: list[str], wanted: str) -> str:
+    """Repeat a command until it says something that is wanted."""
+    for _ in range(launch.HANG_SECONDS):
+        done = subprocess.run(words, env=env, capture_output=True, text=True)
+        if wanted in done.stdout:
+            return done.stdout
+        time.sleep(1)
+    pytest.fail(f"{words} never said {wanted}: {done.stdout}{done.stderr}")
+
+
+def submit(env: dict[str, str], script: str, folder: Path) -> str:
+    path = folder / "job.sh"
+    path.write_text(script + "\n")
+    done = subprocess.run(
+        ["sbatch", "--parsable", path], env=env, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_job_goes_on_saves_when_its_time_ends_and_is_queued_again(
+    slurm: dict[str, str], tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "a place; with $(names)"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run = Run(tiny_data, here / "runs", "--max_steps=4000", "--checkpoint_freq=0", "--eval_freq=0")
+    run.train("--stop_after_steps=2")
+    job = submit(
+        slurm, write(plan_continuation(str(run.path), num_gpus=None, argv=[]), output="slurm"), here
+    )
+    before = 2
+    show = ["scontrol", "show", "job", job]
+    for _ in range(launch.HANG_SECONDS):
+        steps = launch.steps(run.path)
+        if max(steps) > before:
+            break
+        time.sleep(1)
+    assert max(launch.steps(run.path)) > before
+    # What Slurm itself does two minutes before the time limit.
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job], env=slurm, check=True)
+    wait_for(slurm, show, "Restarts=1")
+    stop = launch.events(run.path, "stop")[-1]
+    assert stop["reason"] == "SIGTERM"
+    assert run.status()["exit_code"] == 0
+    assert stop["step"] in run.checkpoints()
+    (run.path / "STOP").touch()
+    subprocess.run(["scancel", job], env=slurm, check=True)
+
+
+def test_a_job_ends_with_the_run(
+    slurm: dict[str, str], tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(tiny_data, tmp_path / "runs", "--max_steps=6")
+    run.train("--stop_after_steps=2")
+    found = plan_continuation(str(run.path), num_gpus=None, argv=[])
+    job = submit(slurm, write(found, output="slurm"), tmp_path)
+    wait_for(slurm, ["scontrol", "show", "job", job], "JobState=COMPLETED")
+    assert run.status()["state"] == "completed"
+    assert max(launch.steps(run.path)) == 6
