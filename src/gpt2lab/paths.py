@@ -28,6 +28,34 @@ def runs_folder(typed: Path | None) -> Path:
     return from_working_directory(typed) if typed else from_repository(Path("checkpoints"))
 
 
+_FILES = {
+    "prepare": "prepare_data",
+    "estimate": "estimate_time",
+    "export": "export_hf",
+    "tensorboard": "show_tensorboard",
+}
+
+
+def script(verb: str) -> str:
+    """Return how a message names the program behind a verb: a file of the checkout, or `gpt2lab VERB`."""
+    if not IS_CHECKOUT:
+        return f"gpt2lab {verb}"
+    folder = "src" if verb in ("train", "finetune") else "scripts"
+    return f"{folder}/{_FILES.get(verb, verb.replace('-', '_'))}.py"
+
+
+def command(verb: str) -> str:
+    """Return a verb's command as a message shows it: `python FILE` in the checkout, or `gpt2lab VERB`."""
+    return f"python {script(verb)}" if IS_CHECKOUT else script(verb)
+
+
+def command_words(verb: str) -> list[str]:
+    """Return the words that call a verb from the working directory, whether or not the environment is activated."""
+    if not IS_CHECKOUT:
+        return [program("gpt2lab"), verb]
+    return [program("python"), for_people(REPOSITORY / script(verb))]
+
+
 def trainer(name: str) -> list[str]:
     """Return what follows `python` or `torchrun` to start `train` or `finetune` from any folder."""
     if not IS_CHECKOUT:

@@ -136,9 +136,12 @@ def way_to(module: str, heavy: set[str], *, at_top_level: bool) -> list[str] | N
     ways, waiting = {module: [module]}, [module]
     while waiting:
         here = waiting.pop()
-        if found := others(here, at_top_level=at_top_level) & heavy:
+        at_once = (
+            at_top_level or here in ENTRANCES
+        )  # an entrance imports the rest when it is asked for
+        if found := others(here, at_top_level=at_once) & heavy:
             return [*ways[here], *found]
-        for there in needs(here, at_top_level=at_top_level) - set(ways):
+        for there in needs(here, at_top_level=at_once) - set(ways):
             ways[there] = [*ways[here], there]
             waiting.append(there)
     return None

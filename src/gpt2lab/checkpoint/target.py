@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2lab import paths
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.hub import is_offline
@@ -122,7 +123,10 @@ def _download(name: str, checkpoint_dir: Path) -> Path:
             hub = "not among the models downloaded before; the Hugging Face Hub cannot be reached"
         if name.startswith(HUB):
             raise CheckpointError(f"{name}: {hub}") from error
-        hint = catalog.similar_run(name, checkpoint_dir) or "; scripts/status.py lists the runs"
+        hint = (
+            catalog.similar_run(name, checkpoint_dir)
+            or f"; {paths.script('status')} lists the runs"
+        )
         raise CheckpointError(f"{name}: no such run or folder, and {hub}{hint}") from error
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
+from gpt2lab import paths
 from gpt2lab.commands.sample import load, typed_lines
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError, DataError
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         how = ", line by line: its tokenizer cannot write the chat template" if plain else ""
         print(
             f"warning: {flags.target} was not fine-tuned on conversations: it continues text{how}, so its answers "
-            f"mean little; see src/finetune.py",
+            f"mean little; see {paths.script('finetune')}",
             file=sys.stderr,
         )
     print(HELP, file=sys.stderr)

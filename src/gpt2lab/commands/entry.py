@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from gpt2lab import paths
-from gpt2lab.commands.verbs import VERBS
 from gpt2lab.errors import (
     GPT2LabError,
     OutOfMemoryError,
@@ -94,12 +91,11 @@ def _escape_controls(stream: TextIO) -> None:
 
 def _reject(error: GPT2LabError) -> int:
     rank = os.environ.get("RANK", "0")
-    message = str(error) if paths.IS_CHECKOUT else as_installed(str(error))
     line = None
     if rank == "0":
-        line = f"error: {message}"
+        line = f"error: {error}"
     elif error.is_local:
-        line = f"error: rank {rank}: {message}"
+        line = f"error: rank {rank}: {error}"
     if line is not None:
         print(line, file=sys.stderr)
         if not is_lost_peer(error):
@@ -117,19 +113,6 @@ def _tell_script(code: int) -> None:
     if code != 1 and (path := os.environ.get("GPT2LAB_EXIT_CODE_FILE")):
         with contextlib.suppress(OSError):
             replace_durably(Path(path), f"{code}\n")
-
-
-def as_installed(message: str) -> str:
-    """Return a message with our programs as they are called where gpt2lab is installed: without scripts/ and src/."""
-
-    def verb(match: re.Match[str]) -> str:
-        called = {
-            (verb.module.rpartition(".")[2], verb.function): name for name, verb in VERBS.items()
-        }
-        name = called.get((match[1], "main")) or called.get(("train", match[1]))
-        return f"gpt2lab {name}" if name else match[0]
-
-    return re.sub(r"(?:python )?(?:scripts|src)/(\w+)\.py", verb, message)
 
 
 def _tell_launcher(error: Exception, report: str) -> None:

@@ -124,7 +124,8 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
         conversations = runtime.on_rank_zero(lambda: _conversations(target, settings))
     if wanted.eval_generate and conversations is None:
         raise ConfigError(
-            f"{wanted.target}: --eval_generate compares answers, and that needs a run of src/finetune.py and no --val"
+            f"{wanted.target}: --eval_generate compares answers, and that needs a run of "
+            f"{paths.script('finetune')} and no --val"
         )
     if wanted.eval_generate:
         require_rouge()

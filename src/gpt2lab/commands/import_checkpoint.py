@@ -127,7 +127,7 @@ def _plan(command: Command, path: Path) -> tuple[Foreign, Start, list[Entry]]:
         problems.found.append(
             ConfigError(
                 f"--data_dir is missing: the folder data/{dataset} of nanoGPT, after "
-                f"`python scripts/data.py import` of it"
+                f"`{paths.command('data')} import` of it"
             )
         )
     else:

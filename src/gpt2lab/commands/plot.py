@@ -13,6 +13,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from gpt2lab import paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 
@@ -34,8 +35,8 @@ class Plot:
     only_loss: bool = option(False, "draw the loss alone")
     ablation: Path | None = option(
         None,
-        "draw the validation loss of each setting in this folder of scripts/ablate.py, mean and standard error over "
-        "its seeds, instead of runs; default ablation.png there",
+        f"draw the validation loss of each setting in this folder of {paths.script('ablate')}, mean and standard "
+        "error over its seeds, instead of runs; default ablation.png there",
     )
     speeds: Path | None = option(
         None, "draw measured tokens/s from this JSON file (docs/benchmarks.json) instead of runs"
@@ -75,7 +76,9 @@ def _draw_runs(flags: Plot, out: Path | None) -> Path:
     from gpt2lab.runs import curves, history, plots
 
     if not flags.runs:
-        raise ConfigError("which run? plot.py RUN [RUN ...]; scripts/status.py lists them")
+        raise ConfigError(
+            f"which run? {paths.command('plot')} RUN [RUN ...]; {paths.script('status')} lists them"
+        )
     folders = [history.find_run(name, checkpoint_dir=flags.checkpoint_dir) for name in flags.runs]
     if len(folders) > 1 and out is None:
         raise ConfigError("several runs: say where to write with --out FILE.png")

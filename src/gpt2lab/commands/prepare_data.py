@@ -120,7 +120,7 @@ def prepare(flags: PrepareData) -> Path:
         tokens = sum(file["tokens"] for file in manifest["files"])
         print(f"train with: {_command_to_train(folder, tokens)}")
     else:
-        print(f"join all {part[1]} parts with: python scripts/data.py merge OUT PART1 PART2 ...")
+        print(f"join all {part[1]} parts with: {paths.command('data')} merge OUT PART1 PART2 ...")
     return folder
 
 
@@ -129,8 +129,13 @@ def _command_to_train(folder: Path, tokens: int) -> str:
     from gpt2lab import fmt, paths
 
     model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
-    words = [paths.program("python"), paths.for_people(paths.REPOSITORY / "src" / "train.py")]
-    words += ["--model", model, "--data_dir", paths.for_people(folder)]
+    words = [
+        *paths.command_words("train"),
+        "--model",
+        model,
+        "--data_dir",
+        paths.for_people(folder),
+    ]
     return fmt.command_line(words)
 
 

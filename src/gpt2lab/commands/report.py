@@ -32,7 +32,9 @@ def main(argv: list[str]) -> int:
     from gpt2lab.runs import history, report
 
     if not flags.runs:
-        raise ConfigError("which run? report.py RUN [RUN ...]; scripts/status.py lists them")
+        raise ConfigError(
+            f"which run? {paths.command('report')} RUN [RUN ...]; {paths.script('status')} lists them"
+        )
     folders = [history.find_run(run, checkpoint_dir=flags.checkpoint_dir) for run in flags.runs]
     if len(folders) > 1 and flags.out is None:
         raise ConfigError("several runs: say where to write with --out FILE.html")

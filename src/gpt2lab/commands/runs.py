@@ -1,8 +1,8 @@
-"""Delete or archive runs, or single checkpoints of them.
+"""Delete or archive runs that nobody trains, or single checkpoints of them.
 
-python scripts/runs.py rm old_run
-python scripts/runs.py rm old_run/step_00000250
-python scripts/runs.py archive old_run --yes
+gpt2lab runs rm old_run
+gpt2lab runs rm old_run/step_00000250
+gpt2lab runs archive old_run --yes
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Command = Rm | Archive  # tyro's verbs are the names in lower case
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about="Delete or archive runs that nobody trains.")
+    verb: Command = run_tyro(Command, argv, about=__doc__)
     return verb.execute()
 
 
@@ -118,7 +118,7 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None) -> list[Path]:
     Raises: ConfigError if one is neither, or is in use: before anything is asked or done.
     """
     if not names:
-        raise ConfigError("no run named; scripts/status.py lists them")
+        raise ConfigError(f"no run named; {paths.script('status')} lists them")
     found: list[Path] = []
     for name in names:
         folder = history.find_run(name, checkpoint_dir=checkpoint_dir).resolve()

@@ -92,7 +92,7 @@ def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
     """Write the settings of a fresh start to a file, and say how to start with it."""
     from gpt2lab import fmt, paths
     from gpt2lab.config.settings import find_problems
-    from gpt2lab.config.settings_file import PROGRAMS, write_file
+    from gpt2lab.config.settings_file import write_file
     from gpt2lab.training.resolve import fresh_settings
 
     config, _ = fresh_settings(command, recipe)
@@ -101,7 +101,8 @@ def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
     path = paths.from_working_directory(out)
     if os.environ.get("RANK", "0") == "0":
         write_file(path, config, leave_out=_OF_THE_PLACE - command.typed)
-        words = ["python", PROGRAMS[command.recipe], "--config", paths.for_people(path)]
+        verb = "finetune" if command.recipe == "finetune" else "train"
+        words = [*paths.command_words(verb), "--config", paths.for_people(path)]
         print(f"{paths.for_people(path)}: train with {fmt.command_line(words)}")
     return 0
 

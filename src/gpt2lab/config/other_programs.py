@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gpt2lab import paths
+
 # Of this program's predecessor.
 RENAMED = {
     "num_layers": "--n_layer",
@@ -24,7 +26,9 @@ _WANDB = "--use_wandb"
 _CARDS = "torchrun --nproc_per_node=N"
 _WEIGHTS = "--init_from RUN, a folder or hf:NAME"
 _CLIP = "--grad_clip"
-_PREPARE = "--data_dir, a folder made by scripts/prepare_data.py or scripts/data.py import"
+_PREPARE = (
+    f"--data_dir, a folder made by {paths.script('prepare')} or {paths.script('data')} import"
+)
 
 _NANOGPT = {
     "batch_size": _BATCH,
@@ -37,7 +41,7 @@ _NANOGPT = {
     "decay_lr": _CONSTANT,
     "eval_interval": "--eval_freq",
     "eval_iters": "--val_tokens, in tokens",
-    "eval_only": "scripts/evaluate.py",
+    "eval_only": paths.script("evaluate"),
     "log_interval": "--log_freq",
     "always_save_checkpoint": "--checkpoint_freq",
     "out_dir": _FOLDER,

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import paths
 from gpt2lab.config.schema import Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, from_working_directory, to_flat, wrong_types
 from gpt2lab.errors import ConfigError
@@ -22,7 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROGRAMS = {"pretrain": "src/train.py", "finetune": "src/finetune.py"}
+PROGRAMS = {"pretrain": paths.script("train"), "finetune": paths.script("finetune")}
 TUNING = frozenset(TuningConfig.__dataclass_fields__)
 OF_SHARDS = frozenset({"data_dir", "data_weights_at", "max_source_epochs"})
 _AT_MOST = 2**20  # bytes of a file

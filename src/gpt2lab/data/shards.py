@@ -107,7 +107,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
 
     Raises: DataError naming the file, what is wrong and the fix.
     """
-    prepare = "prepare one with: python scripts/prepare_data.py python-stdlib (or fineweb-edu, a file, a folder)"
+    prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
     if not folder.is_dir():
         raise DataError(f"{folder}: no such data folder; {prepare}")
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
@@ -123,7 +123,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     for split in SPLITS:
         if not names[split]:
             if any(path.suffix in (".bin", ".ds") for path in folder.iterdir()):
-                prepare = "token files of another program? python scripts/data.py import reads them in place"
+                prepare = f"token files of another program? {paths.command('data')} import reads them in place"
             raise DataError(f"{folder}: no {split} shards (NAME_{split}_000000.npy); {prepare}")
     tokenizer = GPT2 if manifest is None else of_record(manifest["tokenizer"], folder, MANIFEST)
     limit = _IdLimit(vocab_size, tokenizer)

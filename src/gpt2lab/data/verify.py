@@ -43,7 +43,7 @@ def verify(folder: Path) -> list[str]:
     """
     if not (folder / MANIFEST).exists():
         raise DataError(
-            f"{folder}: no {MANIFEST} to compare with; python scripts/data.py import writes one"
+            f"{folder}: no {MANIFEST} to compare with; {paths.command('data')} import writes one"
         )
     manifest = read_manifest(folder)
     files, place, problems = manifest["files"], shards_folder(folder, manifest), []

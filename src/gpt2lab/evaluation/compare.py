@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.target import find_folder, is_run
 from gpt2lab.errors import DataError
@@ -58,7 +58,7 @@ def compare(
         lacks = name_b if set(found[0]) & set(kinds) else name_a
         raise DataError(
             f"{lacks}: no {' or '.join(kinds)} results to compare; measure them with "
-            f"python scripts/evaluate.py {lacks} --save DIR (and --val DIR, --hellaswag), then compare DIR"
+            f"{paths.command('evaluate')} {lacks} --save DIR (and --val DIR, --hellaswag), then compare DIR"
         )
     pairs = [tuple(results[kind] for results in found) for kind in both]
     for a, b in pairs:

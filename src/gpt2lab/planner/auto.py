@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
 from gpt2lab.config.derived import compiles, mini_batch_sizes
 from gpt2lab.config.schema import ActivationCheckpointing, Config, SystemConfig
 from gpt2lab.errors import ConfigError
@@ -167,7 +167,7 @@ def _steps_in_window(job: Job, seen: Seen, checkpoint_dir: Path) -> int:
     if on.rates.source == "cpu-matmul":
         raise ConfigError(
             "--fit_schedule: this machine was not measured yet, and a guess would waste the window or miss it; first "
-            f"python scripts/estimate_time.py --measure --model {job.config.model.model}"
+            f"{paths.command('estimate')} --measure --model {job.config.model.model}"
         )
     steps = steps_that_fit(
         job,
@@ -240,7 +240,7 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
     if not enough:
         raise ConfigError(
             f"--preset {name}: {job.config.model.model} does not fit, not even one sequence at a time; "
-            f"python scripts/memory_check.py shows what it needs; a larger card, or a smaller --context_length"
+            f"{paths.command('memory-check')} shows what it needs; a larger card, or a smaller --context_length"
         )
     fitting, way = next((n, way) for n, way in zip(largest, ways, strict=True) if n >= enough)
     sizes = mini_batch_sizes(job.sequences, at_most=min(fitting, PRESET_MAX_BATCH))

@@ -152,7 +152,7 @@ class Log:
         run = shlex.quote(paths.for_people(self._run_dir))
         return (
             f"{self._run_dir / METRICS} {'; '.join(named[:3])}{more}: edited, or the disk is damaged; left out, "
-            f"python scripts/repair_log.py {run} removes it"
+            f"{paths.command('repair-log')} {run} removes it"
         )
 
     def __bool__(self) -> bool:

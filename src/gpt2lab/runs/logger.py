@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
 from gpt2lab.runs import log_index
@@ -174,7 +175,7 @@ class MetricsLogger:
             self._tensorboard = None
             self.say(
                 f"warning: no more TensorBoard files ({error.strerror or error}); "
-                f"scripts/rebuild_tensorboard.py makes them again"
+                f"{paths.script('rebuild-tensorboard')} makes them again"
             )
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from gpt2lab import paths
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.runs.curves import REFERENCES, Axis, Curve, Curves, Trace
@@ -104,7 +105,7 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
         curves = {row["setting"]: [_evaluations(c) for c in row["curves"]] for row in settings}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
-            f"{table}: no table of an ablation ({error!r}); scripts/ablate.py writes it"
+            f"{table}: no table of an ablation ({error!r}); {paths.script('ablate')} writes it"
         ) from error
     figure = _new_figure(9, 4.5)
     axes = figure.add_subplot()

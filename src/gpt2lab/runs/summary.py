@@ -60,7 +60,7 @@ def describe_run(run_dir: Path) -> str:
         words = [paths.program("tensorboard"), "--logdir", paths.for_people(run_dir.parent)]
         lines.append(f"  look at it        {fmt.command_line(words)}")
     else:
-        then = "make tensorboard" if paths.IS_CHECKOUT else "gpt2lab tensorboard"
+        then = paths.command("tensorboard")
         lines.append(f"  look at it        train with --use_tensorboard, then: {then}")
     newest = history.newest_event(run_dir)
     if samples and newest is not None and newest["event"] == "done":
@@ -71,22 +71,17 @@ def describe_run(run_dir: Path) -> str:
 def commands_after(run_dir: Path) -> list[str]:
     """Return what people do with a complete run: continue prompts, write its report, and teach it to answer."""
     name, folder = run_dir.name, []
-    if run_dir.parent != paths.REPOSITORY / "checkpoints":
+    if run_dir.parent != paths.runs_folder(None):
         folder = ["--checkpoint_dir", paths.for_people(run_dir.parent)]
 
-    def line(program: str, *words: str) -> str:
-        path = paths.for_people(paths.REPOSITORY / program)
-        return fmt.command_line([paths.program("python"), path, *words, *folder])
+    def line(verb: str, *words: str) -> str:
+        return fmt.command_line([*paths.command_words(verb), *words, *folder])
 
-    commands = [
-        line("scripts/sample.py", name, "--interactive"),
-        line("scripts/report.py", name),
-    ]
+    commands = [line("sample", name, "--interactive"), line("report", name)]
     if program_of(run_dir) == "finetune":
-        return [line("scripts/chat.py", name), *commands]
+        return [line("chat", name), *commands]
     words = ["--init_from", name, "--instructions", "demo", "--run_name", f"{name}_chat"]
-    tune = line("src/finetune.py", *words)
-    return [*commands, f"{tune} && {line('scripts/chat.py', f'{name}_chat')}"]
+    return [*commands, f"{line('finetune', *words)} && {line('chat', f'{name}_chat')}"]
 
 
 def command_to_go_on(run_dir: Path, log: Log) -> str:

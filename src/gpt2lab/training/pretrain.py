@@ -10,6 +10,7 @@ import dataclasses
 import os
 import time
 
+from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.checkpoint.state import TrainState
@@ -115,7 +116,7 @@ def pretrain(
         said = first_line(cause).rstrip(".")
         raise OutOfMemoryError(
             f"out of memory: {said}. A lower --mini_batch_size needs less and changes no loss; "
-            f"--mini_batch_size auto finds one that fits, scripts/memory_check.py shows what takes the room"
+            f"--mini_batch_size auto finds one that fits, {paths.script('memory-check')} shows what takes the room"
         ) from error
     finally:
         signals.close()

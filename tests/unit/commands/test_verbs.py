@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab import __version__
-from gpt2lab.commands import entry, verbs
+from gpt2lab import __version__, paths
+from gpt2lab.commands import verbs
 from gpt2lab.commands.verbs import VERBS
 from gpt2lab.config import help_page
 from gpt2lab.errors import ConfigError
@@ -21,7 +21,12 @@ from launch import REPOSITORY, SCRIPTS
 from tiny import CONTEXT, write_shards
 
 SOURCE = REPOSITORY / "src"
-UNION = {"data", "tokenizer", "benchmark"}  # each a family of verbs, with examples of its own
+UNION = {
+    "data",
+    "runs",
+    "tokenizer",
+    "benchmark",
+}  # each a family of verbs, with examples of its own
 
 
 def run(*argv: str, folder: Path, module: str = "gpt2lab") -> subprocess.CompletedProcess[str]:
@@ -111,21 +116,26 @@ def test_help_shows_what_a_flag_takes() -> None:
     assert re.search(r"--interactive  ", text)
 
 
-def test_an_error_names_programs_as_they_are_called_where_the_package_is_installed() -> None:
-    for message, installed in (
-        (
-            "with: python scripts/prepare_data.py python-stdlib",
-            "with: gpt2lab prepare python-stdlib",
-        ),
-        ("(scripts/status.py lists the runs)", "(gpt2lab status lists the runs)"),
-        ("it belongs to src/finetune.py", "it belongs to gpt2lab finetune"),
-        ("begun by src/train.py; continue", "begun by gpt2lab train; continue"),
-        ("/data/scripts/mine.py: no such folder", "/data/scripts/mine.py: no such folder"),
-    ):
-        assert entry.as_installed(message) == installed
+def test_a_message_names_programs_as_they_are_called_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert paths.command("prepare") == "python scripts/prepare_data.py"
+    assert paths.script("train") == "src/train.py"
+    monkeypatch.setattr(paths, "IS_CHECKOUT", False)
+    assert paths.command("prepare") == paths.script("prepare") == "gpt2lab prepare"
+    assert paths.command_words("train")[1:] == ["train"]
+
+
+def test_every_verb_that_a_message_names_is_there_with_its_file() -> None:
+    named = set()
     for path in SOURCE.rglob("*.py"):
-        for name in re.findall(r"\bscripts/(\w+)\.py", path.read_text()):
-            assert "gpt2lab" in entry.as_installed(f"scripts/{name}.py"), path
+        text = path.read_text()
+        named |= set(re.findall(r"paths\.(?:script|command|command_words)\([\"']([\w-]+)", text))
+        # A name that is not asked for would be wrong where the package is installed.
+        literal = re.search(r"^(?!\s*(?:#|\"\"\")).*\"[^\"]*(?:scripts|src)/\w+\.py", text, re.M)
+        assert literal is None or path.name == "paths.py", f"{path}: {literal}"
+    assert named <= verbs.VERBS.keys()
+    assert len(named) > 10
+    for verb in named:
+        assert (paths.REPOSITORY / paths.script(verb)).is_file(), verb
 
 
 def test_an_unknown_verb_gets_the_nearest_known_one() -> None:

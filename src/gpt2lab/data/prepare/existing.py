@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data import formats
 from gpt2lab.data.formats import DTYPES, SUFFIXES, Layout, Place, TokenFile
@@ -131,7 +132,7 @@ def _check_places(folder: Path, target: Path) -> None:
     sweep_temporaries(target)
     if (target / MANIFEST).exists():
         raise DataError(
-            f"{target / MANIFEST}: is there already; check it with scripts/data.py verify"
+            f"{target / MANIFEST}: is there already; check it with {paths.script('data')} verify"
         )
     if target == folder:
         if not os.access(folder, os.W_OK):
