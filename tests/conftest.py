@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from whole_run import LAST, Run
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
     Path(tempfile.gettempdir()) / f"gpt2lab-tests-{os.getuid()}"
 )
+
+# A shell starts its background jobs with SIGINT ignored, and programs that the tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)

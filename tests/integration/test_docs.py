@@ -30,6 +30,7 @@ TRAINING = PAGES["docs/training.md"]
 FOREIGN = {
     *("nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "shutdown-timeout"),
     *("max-restarts", "standalone", "check", "help", "help-all"),
+    *("build-arg", "rm"),  # docker's
 }
 
 
@@ -115,7 +116,7 @@ def flags_of(script: str, verb: str | None, capsys: pytest.CaptureFixture[str]) 
         main = importlib.import_module(f"gpt2lab.commands.{name}").main
     with pytest.raises(SystemExit):
         main([*([verb] if verb else []), "--help-all"])
-    shown = set(re.findall(r"--([a-z]\w+)", capsys.readouterr().out))
+    shown = set(re.findall(r"--([a-z]\w*)", capsys.readouterr().out))
     return shown | (set(LEAVES) if name == "ablate" else set())  # it hands others to the trainer
 
 

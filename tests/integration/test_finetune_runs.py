@@ -257,7 +257,7 @@ def test_help_shows_no_flag_that_is_rejected(capsys: pytest.CaptureFixture[str])
     shown: dict[RecipeName, str] = {"pretrain": "", "finetune": ""}
     for recipe in shown:
         with pytest.raises(SystemExit):
-            parse(["--help"], recipe)
+            parse(["--help-all"], recipe)
         shown[recipe] = capsys.readouterr().out
     for flag in ("--import_checkpoint", "--trust", "--fit_schedule"):
         assert flag in shown["pretrain"]

@@ -39,6 +39,10 @@ COMMANDS: dict[str, str | None] = {
     "python scripts/estimate_time.py": "",
     "python scripts/estimate_time.py --gpu H100 --gpus 8 --model gpt2 --tokens 10B": "",
     "python scripts/status.py": "",
+    # tests/unit/commands/test_first_mistakes.py
+    "python scripts/runs.py rm old_run": None,
+    "python scripts/runs.py rm old_run/step_00000250": None,
+    "python scripts/runs.py archive old_run": None,
     "python scripts/resume_command.py gpt2-124m --output slurm": "--num_gpus 1",
     "python scripts/plot.py gpt2-124m": "",
     "python scripts/report.py gpt2-124m": "",

@@ -174,12 +174,12 @@ def test_a_quick_command_never_imports_torch_and_writes_nothing(
 def test_help_names_every_flag(tmp_path: Path) -> None:
     answer = call(TRAIN, "--help-all", folder=tmp_path)
     assert (answer.returncode, answer.stderr) == (0, "")
-    shown = set(re.findall(r"--([a-z_]+)", answer.stdout))
+    shown = set(re.findall(r"--([a-z_0-9]+)", answer.stdout))
     of_tuning = set(TuningConfig.__dataclass_fields__)
     assert (set(LEAVES) - of_tuning - {"num_tokens"}) | set(Verbs.__dataclass_fields__) <= shown
     assert not of_tuning & shown
     answer = call(TRAIN.with_name("finetune.py"), "--help-all", folder=tmp_path)
-    assert of_tuning <= set(re.findall(r"--([a-z_]+)", answer.stdout))
+    assert of_tuning <= set(re.findall(r"--([a-z_0-9]+)", answer.stdout))
 
 
 def test_listing_from_a_foreign_folder_shows_what_is_there(workplace: Path) -> None:

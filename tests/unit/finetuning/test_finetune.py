@@ -19,6 +19,7 @@ from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.schema import ActivationCheckpointing, Config, TuningConfig
 from gpt2lab.config.settings import override
 from gpt2lab.errors import DataError
+from gpt2lab.finetuning import conversations
 from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.packed import PackedGPT, RowLoader, hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, choose_held_out, open_instructions
@@ -239,8 +240,13 @@ def test_equal_records_from_the_hub_are_read_like_a_file(
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: {"org/set": rows}[name])
     hub, file = (read_conversations(s) for s in ("hf:org/set", str(folder / "pairs.jsonl")))
     assert [one.turns for one in hub] == [one.turns for one in file]
-    with pytest.raises(DataError, match="hf:org/none: cannot be read"):
-        read_conversations("hf:org/none")
+    for is_offline, why in (
+        (False, "cannot be read"),
+        (True, "the Hugging Face Hub cannot be reached"),
+    ):
+        monkeypatch.setattr(conversations, "is_offline", lambda answer=is_offline: answer)
+        with pytest.raises(DataError, match=f"hf:org/none: {why}"):
+            read_conversations("hf:org/none")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

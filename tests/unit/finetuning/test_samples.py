@@ -76,7 +76,7 @@ def test_the_samples_logits_are_those_of_trainings_rendering(
                     found = model.head(model.extend(torch.tensor([prompt]), model.new_caches()))
                 torch.testing.assert_close(found[0, -1], expected, rtol=1e-5, atol=1e-5)
                 compared += 1
-    assert compared == 1
+    assert compared > 0
 
 
 def test_the_sample_is_shown_as_the_template(
