@@ -19,7 +19,7 @@ from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, FolderLostError
+from gpt2lab.errors import ConfigError, FolderLostError, InUseError
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import REPOSITORY
 
@@ -30,7 +30,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """Create and lock the folder; remove what a killed process left half-written.
 
-        Raises: ConfigError if it cannot be written to or another process trains in it.
+        Raises: ConfigError if it cannot be written to, InUseError if another process trains in it.
         """
         self.path = path
         self.facts: dict[str, Any] = {}  # of this start, in every status
@@ -53,7 +53,7 @@ class RunFolder:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
-            raise ConfigError(
+            raise InUseError(
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
         catalog.sweep(path)

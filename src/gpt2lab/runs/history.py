@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import difflib
 import functools
 import itertools
 import json
@@ -201,7 +202,7 @@ class Log:
             return None
         row = int(self._current[place])
         chunk = bisect.bisect_right(self._starts, row) - 1
-        steps = self._steps_of(self._chunks[chunk])
+        steps = self._steps_of(chunk)
         return next(itertools.islice(steps, row - self._starts[chunk], None))
 
     def recorded_after(self, step: int) -> dict[str, Event]:
@@ -227,8 +228,9 @@ class Log:
         """Yield the events of all current steps in the order they were logged."""
         is_current = np.zeros(len(self._steps), bool)
         is_current[self._current] = True
-        for start, chunk in zip(self._starts, self._chunks, strict=False):
-            yield from itertools.compress(self._steps_of(chunk), is_current[start:])
+        for number, start in enumerate(self._starts[:-1]):
+            events = itertools.compress(self._steps_of(number), is_current[start:])
+            yield from (event for event in events if event is not None)
 
     def spent_seconds(self) -> float:
         """Return the seconds of all starts, each from its beginning, without the pauses between them."""
@@ -290,25 +292,48 @@ class Log:
         try:
             return chunk.column(name, self._run_dir)
         except (OSError, ValueError, zlib.error):  # the index is damaged, or was replaced since
-            again = log_index.make_chunk(self._block(chunk), chunk.first)
+            block = self._block(chunk)
+            if zlib.crc32(block) != chunk.crc:
+                raise self._error("changed while it was read; try again") from None
+            again = log_index.make_chunk(block, chunk.first)
+            if again.rows != chunk.rows:
+                raise self._error("its index is not of it; delete metrics.index") from None
             return again.column(name, None)
 
-    def _steps_of(self, chunk: Chunk) -> Iterator[Event]:
-        """Yield the events of all steps in a chunk."""
-        lines = self._block(chunk).split(b"\n")[:-1]
-        return (event for event in _parsed(lines) if event["event"] == "step")
+    def _steps_of(self, number: int) -> Iterator[Event | None]:
+        """Yield the events of all steps in a chunk, None for one that was damaged since it was indexed."""
+        chunk, start = self._chunks[number], self._starts[number]
+        block = self._block(chunk)
+        steps = (e for e in _parsed(block.split(b"\n")[:-1]) if e["event"] == "step")
+        if zlib.crc32(block) == chunk.crc:
+            yield from steps
+            return
+        # A row of the index no longer finds its line by counting.
+        rows = slice(start, start + chunk.rows)
+        indexed = list(zip(self._attempts[rows].tolist(), self._steps[rows].tolist(), strict=True))
+        left = list(steps)
+        pairs = difflib.SequenceMatcher(
+            None, indexed, [(event["attempt"], event["step"]) for event in left], autojunk=False
+        )
+        found: list[Event | None] = [None] * chunk.rows
+        for row, line, length in pairs.get_matching_blocks():
+            found[row : row + length] = left[line : line + length]
+        if not any(found):
+            raise self._error("changed while it was read; try again")
+        damaged = log_index.make_chunk(block, chunk.first)
+        before = sum(one.lines for one in self._chunks[:number])
+        where = ", ".join(f"{before + line:,}" for line, _ in damaged.damaged)
+        _warn_once(
+            f"{self._run_dir}/{METRICS}: damaged after it was written, near line {where}; left out"
+        )
+        yield from found
 
     def _block(self, chunk: Chunk) -> bytes:
-        """Return the lines of a chunk.
-
-        Raises: GPT2LabError if they are not those that were indexed.
-        """
         assert self._run_dir is not None
-        path = self._run_dir / METRICS
-        block = _read(path, chunk.first, chunk.end)
-        if zlib.crc32(block) != chunk.crc:
-            raise GPT2LabError(f"{path}: changed while it was read; try again")
-        return block
+        return _read(self._run_dir / METRICS, chunk.first, chunk.end)
+
+    def _error(self, what: str) -> GPT2LabError:
+        return GPT2LabError(f"{self._run_dir}/{METRICS}: {what}")
 
 
 def _read(path: Path, begin: int, end: int) -> bytes:

@@ -217,8 +217,12 @@ def _fitting(run_dir: Path, log: IO[bytes]) -> tuple[list[Chunk], int]:
             chunks, size = list(_stored(index)), os.fstat(index.fileno()).st_size
     except OSError:
         return [], 0
+    log_size = os.fstat(log.fileno()).st_size
     while chunks:
         last = chunks[-1]
+        if last.end > log_size:
+            chunks.pop()
+            continue
         log.seek(last.first)
         if zlib.crc32(log.read(last.end - last.first)) == last.crc:
             break
@@ -251,12 +255,13 @@ def _is_sound(chunk: Chunk) -> bool:
 
     Raises: TypeError or ValueError if it cannot.
     """
-    numbers = (chunk.first, chunk.crc, chunk.lines, chunk.rows, chunk.num_damaged)
+    numbers = (chunk.first, chunk.end, chunk.crc, chunk.lines, chunk.rows, chunk.num_damaged)
     return (
         all(type(number) is int and number >= 0 for number in (*numbers, *chunk.sizes, *chunk.sums))
         and len(chunk.sizes) == len(chunk.sums) == len(_COLUMNS)
         and chunk.first + chunk.rows < chunk.end
-        and all(0 <= row <= chunk.rows and _is_event(event) for row, event in chunk.events)
+        and all(type(row) is int and 0 <= row <= chunk.rows for row, _ in chunk.events)
+        and all(_is_event(event) for _, event in chunk.events)
         and all(type(line) is int and type(what) is str for line, what in chunk.damaged)
     )
 
