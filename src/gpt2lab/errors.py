@@ -33,6 +33,10 @@ class ConfigError(GPT2LabError):
     """Flags or settings that cannot work, a rejected resume, a held lock."""
 
 
+class InUseError(ConfigError):
+    """Another process holds the run's folder now; the same command may work later."""
+
+
 class DataError(GPT2LabError):
     """Missing, damaged or unfit token data."""
 

@@ -15,6 +15,7 @@ from typing import TextIO
 
 from gpt2lab.errors import (
     GPT2LabError,
+    InUseError,
     OutOfMemoryError,
     first_line,
     is_lost_peer,
@@ -41,6 +42,11 @@ def run(main: Callable[[list[str]], int]) -> int:
             stream.reconfigure(errors=errors)
             if stream is not sys.stdin:
                 _escape_controls(stream)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (path := _code_file()):
+        with contextlib.suppress(
+            OSError
+        ):  # torchrun began again: what ended the workers before counts no more
+            os.truncate(path, 0)
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:  # `... | head` closed the pipe
@@ -91,18 +97,23 @@ def _reject(error: GPT2LabError) -> int:
     elif error.is_local:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
     _tell_launcher(error, report=str(error))
-    _tell_script(error.exit_code)
+    _tell_script(error)
     return _leave(error.exit_code)
 
 
-def _tell_script(code: int) -> None:
+def _tell_script(error: GPT2LabError) -> None:
     """Tell run_until_done.sh an exit code that torchrun hides, when no status.json can: the folder may be gone.
 
-    1 is not told: it may be that of a rank whose peer had a reason of its own.
+    1 makes it start again. Only a folder in use says so: a rank with 1 may have a peer with a reason of its own.
     """
-    if code != 1 and (path := os.environ.get("GPT2LAB_EXIT_CODE_FILE")):
+    code = 1 if isinstance(error, InUseError) else error.exit_code
+    if (code != 1 or isinstance(error, InUseError)) and (path := _code_file()):
         with contextlib.suppress(OSError):
             replace_durably(Path(path), f"{code}\n")
+
+
+def _code_file() -> str | None:
+    return os.environ.get("GPT2LAB_EXIT_CODE_FILE")
 
 
 def _tell_launcher(error: Exception, report: str) -> None:

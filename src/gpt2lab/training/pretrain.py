@@ -22,6 +22,7 @@ from gpt2lab.errors import (
     ConfigError,
     FolderLostError,
     GPT2LabError,
+    InUseError,
     OutOfMemoryError,
     SaveError,
     TornUpdateError,
@@ -220,7 +221,7 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
         newest = history.newest_event(start.run_dir)
         if newest is not None and newest["attempt"] >= start.attempt:
             opened.pop().close()
-            raise ConfigError(f"{start.run_dir}: another start used this run just now; start again")
+            raise InUseError(f"{start.run_dir}: another start used this run just now; start again")
 
     runtime.on_rank_zero(open_and_check)
     return opened[0] if opened else None
@@ -308,7 +309,10 @@ def _train(
         heartbeat.close()
     finish_mirror(has_failed=False)
     if folder and signals.level < 2:  # who asks twice has no time for a report
-        logger.say(summary.describe_run(start.run_dir))
+        try:
+            logger.say(summary.describe_run(start.run_dir))
+        except (GPT2LabError, OSError) as error:  # the run itself is complete
+            logger.say(f"warning: no summary of the run: {error}")
     logger.close()
 
 
