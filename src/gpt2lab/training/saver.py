@@ -71,7 +71,7 @@ class Saver:
         began, label = time.monotonic(), f"emergency_{state.step:08d}"
         try:
             folder = self.folder or (opened := RunFolder(self.run_dir))
-            folder.keep()
+            folder.check_lock()
             if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
                 return False
             content = store.collect(self.model, self.optimizers, keep=True)
@@ -148,7 +148,7 @@ class Saver:
     ) -> str | None:
         """Write, label and report on rank 0; return what went wrong, or None."""
         assert self.folder is not None
-        if (warning := self.folder.keep()) is not None:
+        if (warning := self.folder.check_lock()) is not None:
             self.logger.warn(warning, state.step)
         if not weights_are_finite(content):
             raise NonFiniteError(
