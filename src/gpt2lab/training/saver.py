@@ -82,7 +82,7 @@ class Saver:
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
             if self.mirror is not None:
-                self.mirror.offer()
+                self.mirror.notify_saved()
         except (OSError, RuntimeError, MemoryError, GPT2LabError):
             return False  # the first error is the one to report
         finally:
@@ -93,7 +93,11 @@ class Saver:
 
     def report_mirror(self, step: int) -> None:
         """Pass on what the mirror has to say: to status.json, and a warning of each kind of error."""
-        if self.mirror is None or self.folder is None or (news := self.mirror.news()) is None:
+        if (
+            self.mirror is None
+            or self.folder is None
+            or (news := self.mirror.take_report()) is None
+        ):
             return
         report, warnings = news
         for warning in warnings:
@@ -173,7 +177,7 @@ class Saver:
         faultpoint("checkpoint.after_label", state.step)
         self._report(state, kind, labels, time.monotonic() - began)
         if self.mirror is not None:
-            self.mirror.offer()
+            self.mirror.notify_saved()
         try:
             # Asked twice: the disk can be tidied by the next start.
             if is_flushed and self.signals.level < 2:
