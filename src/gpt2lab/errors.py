@@ -9,7 +9,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # of ASCII and of Latin-1
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return text with every control character but those of `keep` as a code: `\x1b` moves no cursor."""
+    """Return text with all control characters but `keep` as escape codes, so that it cannot move the cursor."""
 
     def code(match: re.Match[str]) -> str:
         found = match[0]

@@ -123,16 +123,16 @@ def plan_continuation(
 def write(continuation: Continuation, *, output: str) -> str:
     """Write it as a command line, a shell script or a Slurm job.
 
-    Names and settings stand in it as words of the command alone, quoted: a comment would end with a line of theirs.
+    Names and settings appear only as quoted words of the command: in a comment, a newline in a name would start a
+    command.
     """
     command = fmt.command_line(continuation.words)
     if output == "command":
         return command
     layout = _SLURM if output == "slurm" else _SCRIPT
     return layout.format(
-        name=re.sub(
-            r"[^A-Za-z0-9._-]", "_", continuation.start.run_dir.name
-        ),  # Slurm reads no quotes
+        # Slurm reads no quotes.
+        name=re.sub(r"[^A-Za-z0-9._-]", "_", continuation.start.run_dir.name),
         folder=fmt.word_of_bash(str(Path.cwd())),  # where what was typed means what it means here
         world=continuation.world,
         command=command,

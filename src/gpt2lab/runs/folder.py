@@ -57,19 +57,19 @@ class RunFolder:
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
         catalog.sweep(path)
-        self._sign()
-        self._place = _place_of(os.stat(path))
+        self._write_holder()
+        self._place = _device_and_inode(os.stat(path))
 
-    def _sign(self) -> None:
+    def _write_holder(self) -> None:
         """Write into the lock who holds it, and remember which file it is."""
         with contextlib.suppress(OSError):  # a full disk: the name is only for the message
             os.ftruncate(self._lock.fileno(), 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}\n"
             os.write(self._lock.fileno(), holder.encode())
-        self._locked = _place_of(os.fstat(self._lock.fileno()))
+        self._locked = _device_and_inode(os.fstat(self._lock.fileno()))
 
-    def keep(self) -> str | None:
-        """Prove that the folder is still this process's; return a warning if its lock had to be made again.
+    def check_lock(self) -> str | None:
+        """Check that this process still holds the folder's lock; return a warning if a deleted lock was made again.
 
         A lock protects as long as its file has its name. Where that was deleted, and nobody else was there meanwhile,
         a new one is made; a file of another start is never touched.
@@ -78,7 +78,7 @@ class RunFolder:
         """
         lock = self.path / "run.lock"
         try:
-            if _place_of(os.stat(lock)) == self._locked:
+            if _device_and_inode(os.stat(lock)) == self._locked:
                 return None
         except (FileNotFoundError, NotADirectoryError):
             self._lock_again(lock)
@@ -93,7 +93,7 @@ class RunFolder:
     def _lock_again(self, path: Path) -> None:
         again: IO[str] | None = None
         try:
-            if _place_of(os.stat(self.path)) != self._place:
+            if _device_and_inode(os.stat(self.path)) != self._place:
                 raise FileNotFoundError
             # Exclusively: an existing file would be that of another start, also of one that has ended.
             again = open(path, "x+")  # noqa: SIM115 - held until the process ends
@@ -112,7 +112,7 @@ class RunFolder:
         finally:
             if again is not None:
                 again.close()
-        self._sign()
+        self._write_holder()
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -159,7 +159,7 @@ class RunFolder:
         self.write_status(**self._status)
 
 
-def _place_of(found: os.stat_result) -> tuple[int, int]:
+def _device_and_inode(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 

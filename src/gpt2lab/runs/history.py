@@ -8,7 +8,6 @@ import difflib
 import functools
 import itertools
 import json
-import shlex
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -17,21 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import METRICS, find_folder
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, TEXT, JsonFile, Rules, or_null
 from gpt2lab.runs import log_index
-from gpt2lab.runs.log_index import Chunk, Event
+from gpt2lab.runs.log_index import NAMED_LINES, Chunk, Event
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
-_FORMS: dict[
-    str, tuple[Rules, ...]
-] = {  # what is read of a file: keys that it has, and that it may have
+# What is read of a file: keys that it has, and that it may have.
+_FORMS: dict[str, tuple[Rules, ...]] = {
     "status.json": (
         {"state": TEXT, "step": COUNT},
         {"exit_code": or_null(NUMBER), "reason": or_null(STRING)},
@@ -148,11 +146,11 @@ class Log:
             for start, chunk in zip(before, self._chunks, strict=False)
             for line, what in chunk.damaged
         ]
-        more = f" and {count - 3:,} more" if count > 3 else ""
-        run = shlex.quote(paths.for_people(self._run_dir))
+        more = f" and {count - NAMED_LINES:,} more" if count > NAMED_LINES else ""
+        run = fmt.word_of_bash(paths.for_people(self._run_dir))
         return (
-            f"{self._run_dir / METRICS} {'; '.join(named[:3])}{more}: edited, or the disk is damaged; left out, "
-            f"python scripts/repair_log.py {run} removes it"
+            f"{self._run_dir / METRICS} {'; '.join(named[:NAMED_LINES])}{more}: edited, or the disk is damaged; "
+            f"left out, python scripts/repair_log.py {run} removes it"
         )
 
     def __bool__(self) -> bool:

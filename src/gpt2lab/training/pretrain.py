@@ -48,7 +48,7 @@ from gpt2lab.training.from_mirror import (
     catch_up_after_end,
     fetch_on_this_machine,
     open_uploader,
-    patience,
+    wait_limit,
 )
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -256,7 +256,7 @@ def _train(
         """Give the last copy some time to arrive, when all else is on disk."""
         if mirror is not None and saver is not None:
             most = runtime.timeout_seconds / 2  # the other ranks wait in a barrier
-            mirror.finish(patience(signals, start.deadlines, most=most, has_failed=has_failed))
+            mirror.finish(wait_limit(signals, start.deadlines, most=most, has_failed=has_failed))
             saver.report_mirror(trainer.state.step if trainer else components.state.step)
 
     try:
