@@ -9,7 +9,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # of ASCII and of Latin-1
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return text with every control character but those of `keep` as a code: `\x1b` moves no cursor."""
+    """Return text with all control characters but `keep` as escape codes, so that it cannot move the cursor."""
 
     def code(match: re.Match[str]) -> str:
         found = match[0]
@@ -31,6 +31,10 @@ class GPT2LabError(Exception):
 
 class ConfigError(GPT2LabError):
     """Flags or settings that cannot work, a rejected resume, a held lock."""
+
+
+class InUseError(ConfigError):
+    """Another process holds the run's folder now; the same command may work later."""
 
 
 class DataError(GPT2LabError):

@@ -17,23 +17,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from gpt2lab.errors import GPT2LabError
 
 _MAX_DEPTH = 50  # of lists and objects in each other; a deeper file is meant to hurt
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read its bytes. A pipe or a device is rejected and never waited for.
+def open_regular(
+    path: Path, mode: Literal["rb", "ab"] = "rb", flags: int = os.O_RDONLY
+) -> BinaryIO:
+    """Open a regular file, by default to read its bytes. A pipe or a device is rejected and never waited for.
 
     Raises: OSError.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return os.fdopen(descriptor, "rb")
+        return os.fdopen(descriptor, mode)
     except BaseException:
         os.close(descriptor)
         raise
@@ -252,7 +254,7 @@ Rules = Mapping[str, Rule]
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A file that holds a JSON object of ours. Whatever it holds instead is one line, an `error`."""
+    """A file that must hold a JSON object. Anything else raises `error`, with a message of one line."""
 
     path: Path
     error: type[GPT2LabError]
@@ -344,10 +346,8 @@ def is_file_name(value: Any) -> bool:
 
 
 TEXT: Rule = (_is_text, "text")
-STRING: Rule = (
-    lambda value: isinstance(value, str),
-    "text",
-)  # also empty, also with control characters
+# Also empty, also with control characters.
+STRING: Rule = (lambda value: isinstance(value, str), "text")
 COUNT: Rule = (is_count, "a whole number")
 SIZE: Rule = (lambda value: is_count(value) and value > 0, "a whole number above 0")
 FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")

@@ -60,9 +60,7 @@ def preload(folder: Path) -> ctypes.CDLL:
         subprocess.run([program, *words], check=True)
         own = {_PRELOADED: library, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **own})
-    shim = ctypes.CDLL(library)
-    shim.shim_count.restype = ctypes.c_long
-    return shim
+    return ctypes.CDLL(library)
 
 
 class Failure(NamedTuple):

@@ -30,9 +30,8 @@ static void *real(const char *name) {
     return dlsym(RTLD_NEXT, name);
 }
 
-/* Begin: log to `log` unless it is empty; the call number `at` (from 1; 0: none) fails with `error`, with `on` all
- * later ones too. With `torn` it is the first write from there on, which writes half of its bytes, and the call after it
- * fails. */
+/* Begin to log to `log`, unless it is empty. Call number `at` (from 1; 0: none) fails with `error`; with `on`, all later
+ * calls fail too. With `torn`, the first write from there on writes half of its bytes, and the call after it fails. */
 void shim_arm(const char *below, const char *log, long at, int error, int on, int torn) {
     if (*log)
         trace = REAL(open)(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
@@ -46,11 +45,6 @@ void shim_disarm(void) {
     if (trace >= 0)
         close(trace);
     trace = -1;
-}
-
-/* How many calls below the folder there were. */
-long shim_count(void) {
-    return count;
 }
 
 static int is_below(const char *path) {

@@ -64,13 +64,11 @@ class Log:
     """The calls of some starts as changes of numbered files and folders."""
 
     ops: list[DataOp | NameOp | None] = field(default_factory=list)  # None for a flush
-    of: list[int] = field(
-        default_factory=list
-    )  # the file that is written, the file or folder flushed
+    # The file that is written, the file or folder flushed.
+    of: list[int] = field(default_factory=list)
     folders: set[int] = field(default_factory=lambda: {ROOT})
-    commits: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # (op, path) of a checkpoint's name
+    # (op, path) of a checkpoint's name.
+    commits: list[tuple[int, str]] = field(default_factory=list)
 
     @classmethod
     def read(cls, calls: list[Call]) -> Log:

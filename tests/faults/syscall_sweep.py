@@ -116,9 +116,8 @@ class Sweep(NamedTuple):
         life = self.trainer.run(folder, *SCENES[case.scene][1], failure=failure, trace=log)
         wrong = one_line(life) + disk.unsound(run)
         failed = [call for call in disk.read_trace(log, folder) if call.error == number]
-        if (
-            failed
-        ):  # a line more in the log, of a slow step, and it is another one than in the trace
+        # A line more in the log, of a slow step, and it is another one than in the trace.
+        if failed:
             case = case._replace(call=failed[0])
         else:
             wrong.append("no call failed")

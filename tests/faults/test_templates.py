@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -119,6 +120,21 @@ def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
     assert run.end_of(process) == 75
     assert f"error: {run.path}: moved or deleted; put it back" in run.errors()
     assert marks.read_text() == "start\n"
+
+
+def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run: FaultRun) -> None:
+    """Workers that save after their launcher was killed hold it for seconds, a dead NFS client for longer."""
+    run.path.mkdir(parents=True)
+    command = launch.command_for(launch.TRAIN, run.argv(), world=2)
+    script = [str(SCRIPTS / "run_until_done.sh"), *command]
+    with open(run.path / "run.lock", "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start(run, script, PAUSE="0", MAX_CRASHES="1000")
+        while "starting again" not in run.errors():
+            assert process.poll() is None, run.errors()
+            time.sleep(0.05)
+    assert run.end_of(process) == 0, run.errors()
+    assert "in use by" in run.errors()
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_a_run_that_went_back_is_not_brought_forward_by_its_mirror(store: Store)
     assert [e["from_step"] for e in launch.events(store.path("b"), "resume")][-1:] == [8]
 
 
-def test_two_ranks_resume_on_a_new_machine(store: Store, reference: Path) -> None:
+def test_two_ranks_resume_on_a_new_machine(store: Store) -> None:
     assert store.run("a", "--stop_after_steps=10", world=2).returncode == 0
     done = store.run("b", world=2)
     assert done.returncode == 0, done.stderr
@@ -201,7 +201,7 @@ def test_two_ranks_resume_on_a_new_machine(store: Store, reference: Path) -> Non
     store.assert_equals("b", store.path("c"))
 
 
-def test_wrong_credentials_a_lost_bucket_and_a_dead_server_never_stop_training(
+def test_a_lost_bucket_is_an_error_and_a_dead_server_never_stops_a_run_that_has_begun(
     store: Store, reference: Path
 ) -> None:
     store.stop_after("a", 5)

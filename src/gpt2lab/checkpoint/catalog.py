@@ -1,4 +1,4 @@
-"""The checkpoints of a run: list, choose, label, retire. Reads manifests only; no torch."""
+"""The checkpoints of a run: list, choose, label, retire. Reads manifests and headers of weights; no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS = "metrics.jsonl"
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
-# No file, or no label's: gone meanwhile, a folder, a link in a circle, a pipe, a device, too long.
+# Errors of an entry that is no label: deleted meanwhile, a folder, a circular link, a pipe, a device, too large.
 _NO_LABEL = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG)
 
 
@@ -48,7 +48,7 @@ class CheckpointInfo:
     def config(self) -> Config:
         """Return the settings that it was trained with.
 
-        Raises: CheckpointError if they are none, none that can work, or those of other weights.
+        Raises: CheckpointError if they are invalid, or do not match the weights.
         """
         try:
             config = read_settings(self.manifest["config"])
@@ -115,10 +115,10 @@ def has_checkpoints(run_dir: Path) -> bool:
     return bool(_step_folders(run_dir))
 
 
-def read_labels(run_dir: Path, *, all_of_them: bool = False) -> dict[str, str]:
+def read_labels(run_dir: Path, *, strict: bool = False) -> dict[str, str]:
     """Return {label: folder name}, e.g. {'best': 'step_00000250'}.
 
-    Raises: OSError with `all_of_them` if the disk does not give one that is there: it would look like none.
+    Raises: OSError with `strict` if a label exists but cannot be read.
     """
     folder = run_dir / LABELS
     if not folder.is_dir():
@@ -129,7 +129,7 @@ def read_labels(run_dir: Path, *, all_of_them: bool = False) -> dict[str, str]:
             try:
                 found[path.name] = read_regular(path, at_most=100).decode(errors="replace").strip()
             except OSError as error:
-                if all_of_them and error.errno not in _NO_LABEL:
+                if strict and error.errno not in _NO_LABEL:
                     raise
     return found
 
@@ -212,7 +212,7 @@ def find(run_dir: Path, target: str) -> CheckpointInfo:
     name = (
         read_labels(run_dir).get("best") if target == "best" else manifests.folder_name(int(target))
     )
-    if name is not None and re.fullmatch(r"step_[0-9]{8,}", name) is None:
+    if name is not None and not manifests.is_folder_name(name):
         raise CheckpointError(
             f"{run_dir / LABELS / target}: {name!r:.60} is not the name of a checkpoint; "
             f"choose one of --list_checkpoints by its step"
@@ -274,7 +274,7 @@ def retain(
     Raises: CheckpointError if only the newest would be left and it does not verify, OSError if a label cannot be read;
     nothing is deleted then.
     """
-    infos, _ = list_checkpoints(run_dir, labels=read_labels(run_dir, all_of_them=True))
+    infos, _ = list_checkpoints(run_dir, labels=read_labels(run_dir, strict=True))
     kept = {info.step for info in to_keep(infos, keep=keep, keep_emergency=keep_emergency)}
     if resumed_from is not None and sum(info.step > resumed_from for info in infos) < 2:
         kept.add(resumed_from)
@@ -294,7 +294,10 @@ def retain(
 
 
 def to_keep(infos: list[CheckpointInfo], *, keep: int, keep_emergency: int) -> list[CheckpointInfo]:
-    """Return those of the checkpoints, oldest first, that kinds, labels and the newest of all keep."""
+    """Return the checkpoints that retention keeps, some twice: by kind, by label, and the newest.
+
+    `infos`: oldest first.
+    """
     rolling = [info for info in infos if info.kind in ("rolling", "final")]
     emergency = [info for info in infos if info.kind == "emergency"]
     return [

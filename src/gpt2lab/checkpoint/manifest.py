@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -61,6 +62,11 @@ _OPTIONAL = {
 def folder_name(step: int) -> str:
     """Name the folder of a step's checkpoint."""
     return f"step_{step:08d}"
+
+
+def is_folder_name(name: Any) -> bool:
+    """Tell whether a value can be the name of a checkpoint's folder."""
+    return isinstance(name, str) and re.fullmatch(r"step_[0-9]{8,}", name) is not None
 
 
 class Staging:

@@ -30,7 +30,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.catalog import LABELS, METRICS
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, folder_name
+from gpt2lab.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, folder_name, is_folder_name
 from gpt2lab.errors import CheckpointError, ConfigError, first_line
 from gpt2lab.files import (
     OBJECT,
@@ -74,8 +74,8 @@ class Copy:
         return int(self.manifest["step"])
 
     @property
-    def age(self) -> tuple[int, float]:
-        """What newer is greater in: the start of the run that wrote it, and when."""
+    def recency(self) -> tuple[int, float]:
+        """A sort key, greater for newer copies: the start that wrote the checkpoint, then its time."""
         attempt = self.manifest.get("attempt", 1)
         return attempt if is_count(attempt) else 1, self.manifest["created"]
 
@@ -137,7 +137,7 @@ class Mirror:
 
     # -- what is there -------------------------------------------------------------------------------------------
 
-    def look(self) -> tuple[list[Copy], list[str]]:
+    def list_copies(self) -> tuple[list[Copy], list[str]]:
         """Return the complete copies, newest first, and a line for each one that cannot be used."""
         copies, problems = [], []
         names = [name for name in self._names(self._root) if _COPY.fullmatch(name)]
@@ -151,7 +151,7 @@ class Mirror:
                 continue
             self._known[name] = copy
             copies.append(copy)
-        return sorted(copies, key=lambda copy: copy.age, reverse=True), problems
+        return sorted(copies, key=lambda copy: copy.recency, reverse=True), problems
 
     def _names(self, folder: str) -> list[str]:
         self.fs.invalidate_cache()
@@ -208,7 +208,10 @@ class Mirror:
 
         Raises: ConfigError.
         """
-        if self.owner() not in (None, own) and any(self.look()):
+        if self.owner() in (None, own):
+            return
+        copies, problems = self.list_copies()
+        if copies or problems:
             raise ConfigError(
                 f"checkpoint_mirror {self.url}: holds checkpoints of another run of this name; continue that one "
                 f"with --resume latest, or choose another --run_name"
@@ -216,7 +219,7 @@ class Mirror:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def put(self, folder: Path, manifest: dict[str, Any], tick: Tick = lambda: None) -> None:
+    def upload(self, folder: Path, manifest: dict[str, Any], tick: Tick = lambda: None) -> None:
         """Copy one checkpoint and what belongs to it; every byte read must have its manifest's hash.
 
         Raises: FileNotFoundError if the checkpoint is retired already; CheckpointError if it is damaged; ConfigError
@@ -247,11 +250,11 @@ class Mirror:
                     packed.write(block)
                     tick()
             for name, file in files.items():
-                found = self._upload(file, f"{place}/{name}", name, step, tick)
+                found = self._upload_file(file, f"{place}/{name}", name, step, tick)
                 if name != MANIFEST and found != manifest["files"][name]:
                     raise CheckpointError(f"{folder / name}: damaged, not copied to {self.url}")
 
-    def _upload(
+    def _upload_file(
         self, file: BinaryIO, path: str, name: str, step: int, tick: Tick
     ) -> dict[str, Any]:
         digest, num_bytes = hashlib.sha256(), 0
@@ -285,9 +288,9 @@ class Mirror:
     def retire(self, labels: dict[str, str], *, keep: int, keep_emergency: int) -> list[str]:
         """Delete the copies that the run's rules keep no longer, and older ones that are not complete; return names.
 
-        At least two are kept: what was uploaded is not read again. Only files that `put` named are deleted.
+        At least two are kept: what was uploaded is not read again. Only files that `upload` named are deleted.
         """
-        copies = self.look()[0][::-1]
+        copies = self.list_copies()[0][::-1]
         infos = [
             catalog.describe(Path(folder_name(copy.step)), copy.manifest, labels) for copy in copies
         ]
@@ -383,8 +386,7 @@ class Mirror:
             {"format": TEXT, "files": names, "labels": OBJECT, "forecast": or_null(STRING)},
         )
         for label, target in about["labels"].items():
-            is_step = isinstance(target, str) and re.fullmatch(r"step_[0-9]{8,}", target)
-            if not is_file_name(label) or label.startswith(".") or not is_step:
+            if not is_file_name(label) or label.startswith(".") or not is_folder_name(target):
                 raise file.rejected(f"label {label!r:.60} -> {target!r:.60} is none")
         return about
 
@@ -418,7 +420,8 @@ def describe_status(status: dict[str, Any]) -> str | None:
     if not isinstance(found, dict):
         return None
     step, newest, error = (found.get(key) for key in ("step", "newest", "error"))
-    line = f"mirror: step {step} of {newest}" if is_count(step) else f"mirror: nothing of {newest}"
+    line = f"mirror: newest copy is step {step}" if is_count(step) else "mirror: no copy yet"
+    line += f", newest checkpoint is step {newest}" if is_count(newest) else ""
     return f"{line:.100}" + (f"; last error {error:.200}" if isinstance(error, str) else "")
 
 

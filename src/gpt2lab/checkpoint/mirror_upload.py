@@ -56,7 +56,7 @@ class Uploader:
         self._moved = time.monotonic()  # when a byte moved last
         self._report = Report(mirror.url, None, None, None)
         self._stalled = 0
-        self._told: set[str] = set()  # kinds of errors
+        self._warned_kinds: set[str] = set()  # of errors
         self._warnings: list[str] = []
         self._is_news = False
         self._start()
@@ -68,12 +68,12 @@ class Uploader:
 
     # -- the trainer's side --------------------------------------------------------------------------------------
 
-    def offer(self) -> None:
+    def notify_saved(self) -> None:
         """Say that a checkpoint was committed; returns at once."""
         with self._changed:
-            still = self._still()
-            if self._asked > self._done and still >= self._stall_seconds:
-                problem = TimeoutError(f"no byte moved for {still:.0f} s; tried again")
+            seconds = self._seconds_without_progress()
+            if self._asked > self._done and seconds >= self._stall_seconds:
+                problem = TimeoutError(f"no byte moved for {seconds:.0f} s; tried again")
                 self._fail(problem)
                 self._stalled += 1
                 if self._stalled <= _MOST_STALLED:
@@ -84,7 +84,7 @@ class Uploader:
             self._asked += 1
             self._changed.notify_all()
 
-    def news(self) -> tuple[Report, list[str]] | None:
+    def take_report(self) -> tuple[Report, list[str]] | None:
         """Return the state and the warnings since the last call, None if nothing has changed."""
         with self._changed:
             if not self._is_news:
@@ -93,18 +93,25 @@ class Uploader:
             return self._report, warnings
 
     def finish(self, may_wait: Callable[[], bool]) -> None:
-        """Wait until the newest checkpoint has arrived, or failed to, while `may_wait`; then end the thread."""
+        """Wait until the newest checkpoint is copied or has failed, as long as `may_wait()` is true.
+
+        Then end the thread.
+        """
         if self._report.error is not None:
-            self.offer()
+            self.notify_saved()
         with self._changed:
-            while self._asked > self._done and may_wait() and self._still() < self._stall_seconds:
+            while (
+                self._asked > self._done
+                and may_wait()
+                and self._seconds_without_progress() < self._stall_seconds
+            ):
                 self._changed.wait(0.05)
             if self._asked > self._done:
                 self._fail(TimeoutError("the process ended before the copy was complete"))
             self._thread = None  # whoever copies still is given up
             self._changed.notify_all()
 
-    def _still(self) -> float:
+    def _seconds_without_progress(self) -> float:
         return time.monotonic() - self._moved
 
     # -- the thread's side ---------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ class Uploader:
     def _bring_up_to_date(self) -> None:
         while (info := self._next()) is not None:
             try:
-                self._mirror.put(info.path, info.manifest, self._tick)
+                self._mirror.upload(info.path, info.manifest, self._tick)
             except FileNotFoundError:
                 if info.path.is_dir():
                     raise
@@ -159,7 +166,7 @@ class Uploader:
         infos, _ = catalog.list_checkpoints(self._run_dir)
         with self._changed:
             self._report = replace(self._report, newest=infos[-1].step if infos else None)
-        copies, _ = self._mirror.look()
+        copies, _ = self._mirror.list_copies()
         self._tick()
         there = {copy.name for copy in copies}
         has_newest = bool(infos) and copy_name(infos[-1].manifest) in there
@@ -178,8 +185,8 @@ class Uploader:
             said, kind = first_line(error), type(error).__name__
             self._report = replace(self._report, error=f"{kind}: {said}")
             self._is_news = True
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._warned_kinds:
+                self._warned_kinds.add(kind)
                 self._warnings.append(
                     f"{self._report.url}: checkpoint not copied ({kind}: {said}); training goes on, "
                     f"the next save or start tries again"

@@ -170,7 +170,8 @@ def _load_state(path: Path) -> tuple[TrainState, list[dict[str, Any]]]:
 def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(path, device="cpu")
-    except (OSError, safetensors.SafetensorError, RuntimeError) as error:  # torch's, of a disk
+    # torch raises RuntimeError for disk errors.
+    except (OSError, safetensors.SafetensorError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise CheckpointError(

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from gpt2lab.errors import (
     GPT2LabError,
+    InUseError,
     OutOfMemoryError,
     first_line,
     is_lost_peer,
@@ -46,6 +47,10 @@ def run(main: Callable[[list[str]], int]) -> int:
     # The scripts let Ctrl+C end them silently while this module loads.
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and (path := _code_file()):
+        # torchrun began again: what ended the workers before counts no more.
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:  # `... | head` closed the pipe
@@ -101,18 +106,23 @@ def _reject(error: GPT2LabError) -> int:
         if not is_lost_peer(error):
             _repeat_after_launcher(line)
     _tell_launcher(error, report=str(error))
-    _tell_script(error.exit_code)
+    _tell_script(error)
     return _leave(error.exit_code)
 
 
-def _tell_script(code: int) -> None:
+def _tell_script(error: GPT2LabError) -> None:
     """Tell run_until_done.sh an exit code that torchrun hides, when no status.json can: the folder may be gone.
 
-    1 is not told: it may be that of a rank whose peer had a reason of its own.
+    1 makes it start again. Only a folder in use says so: a rank with 1 may have a peer with a reason of its own.
     """
-    if code != 1 and (path := os.environ.get("GPT2LAB_EXIT_CODE_FILE")):
+    code = 1 if isinstance(error, InUseError) else error.exit_code
+    if (code != 1 or isinstance(error, InUseError)) and (path := _code_file()):
         with contextlib.suppress(OSError):
             replace_durably(Path(path), f"{code}\n")
+
+
+def _code_file() -> str | None:
+    return os.environ.get("GPT2LAB_EXIT_CODE_FILE")
 
 
 def _tell_launcher(error: Exception, report: str) -> None:

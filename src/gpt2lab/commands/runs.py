@@ -23,7 +23,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import MANIFEST
 from gpt2lab.checkpoint.target import is_run
 from gpt2lab.config.command_line import argument, option, run_tyro
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.files import sync_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.lock import LOCK, holder_of, lock
@@ -125,7 +125,7 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None) -> list[Path]:
         if not is_run(folder) and not (folder / MANIFEST).is_file():
             raise ConfigError(f"{folder}: neither a run nor a checkpoint; nothing is deleted")
         if (holder := holder_of(_run_of(folder))) is not None:
-            raise ConfigError(f"{folder}: in use by {holder}; stop it first")
+            raise InUseError(f"{folder}: in use by {holder}; stop it first")
         if folder not in found:
             found.append(folder)
     return found
@@ -182,5 +182,5 @@ def _locked(run_dir: Path) -> Iterator[None]:
             lock(file)
         except OSError:
             holder = holder_of(run_dir) or "another process"
-            raise ConfigError(f"{run_dir}: in use by {holder}; stop it first") from None
+            raise InUseError(f"{run_dir}: in use by {holder}; stop it first") from None
         yield

@@ -15,7 +15,7 @@ from gpt2lab import paths
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import LENGTHS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
-from gpt2lab.files import is_number
+from gpt2lab.files import is_file_name, is_number
 
 # Each flag's name: (name of its section, its field).
 LEAVES: dict[str, tuple[str, dataclasses.Field[Any]]] = {
@@ -121,7 +121,7 @@ def override(config: Config, values: dict[str, Any]) -> Config:
 
 
 def _is_folder_name(name: str) -> bool:
-    return name != "" and name.isprintable() and "/" not in name and name[0] not in ".-"
+    return is_file_name(name) and name[0] not in ".-"
 
 
 def wrong_types(values: dict[str, Any]) -> dict[str, str]:

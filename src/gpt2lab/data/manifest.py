@@ -21,7 +21,6 @@ from gpt2lab.files import (
     list_of,
     one_of,
     or_null,
-    sync_folder,
 )
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -60,7 +59,6 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """
     manifest["fingerprint"] = fingerprint_of(manifest)
     create_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-    sync_folder(folder)
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:

@@ -166,7 +166,7 @@ class Verifier:
         self._is_stale = False
         self._verified: set[Shard] = set()
         self._waiting: queue.Queue[Shard | None] = queue.Queue()
-        self._damage: DataError | None = None
+        self._damage: Exception | None = None
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -214,7 +214,7 @@ class Verifier:
 
         Raises: DataError naming a damaged one.
         """
-        self._compare_all()
+        self._compare_all(hash_changed=False)  # a stop has no time for that
         touched = (self._shards[index] for index in sorted(self._seen))
         return tuple(
             shard.path.name for shard in touched if shard.sha256 and shard not in self._verified
@@ -236,15 +236,16 @@ class Verifier:
         if self._damage is not None:
             raise self._damage
 
-    def _compare_all(self) -> None:
+    def _compare_all(self, *, hash_changed: bool = True) -> None:
         self._raise_damage()
         for index in list(self._seen):
-            self._compare(index)
+            self._compare(index, hash_changed=hash_changed)
 
-    def _compare(self, index: int) -> None:
+    def _compare(self, index: int, *, hash_changed: bool = True) -> None:
         """Hash a shard again, now, if its file is another one since it was last seen or was written to.
 
-        A file that is gone is no longer compared: what was read of it was verified, and opening it will fail.
+        A file that is gone is no longer compared: what was read of it was verified, and opening it will fail. Without
+        `hash_changed` a changed file of the right size is only counted as not verified.
         """
         shard, before, now = self._shards[index], self._seen[index], _identify(self._shards[index])
         if now in (before, None):
@@ -255,6 +256,8 @@ class Verifier:
             )
         elif before is None or now[:1] == before[:1]:  # its size
             self._verified.discard(shard)
+            if not hash_changed:
+                return
             self._verify(shard, "changed while training (its sha256 is not the one in shards.json)")
         else:
             sizes = f"{now[0]} bytes, {before[0]} before"
@@ -267,6 +270,8 @@ class Verifier:
             try:
                 if self._damage is None and not self._is_closed.is_set():
                     self._verify(shard)
+            except Exception as error:  # such as no memory: the thread that trains must hear of it
+                self._damage = error
             finally:
                 self._waiting.task_done()
 

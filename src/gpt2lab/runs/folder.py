@@ -18,7 +18,7 @@ from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, FolderLostError
+from gpt2lab.errors import ConfigError, FolderLostError, InUseError
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
 from gpt2lab.runs.lock import LOCK, holder_of, lock
@@ -30,7 +30,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """Create and lock the folder; remove what a killed process left half-written.
 
-        Raises: ConfigError if it cannot be written to or another process trains in it.
+        Raises: ConfigError if it cannot be written to, InUseError if another process trains in it.
         """
         self.path = path
         self.facts: dict[str, Any] = {}  # of this start, in every status
@@ -52,23 +52,23 @@ class RunFolder:
         except OSError as error:
             self._lock.close()
             holder = holder_of(path) or "another process"
-            raise ConfigError(
+            raise InUseError(
                 f"{path}: in use by {holder}; wait for it, stop it, or choose another --run_name"
             ) from error
         catalog.sweep(path)
-        self._sign()
-        self._place = _place_of(os.stat(path))
+        self._write_holder()
+        self._place = _device_and_inode(os.stat(path))
 
-    def _sign(self) -> None:
+    def _write_holder(self) -> None:
         """Write into the lock who holds it, and remember which file it is."""
         with contextlib.suppress(OSError):  # a full disk: the name is only for the message
             os.ftruncate(self._lock.fileno(), 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}\n"
             os.write(self._lock.fileno(), holder.encode())
-        self._locked = _place_of(os.fstat(self._lock.fileno()))
+        self._locked = _device_and_inode(os.fstat(self._lock.fileno()))
 
-    def keep(self) -> str | None:
-        """Prove that the folder is still this process's; return a warning if its lock had to be made again.
+    def check_lock(self) -> str | None:
+        """Check that this process still holds the folder's lock; return a warning if a deleted lock was made again.
 
         A lock protects as long as its file has its name. Where that was deleted, and nobody else was there meanwhile,
         a new one is made; a file of another start is never touched.
@@ -77,7 +77,7 @@ class RunFolder:
         """
         path = self.path / LOCK
         try:
-            if _place_of(os.stat(path)) == self._locked:
+            if _device_and_inode(os.stat(path)) == self._locked:
                 return None
         except (FileNotFoundError, NotADirectoryError):
             self._lock_again(path)
@@ -92,7 +92,7 @@ class RunFolder:
     def _lock_again(self, path: Path) -> None:
         again: IO[str] | None = None
         try:
-            if _place_of(os.stat(self.path)) != self._place:
+            if _device_and_inode(os.stat(self.path)) != self._place:
                 raise FileNotFoundError
             # Exclusively: an existing file would be that of another start, also of one that has ended.
             again = open(path, "x+")  # noqa: SIM115 - held until the process ends
@@ -111,7 +111,7 @@ class RunFolder:
         finally:
             if again is not None:
                 again.close()
-        self._sign()
+        self._write_holder()
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -158,7 +158,7 @@ class RunFolder:
         self.write_status(**self._status)
 
 
-def _place_of(found: os.stat_result) -> tuple[int, int]:
+def _device_and_inode(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 

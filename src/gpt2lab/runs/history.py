@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import difflib
 import functools
 import itertools
 import json
-import shlex
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -16,21 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import METRICS, find_folder, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, TEXT, JsonFile, Rules, or_null
 from gpt2lab.runs import log_index
-from gpt2lab.runs.log_index import Chunk, Event
+from gpt2lab.runs.log_index import NAMED_LINES, Chunk, Event
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
-_FORMS: dict[
-    str, tuple[Rules, ...]
-] = {  # what is read of a file: keys that it has, and that it may have
+# What is read of a file: keys that it has, and that it may have.
+_FORMS: dict[str, tuple[Rules, ...]] = {
     "status.json": (
         {"state": TEXT, "step": COUNT},
         {"exit_code": or_null(NUMBER), "reason": or_null(STRING)},
@@ -148,11 +147,11 @@ class Log:
             for start, chunk in zip(before, self._chunks, strict=False)
             for line, what in chunk.damaged
         ]
-        more = f" and {count - 3:,} more" if count > 3 else ""
-        run = shlex.quote(paths.for_people(self._run_dir))
+        more = f" and {count - NAMED_LINES:,} more" if count > NAMED_LINES else ""
+        run = fmt.word_of_bash(paths.for_people(self._run_dir))
         return (
-            f"{self._run_dir / METRICS} {'; '.join(named[:3])}{more}: edited, or the disk is damaged; left out, "
-            f"{paths.command('repair-log')} {run} removes it"
+            f"{self._run_dir / METRICS} {'; '.join(named[:NAMED_LINES])}{more}: edited, or the disk is damaged; "
+            f"left out, {paths.command('repair-log')} {run} removes it"
         )
 
     def __bool__(self) -> bool:
@@ -202,7 +201,7 @@ class Log:
             return None
         row = int(self._current[place])
         chunk = bisect.bisect_right(self._starts, row) - 1
-        steps = self._steps_of(self._chunks[chunk])
+        steps = self._steps_of(chunk)
         return next(itertools.islice(steps, row - self._starts[chunk], None))
 
     def recorded_after(self, step: int) -> dict[str, Event]:
@@ -228,8 +227,9 @@ class Log:
         """Yield the events of all current steps in the order they were logged."""
         is_current = np.zeros(len(self._steps), bool)
         is_current[self._current] = True
-        for start, chunk in zip(self._starts, self._chunks, strict=False):
-            yield from itertools.compress(self._steps_of(chunk), is_current[start:])
+        for number, start in enumerate(self._starts[:-1]):
+            events = itertools.compress(self._steps_of(number), is_current[start:])
+            yield from (event for event in events if event is not None)
 
     def spent_seconds(self) -> float:
         """Return the seconds of all starts, each from its beginning, without the pauses between them."""
@@ -291,25 +291,48 @@ class Log:
         try:
             return chunk.column(name, self._run_dir)
         except (OSError, ValueError, zlib.error):  # the index is damaged, or was replaced since
-            again = log_index.make_chunk(self._block(chunk), chunk.first)
+            block = self._block(chunk)
+            if zlib.crc32(block) != chunk.crc:
+                raise self._error("changed while it was read; try again") from None
+            again = log_index.make_chunk(block, chunk.first)
+            if again.rows != chunk.rows:
+                raise self._error("its index is not of it; delete metrics.index") from None
             return again.column(name, None)
 
-    def _steps_of(self, chunk: Chunk) -> Iterator[Event]:
-        """Yield the events of all steps in a chunk."""
-        lines = self._block(chunk).split(b"\n")[:-1]
-        return (event for event in _parsed(lines) if event["event"] == "step")
+    def _steps_of(self, number: int) -> Iterator[Event | None]:
+        """Yield the events of all steps in a chunk, None for one that was damaged since it was indexed."""
+        chunk, start = self._chunks[number], self._starts[number]
+        block = self._block(chunk)
+        steps = (e for e in _parsed(block.split(b"\n")[:-1]) if e["event"] == "step")
+        if zlib.crc32(block) == chunk.crc:
+            yield from steps
+            return
+        # A row of the index no longer finds its line by counting.
+        rows = slice(start, start + chunk.rows)
+        indexed = list(zip(self._attempts[rows].tolist(), self._steps[rows].tolist(), strict=True))
+        left = list(steps)
+        pairs = difflib.SequenceMatcher(
+            None, indexed, [(event["attempt"], event["step"]) for event in left], autojunk=False
+        )
+        found: list[Event | None] = [None] * chunk.rows
+        for row, line, length in pairs.get_matching_blocks():
+            found[row : row + length] = left[line : line + length]
+        if not any(found):
+            raise self._error("changed while it was read; try again")
+        damaged = log_index.make_chunk(block, chunk.first)
+        before = sum(one.lines for one in self._chunks[:number])
+        where = ", ".join(f"{before + line:,}" for line, _ in damaged.damaged)
+        _warn_once(
+            f"{self._run_dir}/{METRICS}: damaged after it was written, near line {where}; left out"
+        )
+        yield from found
 
     def _block(self, chunk: Chunk) -> bytes:
-        """Return the lines of a chunk.
-
-        Raises: GPT2LabError if they are not those that were indexed.
-        """
         assert self._run_dir is not None
-        path = self._run_dir / METRICS
-        block = _read(path, chunk.first, chunk.end)
-        if zlib.crc32(block) != chunk.crc:
-            raise GPT2LabError(f"{path}: changed while it was read; try again")
-        return block
+        return _read(self._run_dir / METRICS, chunk.first, chunk.end)
+
+    def _error(self, what: str) -> GPT2LabError:
+        return GPT2LabError(f"{self._run_dir}/{METRICS}: {what}")
 
 
 def _read(path: Path, begin: int, end: int) -> bytes:

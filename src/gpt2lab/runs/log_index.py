@@ -10,11 +10,9 @@ A chunk is a line `<crc32 of the rest> <JSON>`, and then each column of its step
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
-import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,13 +22,13 @@ from typing import IO, Any
 import numpy as np
 
 from gpt2lab.checkpoint.catalog import METRICS
+from gpt2lab.files import open_regular
 
 INDEX = "metrics.index"
 BLOCK = 1 << 20  # bytes of the log that a chunk covers, up to the end of a line
-_GROWTH = (
-    64  # the log grows by a 64th between two updates by its writer: reading the index costs, too
-)
-_NAMED = 3  # damaged lines of a chunk that are named; the others are counted
+# The log grows by a 64th between two updates by its writer: reading the index costs, too.
+_GROWTH = 64
+NAMED_LINES = 3  # damaged lines of a chunk that are named; the others are counted
 
 Event = dict[str, Any]
 # A step's fields that readers want of all steps; what is missing or no number becomes NaN.
@@ -41,6 +39,9 @@ FLOATS = (
 _INTEGERS = ("step", "attempt")
 _COLUMNS = (*_INTEGERS, *FLOATS)
 LIMIT = 2**32  # of step and attempt
+# An index may lie in a folder of somebody else's making, so that no link is followed.
+_READ = os.O_RDONLY | os.O_NOFOLLOW
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,8 @@ class Chunk:
     crc: int  # of these bytes
     lines: int
     rows: int  # steps among them
-    events: list[
-        tuple[int, Event]
-    ]  # all others, each with the number of the chunk's steps before it
+    # All others, each with the number of the chunk's steps before it.
+    events: list[tuple[int, Event]]
     damaged: list[tuple[int, str]]  # line within the chunk, from 1, and what it is; at most three
     num_damaged: int
     sizes: list[int]  # bytes of each column
@@ -73,7 +73,7 @@ class Chunk:
             data = self.payload[at : at + size]
         else:
             assert run_dir is not None
-            with _open_regular(run_dir / INDEX, "rb") as file:
+            with open_regular(run_dir / INDEX, flags=_READ) as file:
                 data = os.pread(file.fileno(), size, self.at + at)
         if zlib.crc32(data) != self.sums[number]:
             raise ValueError(f"{INDEX}: not the column {name}")
@@ -140,7 +140,7 @@ def make_chunk(block: bytes, first: int) -> Chunk:
         lines=len(lines),
         rows=len(rows),
         events=events,
-        damaged=damaged[:_NAMED],
+        damaged=damaged[:NAMED_LINES],
         num_damaged=len(damaged),
         sizes=[len(column) for column in columns],
         sums=[zlib.crc32(column) for column in columns],
@@ -201,9 +201,8 @@ def _blocks(log: IO[bytes], at: int) -> Iterator[bytes]:
     while block := log.read(BLOCK):
         if not block.endswith(b"\n"):
             block += log.readline()
-        whole = block[
-            : block.rfind(b"\n") + 1
-        ]  # an unterminated last line is being written, or torn
+        # An unterminated last line is being written, or torn.
+        whole = block[: block.rfind(b"\n") + 1]
         if whole:
             yield whole
         if len(whole) < BLOCK:
@@ -213,12 +212,16 @@ def _blocks(log: IO[bytes], at: int) -> Iterator[bytes]:
 def _fitting(run_dir: Path, log: IO[bytes]) -> tuple[list[Chunk], int]:
     """Return the chunks of the index up to the last whose bytes are those of the log, and the size of the index."""
     try:
-        with _open_regular(run_dir / INDEX, "rb") as index:
+        with open_regular(run_dir / INDEX, flags=_READ) as index:
             chunks, size = list(_stored(index)), os.fstat(index.fileno()).st_size
     except OSError:
         return [], 0
+    log_size = os.fstat(log.fileno()).st_size
     while chunks:
         last = chunks[-1]
+        if last.end > log_size:
+            chunks.pop()
+            continue
         log.seek(last.first)
         if zlib.crc32(log.read(last.end - last.first)) == last.crc:
             break
@@ -251,30 +254,15 @@ def _is_sound(chunk: Chunk) -> bool:
 
     Raises: TypeError or ValueError if it cannot.
     """
-    numbers = (chunk.first, chunk.crc, chunk.lines, chunk.rows, chunk.num_damaged)
+    numbers = (chunk.first, chunk.end, chunk.crc, chunk.lines, chunk.rows, chunk.num_damaged)
     return (
         all(type(number) is int and number >= 0 for number in (*numbers, *chunk.sizes, *chunk.sums))
         and len(chunk.sizes) == len(chunk.sums) == len(_COLUMNS)
         and chunk.first + chunk.rows < chunk.end
-        and all(0 <= row <= chunk.rows and _is_event(event) for row, event in chunk.events)
+        and all(type(row) is int and 0 <= row <= chunk.rows for row, _ in chunk.events)
+        and all(_is_event(event) for _, event in chunk.events)
         and all(type(line) is int and type(what) is str for line, what in chunk.damaged)
     )
-
-
-def _open_regular(path: Path, mode: str) -> IO[bytes]:
-    """Open a file that may lie in a folder of somebody else's making: no link, pipe or device.
-
-    Raises: OSError.
-    """
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-    file: IO[bytes] = open(path, mode, opener=opener)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
 
 
 def _open_to_append(
@@ -282,7 +270,7 @@ def _open_to_append(
 ) -> IO[bytes] | None:
     """Return the index, locked and cut after these chunks; None if it cannot be written or another process has."""
     try:
-        index = stack.enter_context(_open_regular(run_dir / INDEX, "ab"))
+        index = stack.enter_context(open_regular(run_dir / INDEX, "ab", _APPEND))
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(index.fileno()).st_size != size:
             return None

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Of a write that is tried again later. A kernel that finds a file system damaged makes it read-only until somebody
-# has repaired it.
-_KEPT = (*_FULL, errno.EIO, errno.EROFS)
+# Errors after which a write is tried again later. A kernel makes a damaged file system read-only until it is repaired.
+_RETRIED = (*_FULL, errno.EIO, errno.EROFS)
 _BLOCK = 1 << 20
 _BINS = 64  # of a histogram, of equal width
 
@@ -61,7 +60,7 @@ class MetricsLogger:
         self._not_indexed = 0  # bytes
         self._flushed = 0  # bytes of metrics.jsonl that are on the disk
         # After a flush that failed the kernel may have given up on what it could not write.
-        self._is_unsure = False
+        self._last_flush_failed = False
         self._log: IO[str] | None = None
         self._tensorboard: SummaryWriter | None = None
         self._wandb: WandbMirror | None = None
@@ -120,7 +119,7 @@ class MetricsLogger:
                 del self._held_back[: self._metrics.write(self._held_back)]
         except OSError as error:
             problem = f"{self._metrics.name}: {error.strerror}"
-            if error.errno not in _KEPT:
+            if error.errno not in _RETRIED:
                 raise SaveError(f"{problem}; repair it and resume") from error
             if not self._is_full:
                 self.say(f"warning: {problem}; training continues and keeps its events in memory")
@@ -142,16 +141,17 @@ class MetricsLogger:
             return problem
         for _ in range(2):
             try:
-                if self._is_unsure:
+                if self._last_flush_failed:
                     self._write_again()
                 os.fsync(self._metrics.fileno())
             except OSError as error:
                 problem = f"{self._metrics.name}: {error.strerror}"
-                if not self._is_unsure:
+                if not self._last_flush_failed:
                     self.say(f"warning: {problem}; its last events are written again")
-                self._is_unsure = True
+                self._last_flush_failed = True
             else:
-                self._flushed, self._is_unsure = os.fstat(self._metrics.fileno()).st_size, False
+                self._flushed = os.fstat(self._metrics.fileno()).st_size
+                self._last_flush_failed = False
                 return None
         return problem
 

@@ -50,8 +50,9 @@ def fetch_newer(
     """
     mirror = connect(url, run_dir.name)
     try:
-        (copies, problems), owner = _in_time(lambda: (mirror.look(), mirror.owner()))
-        if copies and owner != run_id(run_dir) is not None:
+        (copies, problems), owner = _in_time(lambda: (mirror.list_copies(), mirror.owner()))
+        own = run_id(run_dir)
+        if copies and own is not None and owner != own:
             raise ConfigError(
                 f"{run_dir}: another run than the one whose checkpoints are in {mirror.url}; "
                 f"choose another --run_name or --checkpoint_dir"
@@ -62,7 +63,7 @@ def fetch_newer(
             for event in history.read_log(run_dir).of_kind("begin", "rewind")
         ]
         for copy in copies:
-            went_back = any(turn[:2] > copy.age and turn[2] < copy.step for turn in turns)
+            went_back = any(turn[:2] > copy.recency and turn[2] < copy.step for turn in turns)
             if went_back or (newest is not None and copy.step <= newest.step):
                 continue
             try:
@@ -98,7 +99,7 @@ def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:
 def fetch_on_this_machine(start: Start) -> None:
     """Give another machine of the run the checkpoint that rank 0 chose, if its disk has none of that name.
 
-    Raises: CheckpointError if the mirror has it not.
+    Raises: CheckpointError if the mirror does not have it.
     """
     url, chosen = start.config.checkpoint.checkpoint_mirror, start.checkpoint
     if url is None or chosen is None or chosen.path.exists():
@@ -106,7 +107,7 @@ def fetch_on_this_machine(start: Start) -> None:
     mirror = connect(url, start.run_dir.name)
     wanted = copy_name(chosen.manifest)
     try:
-        found = [copy for copy in mirror.look()[0] if copy.name == wanted]
+        found = [copy for copy in _in_time(mirror.list_copies)[0] if copy.name == wanted]
         if found:
             mirror.fetch(found[0], start.run_dir)
             return
@@ -151,9 +152,9 @@ def catch_up_after_end(start: Start, signals: Signals) -> None:
         return
     folder = RunFolder(start.run_dir)
     try:
-        uploader.offer()
-        uploader.finish(patience(signals, {}, most=WAIT_SECONDS, has_failed=False))
-        report, _ = uploader.news() or (None, [])
+        uploader.notify_saved()
+        uploader.finish(wait_limit(signals, {}, most=WAIT_SECONDS, has_failed=False))
+        report, _ = uploader.take_report() or (None, [])
         path = start.run_dir / "status.json"
         status = history.read_json(path)
         if report is None or status is None:
@@ -178,7 +179,7 @@ def open_uploader(start: Start) -> Uploader | None:
         keep_emergency=config.keep_emergency_checkpoints,
     )
     if start.checkpoint is not None:  # the last start may have ended before its last copy arrived
-        uploader.offer()
+        uploader.notify_saved()
     return uploader
 
 
@@ -202,13 +203,13 @@ def _in_time(act: Callable[[], T]) -> T:
     return answers[0]
 
 
-def patience(
+def wait_limit(
     signals: Signals, deadlines: dict[str, float], *, most: float, has_failed: bool
 ) -> Callable[[], bool]:
-    """Return what tells whether the end of a start may still wait for the last copy.
+    """Return a function that tells whether the end of a start may still wait for the last copy.
 
-    Until shortly before the launcher kills, if a signal or an error ends it; not beyond a deadline; never after the
-    second signal.
+    After a signal or an error it may wait until shortly before the launcher kills. It never waits beyond a deadline or
+    after a second signal.
     """
     began = time.monotonic()
     grace = (launcher_grace_seconds(os.environ) or _GRACE_SECONDS) - _MARGIN_SECONDS

@@ -4,8 +4,8 @@ Each rank writes its phase to a small file in the run's folder and watches itsel
 long, the thread reads the other ranks' files, names the rank that all wait for, prints the stacks and ends the process:
 a hang becomes a crash, which a restart cures.
 
-Time in which this process itself was stopped (SIGSTOP, Ctrl+Z, a frozen container or machine) is no hang. The thread
-then missed its own beats, so what is counted is the time between beats, each up to twice its length.
+Time in which this process itself was stopped (SIGSTOP, Ctrl+Z, a frozen container or machine) is no hang. The
+watching thread misses its beats then, so each interval between beats counts at most twice its normal length.
 """
 
 from __future__ import annotations

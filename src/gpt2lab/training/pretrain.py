@@ -23,6 +23,7 @@ from gpt2lab.errors import (
     ConfigError,
     FolderLostError,
     GPT2LabError,
+    InUseError,
     OutOfMemoryError,
     SaveError,
     TornUpdateError,
@@ -48,7 +49,7 @@ from gpt2lab.training.from_mirror import (
     catch_up_after_end,
     fetch_on_this_machine,
     open_uploader,
-    patience,
+    wait_limit,
 )
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -232,7 +233,7 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
         newest = history.newest_event(start.run_dir)
         if newest is not None and newest["attempt"] >= start.attempt:
             opened.pop().close()
-            raise ConfigError(f"{start.run_dir}: another start used this run just now; start again")
+            raise InUseError(f"{start.run_dir}: another start used this run just now; start again")
 
     runtime.on_rank_zero(open_and_check)
     return opened[0] if opened else None
@@ -267,7 +268,7 @@ def _train(
         """Give the last copy some time to arrive, when all else is on disk."""
         if mirror is not None and saver is not None:
             most = runtime.timeout_seconds / 2  # the other ranks wait in a barrier
-            mirror.finish(patience(signals, start.deadlines, most=most, has_failed=has_failed))
+            mirror.finish(wait_limit(signals, start.deadlines, most=most, has_failed=has_failed))
             saver.report_mirror(trainer.state.step if trainer else components.state.step)
 
     try:
@@ -320,7 +321,10 @@ def _train(
         heartbeat.close()
     finish_mirror(has_failed=False)
     if folder and signals.level < 2:  # who asks twice has no time for a report
-        logger.say(summary.describe_run(start.run_dir))
+        try:
+            logger.say(summary.describe_run(start.run_dir))
+        except (GPT2LabError, OSError) as error:  # the run itself is complete
+            logger.say(f"warning: no summary of the run: {error}")
     logger.close()
 
 

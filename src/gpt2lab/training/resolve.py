@@ -36,7 +36,7 @@ from gpt2lab.data.mixture import (
 )
 from gpt2lab.data.order import VERSION
 from gpt2lab.data.shards import TokenData
-from gpt2lab.errors import CheckpointError, ConfigError, DataError
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, InUseError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
 from gpt2lab.optim.schedule import default_min_lr, default_warmup
 from gpt2lab.planner.auto import OpenSettings, check_memory, choose_settings
@@ -427,7 +427,7 @@ def _choose(
     if info is None and existed:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
     if info is None and (holder := holder_of(run_dir)) is not None:
-        raise ConfigError(
+        raise InUseError(
             f"{run_dir}: in use by {holder}, which has not saved a checkpoint yet; wait for it, or stop it"
         )
     if info is None and target == "latest":

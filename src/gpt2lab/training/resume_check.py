@@ -42,7 +42,7 @@ class ResumeCheck:
 
     from_step: int
     world_size: int
-    saved_world_size: int | None  # None: the manifest does not say
+    saved_world_size: int
     changes: dict[str, list[Any]]
     level: str  # bit-identical | same data | changed
     verified_batches: list[int]  # steps whose batch was read again: its hash is the logged one
@@ -52,7 +52,7 @@ class ResumeCheck:
         """Write the result for people."""
         read, lr = " and ".join(map(str, self.verified_batches)), self.verified_lr
         data = f"batch of step {read} read again: the hash is the logged one"
-        before, now = self.saved_world_size or "not known", self.world_size
+        before, now = self.saved_world_size, self.world_size
         return (
             f"resumed from step {self.from_step} ({self.level})\n"
             f"  data         {data if read else 'nothing logged to compare with'}\n"
@@ -123,11 +123,10 @@ def check_resume(
     """
     assert start.checkpoint is not None
     logged = _logged_steps(start)
-    saved_world_size = saved_environment(start)["world_size"]
     return ResumeCheck(
         from_step=state.step,
         world_size=start.plan.batch.world_size,
-        saved_world_size=saved_world_size if type(saved_world_size) is int else None,
+        saved_world_size=saved_environment(start)["world_size"],
         changes=start.changes,
         level=_level(start, facts),
         verified_batches=_compare_batches(start, state, loader, logged),

@@ -71,7 +71,7 @@ class Saver:
         began, label = time.monotonic(), f"emergency_{state.step:08d}"
         try:
             folder = self.folder or (opened := RunFolder(self.run_dir))
-            folder.keep()
+            folder.check_lock()
             if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
                 return False
             content = store.collect(self.model, self.optimizers, keep=True)
@@ -82,7 +82,7 @@ class Saver:
             self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
             catalog.set_label(folder.path, label, state.step)
             if self.mirror is not None:
-                self.mirror.offer()
+                self.mirror.notify_saved()
         except (OSError, RuntimeError, MemoryError, GPT2LabError):
             return False  # the first error is the one to report
         finally:
@@ -93,7 +93,11 @@ class Saver:
 
     def report_mirror(self, step: int) -> None:
         """Pass on what the mirror has to say: to status.json, and a warning of each kind of error."""
-        if self.mirror is None or self.folder is None or (news := self.mirror.news()) is None:
+        if (
+            self.mirror is None
+            or self.folder is None
+            or (news := self.mirror.take_report()) is None
+        ):
             return
         report, warnings = news
         for warning in warnings:
@@ -148,7 +152,7 @@ class Saver:
     ) -> str | None:
         """Write, label and report on rank 0; return what went wrong, or None."""
         assert self.folder is not None
-        if (warning := self.folder.keep()) is not None:
+        if (warning := self.folder.check_lock()) is not None:
             self.logger.warn(warning, state.step)
         if not weights_are_finite(content):
             raise NonFiniteError(
@@ -173,7 +177,7 @@ class Saver:
         faultpoint("checkpoint.after_label", state.step)
         self._report(state, kind, labels, time.monotonic() - began)
         if self.mirror is not None:
-            self.mirror.offer()
+            self.mirror.notify_saved()
         try:
             # Asked twice: the disk can be tidied by the next start.
             if is_flushed and self.signals.level < 2:

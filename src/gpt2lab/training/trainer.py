@@ -263,7 +263,7 @@ class Trainer:
     def check_folder(self) -> GPT2LabError | None:
         """Return the error of a run's folder that is gone or taken, on rank 0, which holds its lock."""
         try:
-            if self.folder is not None and (warning := self.folder.keep()) is not None:
+            if self.folder is not None and (warning := self.folder.check_lock()) is not None:
                 self.logger.warn(warning, self.state.step)
         except FolderLostError as error:
             return error

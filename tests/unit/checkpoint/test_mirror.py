@@ -59,12 +59,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def steps(mirror: Mirror) -> list[int]:
-    return [copy.step for copy in mirror.look()[0]]
+    return [copy.step for copy in mirror.list_copies()[0]]
 
 
 def copy_to(mirror: Mirror, *folders: Path) -> None:
     for folder in folders:
-        mirror.put(folder, manifest.read_manifest(folder))
+        mirror.upload(folder, manifest.read_manifest(folder))
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -93,12 +93,12 @@ def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(
     url: str, run_dir: Path, fresh: Path
 ) -> None:
     mirror = connect(url, "run")
-    assert mirror.look() == ([], [])
+    assert mirror.list_copies() == ([], [])
     first, second = commit(run_dir, 1), commit(run_dir, 2)
     catalog.set_label(run_dir, "best", 1)
     (run_dir / "estimate.json").write_text('{"seconds": 3}')
     copy_to(mirror, first, second)
-    newest, older = connect(url, "run").look()[0]
+    newest, older = connect(url, "run").list_copies()[0]
     for copy, source in ((newest, second), (older, first)):
         assert contents(mirror.fetch(copy, fresh)) == contents(source)
     assert catalog.read_labels(fresh) == {"best": "step_00000001"}
@@ -126,7 +126,7 @@ def test_a_damaged_copy_is_never_fetched(
     url = f"file://{tmp_path / 'bucket'}"
     mirror, folder = connect(url, "run"), commit(run_dir, 2)
     copy_to(mirror, folder)
-    (copy,) = mirror.look()[0]
+    (copy,) = mirror.list_copies()[0]
     path = tmp_path / "bucket" / "run" / copy.name / file
     data = path.read_bytes()
     path.unlink()
@@ -136,7 +136,7 @@ def test_a_damaged_copy_is_never_fetched(
     with pytest.raises((CheckpointError, FileNotFoundError)):
         mirror.fetch(copy, fresh)
     assert list(fresh.iterdir()) == []
-    found, problems = connect(url, "run").look()
+    found, problems = connect(url, "run").list_copies()
     if file == "manifest.json":
         assert (found, len(problems)) == ([], int(damage != "remove"))
 
@@ -145,7 +145,7 @@ def test_a_damaged_log_in_a_copy_is_found(run_dir: Path, fresh: Path, tmp_path: 
     (tmp_path / "bucket").mkdir()
     mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
     copy_to(mirror, folder)
-    (copy,) = mirror.look()[0]
+    (copy,) = mirror.list_copies()[0]
     path = tmp_path / "bucket" / "run" / copy.name / "metrics.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl\.gz: damaged"):
@@ -168,7 +168,7 @@ def test_a_log_here_that_goes_on_is_kept_and_another_is_set_aside(
 ) -> None:
     mirror, folder = connect(url, "run"), commit(run_dir, 2)
     copy_to(mirror, folder)
-    (copy,) = mirror.look()[0]
+    (copy,) = mirror.list_copies()[0]
     copied = (run_dir / "metrics.jsonl").read_text()
     for log, kept, aside in (
         (copied + '{"event": "stop"}\n', True, 0),
@@ -189,7 +189,7 @@ def test_a_forged_label_leaves_nothing(
     (tmp_path / "bucket").mkdir()
     mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
     copy_to(mirror, folder)
-    (copy,) = mirror.look()[0]
+    (copy,) = mirror.list_copies()[0]
     path = tmp_path / "bucket" / "run" / copy.name / "of_run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "labels": labels}))
     with pytest.raises(CheckpointError, match="label"):
@@ -344,7 +344,7 @@ class Following:
 
     def until(self, condition: Callable[[Report], bool]) -> None:
         for _ in range(int(WAIT / 0.01)):
-            if news := self.uploader.news():
+            if news := self.uploader.take_report():
                 self.report = news[0]
                 self.warnings += news[1]
             if self.report is not None and condition(self.report):
@@ -367,7 +367,7 @@ def test_a_store_that_fails_is_one_warning_and_is_tried_again_with_the_next_save
     follow = Following(run_dir)
     for step in (1, 2):
         commit(run_dir, step)
-        follow.uploader.offer()
+        follow.uploader.notify_saved()
         follow.until(lambda report, step=step: report.newest == step and report.error is not None)
     assert len(follow.warnings) == 1
     assert type(error).__name__ in follow.warnings[0]
@@ -375,7 +375,7 @@ def test_a_store_that_fails_is_one_warning_and_is_tried_again_with_the_next_save
     assert follow.report.step is None
     troubled.trouble = staticmethod(lambda path: None)
     commit(run_dir, 3)
-    follow.uploader.offer()
+    follow.uploader.notify_saved()
     follow.until(lambda report: report.step == 3 and report.error is None)
     assert steps(follow.mirror) == [3], "the older ones are not caught up with"
     assert len(follow.warnings) == 1
@@ -394,13 +394,13 @@ def test_a_slow_store_is_skipped_to_the_newest_and_labels_follow(
     troubled.trouble = staticmethod(wait)
     follow = Following(run_dir)
     commit(run_dir, 1)
-    follow.uploader.offer()
+    follow.uploader.notify_saved()
     assert reached.wait(WAIT)
     for step in (2, 3, 4):
         commit(run_dir, step)
         if step == 2:
             catalog.set_label(run_dir, "best", 2)
-        follow.uploader.offer()  # returns although the store does not
+        follow.uploader.notify_saved()  # returns although the store does not
     shutil.rmtree(
         run_dir / "step_00000001"
     )  # retired meanwhile: the open files are read to their end
@@ -424,12 +424,12 @@ def test_a_store_that_hangs_is_given_up_and_another_thread_goes_on(
     troubled.trouble = staticmethod(hang)
     follow = Following(run_dir, stall_seconds=0.0)
     commit(run_dir, 1)
-    follow.uploader.offer()
+    follow.uploader.notify_saved()
     assert reached.wait(WAIT)
     hung = follow.uploader._thread
     assert hung is not None
     commit(run_dir, 2)
-    follow.uploader.offer()
+    follow.uploader.notify_saved()
     follow.until(lambda report: report.step == 2)
     assert len(follow.warnings) == 1
     assert "no byte moved" in follow.warnings[0]
@@ -444,7 +444,7 @@ def test_the_end_waits_as_long_as_it_may(troubled: type[Troubled], run_dir: Path
     troubled.trouble = staticmethod(lambda path: free.wait(WAIT) and None)
     follow = Following(run_dir)
     commit(run_dir, 1)
-    follow.uploader.offer()
+    follow.uploader.notify_saved()
 
     def may_wait() -> bool:
         asked.append(1)
@@ -455,7 +455,7 @@ def test_the_end_waits_as_long_as_it_may(troubled: type[Troubled], run_dir: Path
     assert len(asked) == 3
     follow.until(lambda report: "ended before" in str(report.error))
     again = Following(run_dir)
-    again.uploader.offer()
+    again.uploader.notify_saved()
     again.uploader.finish(lambda: True)
     assert steps(again.mirror) == [1]
 
@@ -469,7 +469,7 @@ def test_the_last_copy_is_tried_once_more_at_the_end(
     troubled.trouble = staticmethod(fail)
     follow = Following(run_dir)
     commit(run_dir, 1)
-    follow.uploader.offer()
+    follow.uploader.notify_saved()
     follow.until(lambda report: report.error is not None)
     troubled.trouble = staticmethod(lambda path: None)
     follow.uploader.finish(lambda: True)
@@ -485,10 +485,10 @@ from gpt2lab.checkpoint import manifest
 from gpt2lab.checkpoint.mirror import connect
 verb, url, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 mirror = connect(url, "run")
-if verb == "put":
-    mirror.put(folder, manifest.read_manifest(folder))
+if verb == "upload":
+    mirror.upload(folder, manifest.read_manifest(folder))
 else:
-    mirror.fetch(mirror.look()[0][0], folder)
+    mirror.fetch(mirror.list_copies()[0][0], folder)
 """
 
 
@@ -508,11 +508,11 @@ def test_killed_in_the_middle_of_an_upload_leaves_no_copy(
 ) -> None:
     (tmp_path / "bucket").mkdir()
     url, folder = f"file://{tmp_path / 'bucket'}", commit(run_dir, 1)
-    run_killed("put", url, folder, f"mirror.upload.{file}")
+    run_killed("upload", url, folder, f"mirror.upload.{file}")
     mirror = connect(url, "run")
     assert steps(mirror) == []
     copy_to(mirror, folder)
-    assert contents(mirror.fetch(mirror.look()[0][0], fresh)) == contents(folder)
+    assert contents(mirror.fetch(mirror.list_copies()[0][0], fresh)) == contents(folder)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
     assert list(fresh.glob(".tmp-mirror-*"))
     catalog.sweep(fresh)
     assert not list(fresh.glob(".tmp-mirror-*"))
-    assert contents(mirror.fetch(mirror.look()[0][0], fresh)) == contents(folder)
+    assert contents(mirror.fetch(mirror.list_copies()[0][0], fresh)) == contents(folder)
 
 
 # -- what people see -------------------------------------------------------------------------------------------------
@@ -541,10 +541,14 @@ def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
     [
         ({}, None),
         ({"mirror": "odd"}, None),
-        ({"mirror": {"step": 40, "newest": 60, "error": None}}, "mirror: step 40 of 60"),
+        ({"mirror": {"newest": "odd"}}, "mirror: no copy yet"),
+        (
+            {"mirror": {"step": 40, "newest": 60, "error": None}},
+            "mirror: newest copy is step 40, newest checkpoint is step 60",
+        ),
         (
             {"mirror": {"step": None, "newest": 60, "error": "OSError: full"}},
-            "mirror: nothing of 60; last error OSError: full",
+            "mirror: no copy yet, newest checkpoint is step 60; last error OSError: full",
         ),
     ],
 )

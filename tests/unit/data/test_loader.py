@@ -202,6 +202,43 @@ def test_a_shard_that_vanishes_before_it_is_verified_is_named(tmp_path: Path) ->
     verifier.close()
 
 
+def test_a_verifier_that_fails_is_heard_by_whoever_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for a block")
+
+    monkeypatch.setattr(Verifier, "_verify", fail)
+    verifier = Verifier((dataclasses.replace(shard, sha256="0" * 64),))
+    verifier.touch(0)
+    with pytest.raises(MemoryError, match="no room for a block"):
+        verifier.wait()
+    verifier.close()
+
+
+def test_a_stop_hashes_no_shard_that_changed_but_says_that_it_is_not_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shard,) = sparse_shards(tmp_path, count=1, tokens=1000)
+    verifier = Verifier((dataclasses.replace(shard, sha256=sha256_of(shard.path)),))
+    verifier.touch(0)
+    verifier.wait()
+    os.utime(shard.path, (0, 0))
+    hashed = []
+    plain = Verifier._verify
+    monkeypatch.setattr(
+        Verifier, "_verify", lambda *args: (hashed.append(args[1]), plain(*args))[1]
+    )
+    assert verifier.unverified() == (shard.path.name,)
+    assert not hashed
+    verifier.wait()
+    assert len(hashed) == 1
+    assert verifier.unverified() == ()
+    verifier.close()
+
+
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_truncated_shard_is_an_error_and_no_signal(tmp_path: Path, verify: bool) -> None:
     """A memory map of it would end the process with SIGBUS, in the pages beyond its end."""

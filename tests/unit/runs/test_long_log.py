@@ -179,6 +179,29 @@ def test_an_index_that_is_replaced_while_it_is_read_gives_no_other_numbers(run_d
         log.column("loss")
 
 
+def test_a_line_damaged_after_it_was_indexed_is_left_out_and_named(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_dir / "metrics.jsonl"
+    number = 100
+    expected = {event["step"]: event for event in open_log(run_dir).current_steps()}
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if f'"step": {number},'.encode() in line)
+    for damaged in (
+        b"#" * (len(lines[at]) - 1) + b"\n",
+        lines[at].replace(b'"step": 100', b'"step": 901'),
+    ):
+        path.write_bytes(b"".join([*lines[:at], damaged, *lines[at + 1 :]]))
+        log = read_log(run_dir)
+        assert log.step(number) is None
+        assert {event["step"]: event for event in log.current_steps()} == {
+            step: event for step, event in expected.items() if step != number
+        }
+        assert set(log.recorded_after(number + 1)) == {"step"}
+        assert "metrics.jsonl: damaged after it was written" in capsys.readouterr().err
+        history._warn_once.cache_clear()
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_an_index_that_is_no_regular_file_is_not_touched(
     run_dir: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
@@ -203,9 +226,13 @@ def test_an_index_that_is_no_regular_file_is_not_touched(
         {"sizes": []},
         {"sums": None},
         {"end": 0},
+        {"end": 150.5},
+        {"end": 10**13},
+        {"end": 10**30},
         {"first": "0"},
         {"events": [[0, {"event": "eval"}]]},
         {"events": [[10**9, None]]},
+        {"events": [[0.5, {"event": "eval", "time": 1, "attempt": 1, "step": 0}]]},
         {"events": 5},
         {"damaged": [[1, None]]},
         {"lines": 1e400},
@@ -220,6 +247,17 @@ def test_an_index_that_lies_with_a_sum_that_holds_is_not_believed(
     body = json.dumps(json.loads(head.partition(b" ")[2]) | lie).encode() + b"\n"
     (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body), body) + rest)
     assert_says_what_the_log_says(run_dir)
+
+
+def test_an_index_with_another_number_of_steps_is_one_line(run_dir: Path) -> None:
+    read_chunks(run_dir)
+    head, _, rest = (run_dir / INDEX).read_bytes().partition(b"\n")
+    body = json.dumps(json.loads(head.partition(b" ")[2]) | {"rows": 3}).encode() + b"\n"
+    (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body), body) + rest)
+    with pytest.raises(
+        history.GPT2LabError, match=r"its index is not of it; delete metrics\.index"
+    ):
+        open_log(run_dir)
 
 
 def test_a_run_brings_its_index_up_to_date(tmp_path: Path, small_blocks: None) -> None:

@@ -15,10 +15,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs import overview
-from gpt2lab.training.from_mirror import fetch_on_this_machine, patience
+from gpt2lab.training.from_mirror import fetch_on_this_machine, wait_limit
 from whole_run import Run
 
 COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
+IN_STEP = "mirror: newest copy is step 6, newest checkpoint is step 6"
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_new_machine_goes_on_with_the_same_bits(
     assert resumed["verified_batches"] == [4], "the log came with the copy"
     status = there.status()["mirror"]
     assert (status["step"], status["newest"], status["error"]) == (6, 6, None)
-    assert overview.describe(overview.read_runs(there.path.parent)).endswith("mirror: step 6 of 6")
+    assert overview.describe(overview.read_runs(there.path.parent)).endswith(IN_STEP)
 
 
 def test_a_damaged_newest_copy_is_passed_over_with_a_warning(
@@ -119,7 +120,7 @@ def test_a_complete_run_brings_its_mirror_up_to_date(
     mirrored.train("--resume=latest", "--checkpoint_mirror=None")
     assert not list(bucket.glob("tiny/step_00000006-*"))
     mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
-    assert "mirror: step 6 of 6" in capsys.readouterr().out
+    assert IN_STEP in capsys.readouterr().out
     assert list(bucket.glob("tiny/step_00000006-*/manifest.json"))
     assert (mirrored.status()["state"], mirrored.status()["mirror"]["step"]) == ("completed", 6)
     before = mirrored.listing()
@@ -180,7 +181,7 @@ def test_another_machine_of_the_run_fetches_what_rank_zero_chose(
     for path in chosen.path.iterdir():
         assert (chosen_there.path / path.name).read_bytes() == path.read_bytes()
     shutil.rmtree(run_dir)
-    for copy in connect(f"file://{bucket}", "tiny").look()[0]:
+    for copy in connect(f"file://{bucket}", "tiny").list_copies()[0]:
         shutil.rmtree(bucket / "tiny" / copy.name)
     with pytest.raises(CheckpointError, match="not on this machine's disk"):
         fetch_on_this_machine(start)
@@ -210,5 +211,5 @@ def test_the_end_waits_no_longer_than_it_has(
     now = time.monotonic()
     signals: Any = SimpleNamespace(level=level, asked_at=now - seconds_ago)
     deadlines = {} if deadline is None else {"stop_at": now + deadline}
-    may_wait = patience(signals, deadlines, most=1000.0, has_failed=has_failed)
+    may_wait = wait_limit(signals, deadlines, most=1000.0, has_failed=has_failed)
     assert may_wait() is waits

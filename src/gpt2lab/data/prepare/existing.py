@@ -40,7 +40,8 @@ from gpt2lab.tokenizers.plain import CHARACTERS_FILE, META_FILE, read_characters
 # A name says its split by one of these words, between other characters than letters and digits.
 _WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 _COMPANIONS = (".idx", ".index", ".metadata", ".loss", ".json", ".pkl")  # of token files
-_FIRST = {CHARACTERS_FILE, TOKENIZER_FILE, CONFIG_FILE}  # an import writes them before shards.json
+# Written before shards.json, so an interrupted import may leave them.
+_TOKENIZER_FILES = {CHARACTERS_FILE, TOKENIZER_FILE, CONFIG_FILE}
 _GPT2_NAMES = {"gpt2", "gpt-2", "openai-community/gpt2"}
 
 
@@ -100,7 +101,7 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
         manifest["folder"] = str(folder.resolve())
     try:
         target.mkdir(parents=True, exist_ok=True)
-        _put_beside(target, tokenizer, is_own=target != folder)
+        _put_beside(target, tokenizer, is_separate=target != folder)
         check_manifest(target / MANIFEST, manifest)
         write_manifest(target, manifest)
     except FileExistsError as error:
@@ -111,10 +112,12 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
     return manifest
 
 
-def _put_beside(target: Path, tokenizer: Tokenizer | None, *, is_own: bool) -> None:
+def _put_beside(target: Path, tokenizer: Tokenizer | None, *, is_separate: bool) -> None:
     """Write the files of a tokenizer beside shards.json, unless they are there."""
     files = tokenizer.files if tokenizer else {}
-    if is_own and (others := sorted(_FIRST.intersection(os.listdir(target)) - set(files))):
+    if is_separate and (
+        others := sorted(_TOKENIZER_FILES.intersection(os.listdir(target)) - set(files))
+    ):
         raise DataError(f"{target / others[0]}: of another tokenizer; choose another --out")
     for name, content in files.items():
         path = target / name
@@ -139,7 +142,7 @@ def _check_places(folder: Path, target: Path) -> None:
             raise DataError(
                 f"{folder}: not writable; --out FOLDER puts {MANIFEST} into another folder"
             )
-    elif target.exists() and (not target.is_dir() or set(os.listdir(target)) - _FIRST):
+    elif target.exists() and (not target.is_dir() or set(os.listdir(target)) - _TOKENIZER_FILES):
         raise DataError(f"{target}: holds something else already; choose another --out")
 
 
