@@ -31,11 +31,13 @@ def main(argv: list[str]) -> int:
     """Export, check and print."""
     flags = run_tyro(Export, argv)
     from gpt2lab import paths
-    from gpt2lab.huggingface.export import export  # torch
+    from gpt2lab.checkpoint.target import find_target
+
+    target = find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
+    from gpt2lab.huggingface.export import export  # torch, which a wrong name does not wait for
 
     found, warnings = export(
-        flags.target,
-        checkpoint_dir=paths.runs_folder(flags.checkpoint_dir),
+        target,
         out=paths.from_working_directory(flags.out),
         dtype=flags.dtype,
         push_to_hub=flags.push_to_hub,

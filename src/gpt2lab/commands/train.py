@@ -41,15 +41,18 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
         from gpt2lab.commands.dry_run import print_plan
 
         return print_plan(command, recipe)
+    imported = command.verbs.import_checkpoint
+    if imported is not None and not imported.expanduser().exists():
+        raise ConfigError(f"--import_checkpoint: {imported}: no such file")
     # From here on torch is imported: seconds that the actions above do not owe.
     if command.verbs.preflight:
         from gpt2lab.commands.preflight import preflight as check
 
         return check(command, recipe=recipe)
-    if command.verbs.import_checkpoint is not None:
+    if imported is not None:
         from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
 
-        return take_over(command, command.verbs.import_checkpoint)
+        return take_over(command, imported)
     from gpt2lab.planner.run_clock import process_began
     from gpt2lab.training.resolve import resolve, resolve_to_train
 

@@ -15,7 +15,7 @@ import torch
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.target import Target, find_target, was_tuned
+from gpt2lab.checkpoint.target import Target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.settings import options_of
 from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line
@@ -37,13 +37,13 @@ _TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n 
 
 
 def export(
-    name: str, *, checkpoint_dir: Path, out: Path, dtype: Dtype, push_to_hub: str | None
+    target: Target, *, out: Path, dtype: Dtype, push_to_hub: str | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Write the weights that `name` means to the new folder `out`; it appears complete and checked, or not at all.
+    """Write the weights of `target` to the new folder `out`; it appears complete and checked, or not at all.
 
     Returns: the numbers, as --json prints them, and warnings.
 
-    Raises: ConfigError, CheckpointError, DataError before anything is written; CheckError if transformers loads or
+    Raises: ConfigError, CheckpointError or DataError before anything is written; CheckError if transformers loads or
     computes otherwise; SaveError.
     """
     if importlib.util.find_spec("transformers") is None:
@@ -54,10 +54,9 @@ def export(
         raise ConfigError(f"{out}: exists already; choose another --out")
     if push_to_hub is not None:
         _check_login()
-    target = find_target(name, checkpoint_dir)
     if options := options_of(target.model_config()):
         raise ConfigError(
-            f"{name}: {options}; Hugging Face's GPT-2 has no such model, only the gpt2 presets are exported"
+            f"{target.name}: {options}; Hugging Face's GPT-2 has no such model, only the gpt2 presets are exported"
         )
     model = load_weights(target).eval()
     tokenizer = target.tokenizer()

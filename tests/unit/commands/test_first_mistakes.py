@@ -94,6 +94,7 @@ atexit.register(lambda: print("torch" in sys.modules))
         ["--max_lr=nan", "--mini_batch_size=auto"],
         ["--n_embd=1000000"],
         ["--run_name=tny", "--resume=latest"],
+        ["--import_checkpoint=nosuch.pt"],
     ],
 )
 def test_a_rejection_does_not_wait_for_torch(
@@ -110,12 +111,13 @@ def test_a_rejection_does_not_wait_for_torch(
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
 
 
-@pytest.mark.parametrize("script", ["sample.py", "chat.py", "evaluate.py"])
+@pytest.mark.parametrize("script", ["sample.py", "chat.py", "evaluate.py", "export_hf.py"])
 def test_neither_does_one_of_a_model_that_is_not_there(
     place: Path, tmp_path: Path, script: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_TELLS_OF_TORCH)
-    words = ["hf:nosuch/nosuch", *(["--prompt=a"] if script == "sample.py" else [])]
+    more = {"sample.py": ["--prompt=a"], "export_hf.py": [f"--out={tmp_path / 'out'}"]}
+    words = ["hf:nosuch/nosuch", *more.get(script, [])]
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / script), *words],
         env=os.environ | {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1"},

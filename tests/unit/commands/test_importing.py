@@ -307,7 +307,7 @@ def test_the_command_rejects_in_one_line(become: Run, tmp_path: Path) -> None:
     text.write_text("no checkpoint")
     for flags, expected in (
         ([f"--import_checkpoint={text}"], "notes.pt"),
-        ([f"--import_checkpoint={tmp_path / 'none.pt'}"], "No such file"),
+        ([f"--import_checkpoint={tmp_path / 'none.pt'}"], "no such file"),
         (["--trust"], "--trust goes with --import_checkpoint"),
     ):
         done = launch.call(launch.TRAIN, *become.flags, *flags)

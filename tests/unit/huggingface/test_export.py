@@ -196,7 +196,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert (code, "model.safetensors" in line) == (2, True)
     monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install") as rejection:
-        export("big", checkpoint_dir=folder / "runs", out=out, dtype="float32", push_to_hub=None)
+        export(find_target("big", folder / "runs"), out=out, dtype="float32", push_to_hub=None)
     assert rejection.value.exit_code == 2
     assert listing(folder) == before
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file", "truncated"}

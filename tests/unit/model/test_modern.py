@@ -14,6 +14,7 @@ import torch
 
 import launch
 from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.target import find_target
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
@@ -215,7 +216,7 @@ def test_hugging_face_export_is_rejected_before_anything_is_written(
     with pytest.raises(
         ConfigError, match=r"positions rotary, .* only the gpt2 presets are exported"
     ):
-        export(str(run), checkpoint_dir=run.parent, out=out, dtype="float32", push_to_hub=None)
+        export(find_target(str(run), run.parent), out=out, dtype="float32", push_to_hub=None)
     assert not list(tmp_path.iterdir())
 
 
