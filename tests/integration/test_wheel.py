@@ -85,7 +85,7 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_p
     command = gpt2lab("resume-command", "first", *longer)
     assert "-m gpt2lab.train" in command
     plan = run(
-        ["bash", "-c", f"{command} --dry_run"],
+        ["bash", "-c", f"{command.strip()} --dry_run"],
         folder,
         PATH=f"{installed}{os.pathsep}{os.environ['PATH']}",
     )
