@@ -206,14 +206,13 @@ def estimate(**flags: Any) -> dict[str, Any]:
 
     Raises: ConfigError; NoSourceError if there is nothing to predict from.
     """
-    from gpt2lab.commands.estimate_time import describe_job
-    from gpt2lab.planner import hardware
-    from gpt2lab.planner.ask import Ask, check
+    from gpt2lab.commands.estimate_time import find_answer
+    from gpt2lab.planner.ask import Ask
 
     _reject_unknown(flags, set(Ask.__dataclass_fields__), "estimate")
-    ask = Ask(**{name: _as_typed(name, value) for name, value in flags.items()})
-    check(ask)
-    document, _, _ = describe_job(ask, hardware.load())
+    document, _, _ = find_answer(
+        Ask(**{name: _as_typed(name, value) for name, value in flags.items()})
+    )
     return document
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from gpt2lab import fmt
@@ -43,37 +42,51 @@ def answer(ask: Ask) -> int:
 
     Raises: GPT2LabError with its exit code.
     """
+    document, text, code = find_answer(ask)
+    print(json.dumps(document, allow_nan=False) if ask.json else text)
+    return code
+
+
+def find_answer(ask: Ask) -> tuple[dict[str, Any], str, int]:
+    """Return the answer as JSON and as text, and the exit code; write the file of --report durably.
+
+    Raises: GPT2LabError with its exit code.
+    """
     check(ask)
-    known = hardware.load()
+    document, text, code = _find_answer(ask, hardware.load())
+    if ask.report is not None:
+        try:
+            replace_durably(ask.report, json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--report {ask.report}: cannot write there ({error.strerror})"
+            ) from error
+    return document, text, code
+
+
+def _find_answer(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     if ask.list_gpus:
-        return _print_hardware(known, as_json=ask.json)
+        return *_describe_hardware(known), 0
     if ask.accuracy:
-        return forecast.print_history(ask.folder(), as_json=ask.json)
+        return *forecast.describe_history(ask.folder()), 0
     if ask.self_test:
-        return measuring.self_test(ask.folder(), as_json=ask.json)
+        return measuring.self_test(ask.folder())
     if not ask.names_a_job:
         folder = ask.folder()
         run_dir = folder / ask.run_name if ask.run_name else run_clock.last_written_run(folder)
         if run_dir is not None:
             now, left = time.time(), run_clock.estimate_remaining(run_dir)
-            _deliver(ask, run_clock.as_json(left, now), run_clock.describe(left, now))
-            return 0
-    return _print_job(ask, known)
-
-
-def _print_job(ask: Ask, known: Hardware) -> int:
+            return run_clock.as_json(left, now), run_clock.describe(left, now), 0
     if ask.compare is None:
-        document, text, code = describe_job(ask, known)
-        _deliver(ask, document, text)
-        return code
+        return _describe_job(ask, known)
     profile, window = hardware.find_profile(ask.profile, known), window_of(ask, time.time())
     predictor = Predictor(ask, known)
     if ask.measure or ask.find_batch_size:
         predictor = Predictor(measuring.measure(predictor, profile)[0], known)
-    return alternatives.print_comparison(predictor, profile, ask.compare, window)
+    return alternatives.describe_comparison(predictor, profile, ask.compare, window)
 
 
-def describe_job(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
+def _describe_job(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     """Return the forecast of a run to come as JSON and as text, and the exit code.
 
     Raises: GPT2LabError with its exit code.
@@ -170,28 +183,10 @@ def _warnings(found: Estimate) -> list[str]:
     return warnings
 
 
-def _deliver(ask: Ask, document: Mapping[str, Any], text: str) -> None:
-    """Print the text, or exactly one JSON object; write the report file durably.
-
-    Raises: ConfigError if the report cannot be written.
-    """
-    if ask.report is not None:
-        try:
-            replace_durably(ask.report, json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"--report {ask.report}: cannot write there ({error.strerror})"
-            ) from error
-    print(json.dumps(document, allow_nan=False) if ask.json else text)
-
-
-def _print_hardware(known: Hardware, *, as_json: bool) -> int:
-    """List cards and links with their numbers."""
-    if as_json:
-        document = dataclasses.asdict(known)
-        listed = ("version", "gpus", "links", "sources")
-        print(json.dumps({name: document[name] for name in listed}))
-        return 0
+def _describe_hardware(known: Hardware) -> tuple[dict[str, Any], str]:
+    """Return the cards and links with their numbers, as JSON and as text."""
+    everything = dataclasses.asdict(known)
+    document = {name: everything[name] for name in ("version", "gpus", "links", "sources")}
 
     def number(value: float | None, unit: float, places: int = 0) -> str:
         return "n/a" if value is None else f"{value / unit:,.{places}f}"
@@ -211,9 +206,9 @@ def _print_hardware(known: Hardware, *, as_json: bool) -> int:
         for gpu in known.gpus.values()
     ]
     header = ["card", "bf16 TFLOP/s", "best matmul", "GiB", "GB/s", "link", "$/h", "price of", ""]
-    print(fmt.table(header, rows))
+    cards = fmt.table(header, rows)
     links = known.links.values()
     rows = [[link.name, number(link.rate(2**25), 1e9, 1), link.title] for link in links]
-    print("\n" + fmt.table(["interconnect", "GB/s at 32 MiB", ""], rows))
-    print(f"\nhardware.json version {known.version}; every number's source stands there")
-    return 0
+    networks = fmt.table(["interconnect", "GB/s at 32 MiB", ""], rows)
+    source = f"hardware.json version {known.version}; every number's source stands there"
+    return document, f"{cards}\n\n{networks}\n\n{source}"

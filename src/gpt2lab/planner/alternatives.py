@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,10 +84,10 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> str:
 # -- comparisons -------------------------------------------------------------------------------------------------
 
 
-def print_comparison(
+def describe_comparison(
     predictor: Predictor, profile: Profile, what: Comparison, window: Window | None
-) -> int:
-    """Print one table and return 0, or 3 if nothing in it fits the window.
+) -> tuple[dict[str, Any], str, int]:
+    """Return one table as JSON and as text, and the exit code: 0, or 3 if nothing in it fits the window.
 
     Raises: NoSourceError if nothing could be estimated.
     """
@@ -96,27 +95,25 @@ def print_comparison(
     if not rows:
         raise NoSourceError(f"--compare {what}: nothing to compare could be estimated")
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
-    if predictor.ask.json:
-        document = reports.blank() | {"comparison": {"by": what, "rows": rows}}
-        document |= {"max_training_hours": window.seconds / 3600 if window else None}
-        document["profile_name"] = profile.name
-        document["model"] = rows[0]["model_counts"] if what == "gpus" else None
-        print(json.dumps(document, allow_nan=False))
-        return 0 if fits else 3
+    document = reports.blank() | {"comparison": {"by": what, "rows": rows}}
+    document |= {"max_training_hours": window.seconds / 3600 if window else None}
+    document["profile_name"] = profile.name
+    document["model"] = rows[0]["model_counts"] if what == "gpus" else None
     is_search = what == "models" and window is not None
     known = [row for row in fits if row["loss"] is not None]
     best = min(known, key=lambda row: float(row["loss"]), default=None)
     cells = [_cells(row, is_best=is_search and row is best) for row in rows]
     header = [what[:-1], *("tokens", "tok/param", "time", "80 %", "cost", "$/B tok")]
-    print(fmt.table([*header, "loss", "verdict"], cells))
+    lines = [fmt.table([*header, "loss", "verdict"], cells)]
     if window:
         how = "the upper bound decides"
         if what != "gpus":
             how = "tokens chosen so that the upper bound fits"
-        print(f"window {fmt.duration(window.seconds)} less {fmt.duration(window.margin)}; {how}")
+        window_text = f"{fmt.duration(window.seconds)} less {fmt.duration(window.margin)}"
+        lines.append(f"window {window_text}; {how}")
     if is_search and best is not None:
-        print("* lowest predicted loss; differences below 0.10 are within its uncertainty")
-    return 0 if fits else 3
+        lines.append("* lowest predicted loss; differences below 0.10 are within its uncertainty")
+    return document, "\n".join(lines), 0 if fits else 3
 
 
 def _cells(row: dict[str, Any], *, is_best: bool) -> list[str]:

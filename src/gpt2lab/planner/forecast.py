@@ -148,8 +148,8 @@ def scores(checkpoint_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def print_history(checkpoint_dir: Path, *, as_json: bool) -> int:
-    """Print the accuracy of earlier forecasts."""
+def describe_history(checkpoint_dir: Path) -> tuple[dict[str, Any], str]:
+    """Return the accuracy of earlier forecasts as JSON and as text."""
     rows = scores(checkpoint_dir)
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -164,14 +164,12 @@ def print_history(checkpoint_dir: Path, *, as_json: bool) -> int:
         }
         for source, runs in by_source.items()
     ]
-    if as_json:
-        print(json.dumps(reports.blank() | {"accuracy": {"summary": summary, "runs": rows}}))
-        return 0
+    document = reports.blank() | {"accuracy": {"summary": summary, "runs": rows}}
     if not rows:
-        print(
+        none = (
             f"no finished run with a forecast in {checkpoint_dir}; a run writes one when it starts"
         )
-        return 0
+        return document, none
     cells = [
         [
             row["run"],
@@ -185,13 +183,12 @@ def print_history(checkpoint_dir: Path, *, as_json: bool) -> int:
         for row in rows
     ]
     header = ["run", "source", "predicted", "80 %", "actual", "accuracy", "interval"]
-    print(fmt.table(header, cells))
-    for row in summary:
-        print(
-            f"{row['source']}: {row['runs']} runs, median error {row['median_error_percent']:.0f} %, "
-            f"{row['inside_interval']:.0%} inside the 80 % interval"
-        )
-    return 0
+    lines = [
+        f"{row['source']}: {row['runs']} runs, median error {row['median_error_percent']:.0f} %, "
+        f"{row['inside_interval']:.0%} inside the 80 % interval"
+        for row in summary
+    ]
+    return document, "\n".join([fmt.table(header, cells), *lines])
 
 
 def _learn(run_dir: Path, log: Log, *, others: float | None) -> None:

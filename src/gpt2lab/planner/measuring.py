@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import statistics
 import subprocess
@@ -345,10 +344,10 @@ SELF_TEST_STEPS = 120
 GOOD = (90.0, 110.0)  # percent of the actual time that the forecast may be
 
 
-def self_test(folder: Path, *, as_json: bool) -> int:
-    """Predict a run, train it with evaluations, checkpoints and a resume, and print the comparison.
+def self_test(folder: Path) -> tuple[dict[str, Any], str, int]:
+    """Predict a run, train it with evaluations, checkpoints and a resume; return the comparison as JSON and as text.
 
-    Returns 0 if the forecast is good or the machine was not idle, else 1.
+    The exit code is 0 if the forecast is good or the machine was not idle, else 1.
 
     Raises: NoSourceError, ConfigError.
     """
@@ -390,22 +389,23 @@ def self_test(folder: Path, *, as_json: bool) -> int:
     verdict = "good" if good else "NOT WITHIN 90-110 %"
     if not is_idle:
         verdict += f"; the machine was not idle: others used {others:.0%} of its cores"
-    if as_json:
-        found_out = {
-            **{"predicted_seconds": predicted, "actual_seconds": actual, "time_accuracy": accuracy},
-            **{"others": others, "foretold_parts": parts, "actual_parts": actual_parts},
-            **{"load_average": machine.load_average(), "good": good},
-        }
-        print(json.dumps(reports.blank() | {"self_test": found_out}))
-    else:
-        print(
-            f"predicted  {predicted:.1f} s for {steps} steps, 4 evaluations, 3 checkpoints, {starts} starts"
-        )
-        for name, seconds in actual_parts.items():
-            print(f"  {name:<10} predicted {parts[name]:>6.1f} s, actual {seconds:>6.1f} s")
-        print(f"actual     {actual:.1f} s, load average {machine.load_average():.2f}")
-        print(f"accuracy   {accuracy:.1f} %: {verdict}")
-    return 0 if good or not is_idle else 1
+    load = machine.load_average()
+    found_out = {
+        **{"predicted_seconds": predicted, "actual_seconds": actual, "time_accuracy": accuracy},
+        **{"others": others, "foretold_parts": parts, "actual_parts": actual_parts},
+        **{"load_average": load, "good": good},
+    }
+    lines = [
+        f"predicted  {predicted:.1f} s for {steps} steps, 4 evaluations, 3 checkpoints, {starts} starts",
+        *(
+            f"  {name:<10} predicted {parts[name]:>6.1f} s, actual {seconds:>6.1f} s"
+            for name, seconds in actual_parts.items()
+        ),
+        f"actual     {actual:.1f} s, load average {load:.2f}",
+        f"accuracy   {accuracy:.1f} %: {verdict}",
+    ]
+    code = 0 if good or not is_idle else 1
+    return reports.blank() | {"self_test": found_out}, "\n".join(lines), code
 
 
 def _parts(events: list[dict[str, Any]], total: float) -> dict[str, float]:

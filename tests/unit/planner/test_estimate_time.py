@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gpt2lab
 from gpt2lab.commands import estimate_time
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import forecast, memory, run_clock
@@ -73,6 +75,37 @@ def test_json_is_one_object_with_every_key_in_every_mode(
     assert err == ""
     assert out.count("\n") == 1
     assert set(KEYS) <= set(json.loads(out))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"list_gpus": True},
+        {"accuracy": True},
+        {"gpu": "H100", "compare": "gpus"},
+        {"gpu": "H100", "steps": 10, "sample_freq": 0},
+        {"run_name": "r"},
+        {},
+    ],
+    ids=str,
+)
+def test_the_api_answers_as_the_command_does(
+    a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
+) -> None:
+    flags = {**flags, "checkpoint_dir": a_run.parent}
+    report = tmp_path / "report.json"
+    found = gpt2lab.estimate(**flags, report=str(report))
+    assert capsys.readouterr().out == ""
+    assert set(json.loads(report.read_text())) == set(found)
+    words = {name: str(value) if name == "steps" else value for name, value in flags.items()}
+    estimate_time.answer(Ask(**words, json=True))
+    printed = json.loads(capsys.readouterr().out)
+    assert _shape(found) == _shape(printed)
+    assert found.get("comparison", {}) == printed.get("comparison", {})
+
+
+def _shape(document: dict[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in document.items()}
 
 
 def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path: Path) -> None:
@@ -290,7 +323,7 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run: Path) -> None
         run_clock.estimate_remaining(a_run)
 
 
-def test_a_forecast_is_scored(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forecast_is_scored(a_run: Path) -> None:
     predicted = {"estimated_hours": 0.3, "low_hours": 0.2, "high_hours": 0.4}
     document = {"estimate": predicted, "throughput": {"source": "calibrated"}, "memory": None}
     (a_run / forecast.FILE).write_text(json.dumps(document))
@@ -307,5 +340,4 @@ def test_a_forecast_is_scored(a_run: Path, capsys: pytest.CaptureFixture[str]) -
     assert actual["hours"] == pytest.approx((1000 + 10) / 3600, rel=0.01)
     assert actual["time_accuracy"] == pytest.approx(100 * 0.3 * 3600 / 1010, rel=0.01)
     assert actual["inside_interval"] is True
-    assert forecast.print_history(a_run.parent, as_json=False) == 0
-    assert "100% inside" in capsys.readouterr().out
+    assert "100% inside" in forecast.describe_history(a_run.parent)[1]
