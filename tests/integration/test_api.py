@@ -74,18 +74,40 @@ def test_the_entry_points_do_not_hide_the_functions() -> None:
 
 def test_a_run_of_the_api_is_a_run_of_the_command_line(run: Run, tmp_path: Path) -> None:
     run.train("--max_steps=4", "--eval_freq=2")
-    settings = {**gpt2lab.open_run(run.path).config, "run_name": "b"}
-    shared = {name: settings[name] for name in settings if name not in ("data_dir", "num_tokens")}
-    unused = set(api.read_values({})) | {"instructions", "val_fraction", "packing"}
-    given = {n: v for n, v in shared.items() if v is not None and n not in unused}
-    given = {n: v for n, v in given.items() if not n.startswith("lora")}
-    found = gpt2lab.train(given, data_dir=settings["data_dir"], log_freq=3)
+    settings = gpt2lab.open_run(run.path).config
+    found = gpt2lab.train(settings, run_name="b", log_freq=3)
     assert found == gpt2lab.open_run("b", checkpoint_dir=tmp_path)
     assert (found.name, found.folder) == ("b", tmp_path / "b")
     assert launch.losses(found.folder) == launch.losses(run.path)
     assert found.config == {**gpt2lab.open_run(run.path).config, "run_name": "b", "log_freq": 3}
     assert [event["step"] for event in found.metrics()] == [1, 2, 3, 4]
     assert [event["step"] for event in found.metrics("eval")] == [0, 2, 4]
+    assert found.metrics("hellaswag") == []
+    with pytest.raises(ConfigError, match="metrics kind 'evals': step, eval, hellaswag, sample or"):
+        found.metrics("evals")
+
+
+def test_another_length_replaces_that_of_a_runs_settings(run: Run) -> None:
+    """They are taken as its config.json is: what is typed counts above it, of three units of one length too."""
+    run.train("--max_steps=2")
+    settings = gpt2lab.open_run(run.path).config
+    tokens = 3 * settings["total_batch_size"]
+    found = gpt2lab.train(settings, run_name="longer", max_tokens=tokens)
+    assert [event["step"] for event in found.metrics()] == [1, 2, 3]
+    assert (found.config["max_steps"], found.config["max_tokens"]) == (None, tokens)
+
+
+def test_a_model_takes_one_text_that_fits(run: Run) -> None:
+    run.train("--max_steps=1", "--vocab_size=50304", "--sample_freq=0")
+    model = gpt2lab.load(run.path)
+    long = "word " * (model.config.context_length + 1)
+    for call in (model.generate, model.logits, model.loss):
+        with pytest.raises(
+            ConfigError, match=r"the text has \d+ tokens, the model's context holds"
+        ):
+            call(long)
+        with pytest.raises(ConfigError, match=r"text \['a', 'b'\] is not a string"):
+            call(["a", "b"])  # type: ignore[arg-type]
 
 
 def test_what_an_api_call_cannot_mean_is_rejected(tmp_path: Path) -> None:
@@ -97,6 +119,11 @@ def test_what_an_api_call_cannot_mean_is_rejected(tmp_path: Path) -> None:
         (lambda: gpt2lab.train(max_lr=float("nan")), "max_lr nan is not a number"),
         (lambda: gpt2lab.prepare("x", val_token=1), "prepare takes no val_token: did you mean"),
         (lambda: gpt2lab.estimate(gpuz=2), "estimate takes no gpuz: did you mean gpu"),
+        (lambda: gpt2lab.estimate(model="gpt3"), "model 'gpt3' is not gpt2 or "),
+        (lambda: gpt2lab.estimate(gpus="8"), "gpus '8' is not a whole number"),
+        (lambda: gpt2lab.estimate(data_dir=5), "data_dir 5 is not text"),
+        (lambda: gpt2lab.prepare("x", max_tokens="400K"), "max_tokens '400K' is not a whole"),
+        (lambda: gpt2lab.prepare("x", out=5), "out 5 is not text"),  # type: ignore[arg-type]
         (lambda: gpt2lab.open_run("none", checkpoint_dir=tmp_path), "no run of this name"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpt2lab import paths
 from gpt2lab.config.command_line import Command, Verbs
 from gpt2lab.config.schema import ModelConfig, RecipeName
-from gpt2lab.config.settings import to_flat
-from gpt2lab.config.settings_file import read_file, read_values
+from gpt2lab.config.settings import to_flat, wrong_flags
+from gpt2lab.config.settings_file import read_dict, read_file, read_values
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, Style, check_style
 
@@ -48,24 +48,24 @@ class LanguageModel:
         top_p: float = Style.top_p,
         seed: int = Style.seed,
     ) -> str:
-        """Return `text` continued; the same seed gives the same continuation.
+        """Return `text` and its continuation, one string; the same seed gives the same continuation.
 
-        Raises: ConfigError if the text is longer than the context, or a setting cannot work.
+        Raises: ConfigError if the text is longer than the context or no text, or a setting cannot work.
         """
         style = Style(max_new_tokens, temperature, top_k, top_p, seed)
         check_style(style)
         self._completer.style = style
-        (found,) = self._completer.complete(self._completer.encode(text))
+        (found,) = self._completer.complete(self._encode(text))
         return text + found.text
 
     def logits(self, text: str) -> Tensor:
         """Return (T, ids of the tokenizer) float32: row t scores the token after the text's first t + 1 tokens.
 
-        Raises: ConfigError if the text is empty or longer than the context.
+        Raises: ConfigError if the text is empty, longer than the context or no text.
         """
         import torch
 
-        ids = self._completer.encode(text)
+        ids = self._encode(text)
         if not ids:
             raise ConfigError("logits of an empty text: give at least one token")
         with torch.inference_mode(), self._completer.strategy.autocast():
@@ -75,16 +75,21 @@ class LanguageModel:
     def loss(self, text: str) -> float:
         """Return the mean loss in nats/token of a text that follows an end of text, as a document does in training.
 
-        Raises: ConfigError if the text is empty or longer than the context.
+        Raises: ConfigError if the text is empty, longer than the context or no text.
         """
         import torch
 
-        ids = self._completer.encode(text)
+        ids = self._encode(text)
         if not ids:
             raise ConfigError("loss of an empty text: give at least one token")
         row = torch.tensor([[self.tokenizer.end_of_text, *ids]], device=self._device)
         with torch.inference_mode(), self._completer.strategy.autocast():
             return float(self.module(row[:, :-1], row[:, 1:])) / len(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise ConfigError(f"text {text!r:.60} is not a string; call once for each text")
+        return self._completer.encode(text, "the text")
 
     @property
     def _device(self) -> Any:
@@ -113,6 +118,9 @@ def load(
     )
 
 
+_KINDS = ("step", "eval", "hellaswag", "sample", "checkpoint")  # of the events of `Run.metrics`
+
+
 @dataclass(frozen=True)
 class Run:
     """A run's folder."""
@@ -135,12 +143,17 @@ class Run:
         """Return the events of one kind, in order of steps: `step`, `eval`, `hellaswag`, `sample`, `checkpoint`.
 
         Steps that a resume took again are there once, as they were taken last.
+
+        Raises: ConfigError for a kind that does not exist.
         """
         from gpt2lab.runs import history
 
         log = history.read_log(self.folder)
         events = log.current_steps() if kind == "step" else log.current(kind).values()
-        return [dict(event) for event in events]
+        found = [dict(event) for event in events]
+        if not found and kind not in _KINDS:
+            raise ConfigError(f"metrics kind {kind!r}: {', '.join(_KINDS[:-1])} or {_KINDS[-1]}")
+        return found
 
     def load(self) -> LanguageModel:
         """Load the newest valid checkpoint."""
@@ -148,7 +161,7 @@ class Run:
 
 
 def open_run(name: str | Path, *, checkpoint_dir: str | Path | None = None) -> Run:
-    """Return a run by its name or folder.
+    """Return a run by its name or folder. Reads nothing until asked.
 
     Raises: ConfigError if there is none.
     """
@@ -164,9 +177,9 @@ def prepare(source: str | Path, out: str | Path | None = None, **flags: Any) -> 
     """
     from gpt2lab.commands import prepare_data
 
-    known = {field.name for field in dataclasses.fields(prepare_data.PrepareData)}
-    _reject_unknown(flags, known, "prepare")
-    return prepare_data.prepare(prepare_data.PrepareData(str(source), _path(out), **flags))
+    target = prepare_data.PrepareData
+    _check_flags(target, {**flags, "source": source, "out": out}, "prepare")
+    return prepare_data.prepare(target(str(source), _path(out), **flags))
 
 
 def train(
@@ -186,10 +199,10 @@ def train(
     from gpt2lab.commands.train import recipe_named
     from gpt2lab.training.resolve import resolve_to_train
 
-    given = {**config, **settings} if isinstance(config, dict) else settings
-    values = read_values(given)
-    recipe: RecipeName = "finetune" if values.get("instructions") else "pretrain"
-    file = {}
+    values, base = read_values(settings), config if isinstance(config, dict) else {}
+    tunes = {**base, **values}.get("instructions")
+    recipe: RecipeName = "finetune" if tunes else "pretrain"
+    file = read_dict(base, recipe)
     if isinstance(config, str | Path):
         file = read_file(paths.from_working_directory(Path(config)), recipe)
     verbs = Verbs(resume=resume, allow_change=allow_change)
@@ -209,34 +222,42 @@ def estimate(**flags: Any) -> dict[str, Any]:
     from gpt2lab.commands.estimate_time import find_answer
     from gpt2lab.planner.ask import Ask
 
-    _reject_unknown(flags, set(Ask.__dataclass_fields__), "estimate")
-    document, _, _ = find_answer(
-        Ask(**{name: _as_typed(name, value) for name, value in flags.items()})
-    )
+    given = {name: _as_typed(name, value) for name, value in flags.items()}
+    _check_flags(Ask, given, "estimate")
+    document, _, _ = find_answer(Ask(**given))
     return document
 
 
 def _as_typed(name: str, value: Any) -> Any:
     """Return a flag of the planner as its command line has it."""
-    if name in ("tokens", "steps", "num_samples"):
+    if name in ("tokens", "steps", "num_samples") and isinstance(value, int | float):
         return str(value)
     if name in ("data_dir", "data_weights_at"):
-        return (str(value),) if isinstance(value, str | Path) else tuple(map(str, value))
-    return _path(value) if name in ("checkpoint_dir", "report") else value
+        words = [value] if isinstance(value, str | Path) else value or ()
+        return tuple(map(str, words)) if isinstance(words, list | tuple) else value
+    is_path = name in ("checkpoint_dir", "report") and isinstance(value, str)
+    return Path(value) if is_path else value
 
 
 def _path(value: str | Path | None) -> Path | None:
     return None if value is None else Path(value)
 
 
-def _reject_unknown(flags: dict[str, Any], known: set[str], verb: str) -> None:
-    """Reject what is no flag of a verb.
+def _check_flags(target: type, flags: dict[str, Any], verb: str) -> None:
+    """Reject what is no flag of a verb, or has another type than its flag.
 
-    Raises: ConfigError with the nearest name.
+    Raises: ConfigError, with the nearest name of an unknown one.
     """
     import difflib
 
+    known = {field.name for field in dataclasses.fields(target)}
     for name in sorted(flags.keys() - known):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"gpt2lab {verb} --help-all lists them"
         raise ConfigError(f"{verb} takes no {name}: {hint}")
+    plain = {
+        name: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v
+        for name, v in flags.items()
+    }
+    if problems := wrong_flags(target, plain):
+        raise ConfigError("; ".join(problems))

@@ -135,6 +135,16 @@ def wrong_types(values: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def wrong_flags(target: type, values: dict[str, Any]) -> list[str]:
+    """Return a line for each JSON value of another type than the field of its name in a dataclass of flags."""
+    kinds = get_type_hints(target)
+    return [
+        f"{name} {value!r:.60} is not {_type_name(kinds[name])}"
+        for name, value in values.items()
+        if not _is_of(value, kinds[name])
+    ]
+
+
 def from_working_directory(values: dict[str, Any]) -> dict[str, Any]:
     """Return values that a person wrote as a run records them: numbers by type, paths from the working directory.
 

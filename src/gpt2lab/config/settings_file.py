@@ -43,7 +43,9 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
         del values["run_name"]
-    unused = _of_other_recipe(recipe, path, values)
+    if recipe == "pretrain" and values.get("instructions") is not None:
+        raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
+    unused = _of_other_recipe(recipe)
     return from_working_directory({n: value for n, value in values.items() if n not in unused})
 
 
@@ -58,19 +60,22 @@ def read_values(values: dict[str, Any]) -> dict[str, Any]:
     return from_working_directory(plain)
 
 
+def read_dict(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:
+    """Return settings that a program gives in place of a file, such as those of another run, as `read_file` does.
+
+    Raises: ConfigError naming every one that cannot be used.
+    """
+    found, unused = read_values(values), _of_other_recipe(recipe)
+    return {name: value for name, value in found.items() if name not in unused}
+
+
 def _problems(values: dict[str, Any]) -> dict[str, str]:
     unknown = {n: _why_unknown(n, value) for n, value in values.items() if n not in LEAVES}
     return unknown | wrong_types(values)
 
 
-def _of_other_recipe(recipe: RecipeName, path: Path, values: dict[str, Any]) -> frozenset[str]:
-    """Return the settings of the other recipe, which a run's config.json holds too, unused.
-
-    Raises: ConfigError if the file is one of the other recipe.
-    """
-    tunes = values.get("instructions") is not None
-    if recipe == "pretrain" and tunes:
-        raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
+def _of_other_recipe(recipe: RecipeName) -> frozenset[str]:
+    """Return the settings of the other recipe, which a run's config.json holds too, unused."""
     return TUNING if recipe == "pretrain" else OF_SHARDS
 
 
