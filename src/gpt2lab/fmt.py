@@ -37,6 +37,11 @@ def number(value: float | None, layout: str = ".4f") -> str:
     return "n/a" if value is None else format(value, layout)
 
 
+def number_of(count: int, noun: str) -> str:
+    """Format a count of things: `1 checkpoint`, `2 checkpoints`."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def duration(seconds: float | None) -> str:
     """Write seconds in the two largest units: 18_120 -> '5h 02m'; None -> 'n/a'."""
     if seconds is None:

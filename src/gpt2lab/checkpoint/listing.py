@@ -41,7 +41,7 @@ def print_checkpoints(
         print(f"no checkpoints in {paths.for_people(runs[0] if run_name else checkpoint_dir)}")
     for run, infos, damaged in listed:
         total = fmt.num_bytes(sum(info.num_bytes for info in infos))
-        print(f"{paths.for_people(run)}: {len(infos)} checkpoints, {total}")
+        print(f"{paths.for_people(run)}: {fmt.number_of(len(infos), 'checkpoint')}, {total}")
         print(checkpoint_table(infos))
         with contextlib.suppress(CheckpointError):  # a run may have no status yet
             status = JsonFile(run / "status.json", CheckpointError).read()
@@ -50,7 +50,8 @@ def print_checkpoints(
         for problem in damaged:
             print(f"  damaged, not counted: {problem}")
         if verify:
-            print(f"  every byte of {len(infos)} checkpoints read, hashes as written")
+            count = fmt.number_of(len(infos), "checkpoint")
+            print(f"  every byte of {count} read, hashes as written")
         print()
     return code
 

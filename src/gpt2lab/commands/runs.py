@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.manifest import MANIFEST
-from gpt2lab.checkpoint.target import is_run
+from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError, InUseError
-from gpt2lab.files import sync_folder
+from gpt2lab.files import JsonFile, sync_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.lock import LOCK, holder_of, lock
+
+_SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,10 @@ class Archive:
         to = paths.runs_folder(self.checkpoint_dir) / "archive"
         to = to if self.to is None else paths.from_working_directory(self.to)
         for folder in folders:
-            if not is_run(folder):
+            if not _is_run(folder):
                 raise ConfigError(f"{folder}: not a run; whole runs are archived")
+            if to.resolve().is_relative_to(folder):
+                raise ConfigError(f"--to {to}: lies inside the run {folder}; choose another --to")
             if os.path.lexists(to / folder.name):
                 raise ConfigError(f"{to / folder.name}: is there already; choose another --to")
             print(f"{paths.for_people(folder)}: {_describe(folder)}")
@@ -84,7 +89,7 @@ def delete(folder: Path) -> None:
     Raises: ConfigError.
     """
     with _locked(_run_of(folder)):
-        if not is_run(folder):
+        if not _is_run(folder):
             for label in _labels_of(folder):
                 (folder.parent / catalog.LABELS / label).unlink(missing_ok=True)
         doomed = folder.with_name(f".del-{folder.name}-{uuid.uuid4().hex[:8]}")
@@ -115,24 +120,54 @@ def archive(run_dir: Path, to: Path) -> None:
 def _find(names: Sequence[str], checkpoint_dir: Path | None) -> list[Path]:
     """Return the runs and checkpoints that names mean, each once.
 
-    Raises: ConfigError if one is neither, or is in use: before anything is asked or done.
+    A checkpoint goes with its run, so it counts only where that is not named too.
+
+    Raises: ConfigError if one is neither, a link, or in use: before anything is asked or done.
     """
     if not names:
         raise ConfigError(f"no run named; {paths.script('status')} lists them")
     found: list[Path] = []
     for name in names:
-        folder = history.find_run(name, checkpoint_dir=checkpoint_dir).resolve()
-        if not is_run(folder) and not (folder / MANIFEST).is_file():
+        typed = history.find_run(name, checkpoint_dir=checkpoint_dir)
+        folder = typed.resolve()
+        if os.path.islink(os.path.normpath(typed)):
+            raise ConfigError(f"{typed}: a link to {folder}; name that folder, and remove the link")
+        if not _is_run(folder) and not _is_checkpoint(folder):
             raise ConfigError(f"{folder}: neither a run nor a checkpoint; nothing is deleted")
         if (holder := holder_of(_run_of(folder))) is not None:
             raise InUseError(f"{folder}: in use by {holder}; stop it first")
         if folder not in found:
             found.append(folder)
-    return found
+    return [folder for folder in found if not set(folder.parents) & set(found)]
+
+
+def _is_run(folder: Path) -> bool:
+    """Tell whether a folder is surely a run of ours; other programs write a metrics.jsonl or config.json too."""
+    settings = _read(folder / "config.json").keys()
+    return settings >= _SETTINGS or bool(catalog.list_checkpoints(folder)[0])
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Tell whether a folder is a checkpoint of ours, also one set aside; its own hash may be wrong."""
+    if re.fullmatch(r"(corrupt-)?step_[0-9]{8,}(-[0-9a-f]{4})?", folder.name) is None:
+        return False
+    manifest = _read(folder / MANIFEST)
+    return manifest.get("format") == FORMAT and _is_run(_run_of(folder))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object, empty if it cannot be read."""
+    try:
+        return JsonFile(path, ConfigError).read()
+    except ConfigError:
+        return {}
 
 
 def _run_of(folder: Path) -> Path:
-    return folder if is_run(folder) else folder.parent
+    """Return the run that a folder is or lies in, also in superseded-..., where checkpoints are set aside."""
+    run = folder if _is_run(folder) else folder.parent
+    is_aside = run.name.startswith(catalog.SUPERSEDED) and _is_run(run.parent)
+    return run.parent if is_aside else run
 
 
 def _labels_of(checkpoint: Path) -> list[str]:
@@ -144,12 +179,14 @@ def _describe(folder: Path) -> str:
     """Say what would be lost: checkpoints, bytes and labels."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     size = fmt.num_bytes(sum(path.stat().st_size for path in files))
-    if not is_run(folder):
+    if not _is_run(folder):
         labels = _labels_of(folder)
         return f"{size}" + (f", labelled {', '.join(labels)}" if labels else "")
     infos, _ = catalog.list_checkpoints(folder)
     labels = sorted(label for label, step in catalog.read_labels(folder).items() if step)
-    steps = f"{len(infos)} checkpoints" + (f" up to step {infos[-1].step:,}" if infos else "")
+    steps = fmt.number_of(len(infos), "checkpoint") + (
+        f" up to step {infos[-1].step:,}" if infos else ""
+    )
     return f"{steps}, {size}" + (f", labels {', '.join(labels)}" if labels else "")
 
 
@@ -160,7 +197,7 @@ def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: b
     """
     if not sure:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody can be asked here: --yes does it without a question")
+            raise ConfigError("stdin is not a terminal, so nothing was asked or changed; add --yes")
         print(f"{what}? [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("nothing was changed")

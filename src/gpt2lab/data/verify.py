@@ -39,8 +39,10 @@ _BLOCK = 1 << 22  # tokens
 def verify(folder: Path) -> list[str]:
     """Read every byte and return a line for each file that differs from shards.json; empty if none does.
 
-    Raises: DataError if there is no shards.json to compare with, or it is damaged itself.
+    Raises: DataError if there is no such folder, or no shards.json to compare with, or it is damaged itself.
     """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
     if not (folder / MANIFEST).exists():
         raise DataError(
             f"{folder}: no {MANIFEST} to compare with; {paths.command('data')} import writes one"

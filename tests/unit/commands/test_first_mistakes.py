@@ -15,6 +15,8 @@ import pytest
 import launch
 from corpora import write_jsonl
 from gpt2lab.checkpoint import hub
+from gpt2lab.commands import runs
+from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto
 from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
@@ -398,7 +400,9 @@ def test_rm_asks_first_and_names_what_would_go(place: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "2 checkpoints up to step 4, " in done.stdout
     assert ", labels best" in done.stdout
-    assert "--yes" in done.stderr
+    assert done.stderr == (
+        "error: stdin is not a terminal, so nothing was asked or changed; add --yes\n"
+    )
     assert run_dir.is_dir()
     assert runs_command(place, "rm", "tiny", "--yes").returncode == 0
     assert not [path for path in (place / "runs").iterdir() if path.is_dir()]
@@ -409,6 +413,7 @@ def test_rm_of_a_checkpoint_takes_its_labels_along(place: Path) -> None:
     done = runs_command(place, "rm", "tiny/step_00000004", "--yes")
     assert done.returncode == 0, done.stderr
     assert "labelled best" in done.stdout
+    assert "1 checkpoint up to step 2, " in runs_command(place, "rm", "tiny").stdout
     assert sorted(path.name for path in run_dir.glob("step_*")) == ["step_00000002"]
     assert list((run_dir / "labels").iterdir()) == []
 
@@ -440,6 +445,60 @@ def test_a_run_in_use_is_never_touched(place: Path, verb: str) -> None:
     finally:
         folder.close()
     assert sorted((place / "runs").rglob("*")) == before
+
+
+def found_by(place: Path, *names: str) -> list[str]:
+    return [folder.name for folder in runs._find(names, place / "runs")]
+
+
+def test_a_folder_of_another_program_is_neither_run_nor_checkpoint(place: Path) -> None:
+    run_dir = place / "runs" / "tiny"
+    site, tracked, export = (place / "runs" / name for name in ("site", "tracked", "export"))
+    for folder in (site, tracked, export, run_dir / "site", site / "step_00000004"):
+        folder.mkdir()
+        (folder / "manifest.json").write_text('{"name": "web application", "icons": []}')
+    (tracked / "metrics.jsonl").write_text('{"loss": 1.0}\n')
+    (tracked / "config.json").write_text('{"model_type": "gpt2", "n_layer": 12}')
+    (export / "config.json").write_text("[not JSON")
+    # Named as a checkpoint, with our manifest, but in no run.
+    shutil.copytree(run_dir / "step_00000004", place / "step_00000004")
+    (run_dir / "corrupt-step_00000008-ab12").mkdir()
+    shutil.copy(run_dir / "step_00000004" / "manifest.json", run_dir / "corrupt-step_00000008-ab12")
+    for name in ("site", "tracked", "export", "tiny/site", "site/step_00000004"):
+        with pytest.raises(ConfigError, match="neither a run nor a checkpoint"):
+            found_by(place, name)
+    aside = "corrupt-step_00000008-ab12"
+    assert found_by(place, f"tiny/{aside}", "tiny/step_00000002") == [aside, "step_00000002"]
+    assert found_by(place, "tiny/step_00000002", "tiny", str(run_dir)) == ["tiny"]
+    for path in run_dir.glob("*step_*"):
+        shutil.rmtree(path)
+    assert found_by(place, "tiny") == ["tiny"]  # a run that saved nothing
+
+
+def test_a_run_goes_with_its_checkpoints_named_too(place: Path) -> None:
+    done = runs_command(place, "rm", "tiny", "tiny/step_00000004", "--yes")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (place / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize("verb", ["rm", "archive"])
+def test_a_link_to_a_run_is_named_and_left(place: Path, verb: str) -> None:
+    folder = place / "runs" / "tiny"
+    (place / "runs" / "link").symlink_to(folder)
+    line = line_of(runs_command(place, verb, "link", "--yes"))
+    assert line == (
+        f"error: {place / 'runs' / 'link'}: a link to {folder}; name that folder, "
+        "and remove the link"
+    )
+    assert (place / "runs" / "link" / "step_00000004").is_dir()
+
+
+def test_a_run_is_not_moved_into_itself(place: Path) -> None:
+    folder = place / "runs" / "tiny"
+    for to in (folder, folder / "sub"):
+        line = line_of(runs_command(place, "archive", "tiny", "--to", str(to), "--yes"))
+        assert line.endswith(f"--to {to}: lies inside the run {folder}; choose another --to")
+    assert not (folder / "sub").exists()
 
 
 @pytest.mark.parametrize("name", ["data", "nothing"])
