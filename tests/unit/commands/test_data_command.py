@@ -98,7 +98,7 @@ def test_verify_finds_any_flipped_bit(prepared: Path, bit: int) -> None:
 
 def test_verify_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
     code, _, error = data("verify", tmp_path / "nosuch")
-    assert (code, error) == (2, f"error: {tmp_path / 'nosuch'}: no such folder\n")
+    assert (code, error) == (2, f"error: {tmp_path / 'nosuch'}: no such folder")
 
 
 def test_verify_without_a_manifest_says_how_to_get_one(tmp_path: Path) -> None:

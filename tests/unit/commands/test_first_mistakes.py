@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -236,40 +237,94 @@ def test_an_interrupted_preparation_says_what_an_earlier_start_has_kept(
 # -- no network, little text -----------------------------------------------------------------------------------------
 
 
-def test_without_network_the_hub_is_not_asked_again_and_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    attempts: list[object] = []
+class Network:
+    """What the resolver and the sockets of a machine answer; the clock goes on while a connection hangs."""
 
-    def fails(address: object, timeout: float) -> None:
-        attempts.append(address)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.tried: list[str] = []
+        self.addresses = ["10.0.0.1"]
+        self.is_up, self.hangs, self.seconds = True, False, 0.0
+        for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setattr(hub, "_is_ours", False)
+        monkeypatch.setattr(hub.socket, "getaddrinfo", self.getaddrinfo)
+        monkeypatch.setattr(hub.socket, "create_connection", self.create_connection)
+        monkeypatch.setattr(hub, "monotonic", lambda: self.seconds)
+
+    def getaddrinfo(self, host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        self.asked.append((host, port))
+        return [
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, 1, 6, "", (one, port))
+            for one in self.addresses
+        ]
+
+    def create_connection(self, address: tuple[str, int], timeout: float) -> socket.socket:
+        self.tried.append(address[0])
+        if self.is_up:
+            return socket.socket()
+        self.seconds += timeout if self.hangs else 0.0
         raise OSError("no network")
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(hub.socket, "create_connection", fails)
-    monkeypatch.setattr(hub.urllib.request, "getproxies", lambda: {})
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    return Network(monkeypatch)
+
+
+def test_the_hubs_libraries_are_offline_while_it_is_out_of_reach(network: Network) -> None:
+    import datasets.config
+    import huggingface_hub.constants
+
+    before = huggingface_hub.constants.HF_HUB_OFFLINE
+    for is_up in (True, False, False, True, True):
+        network.is_up = is_up
+        assert hub.is_offline() is not is_up
+        assert os.environ["HF_HUB_OFFLINE"] == ("0" if is_up else "1")
+        if network.asked[1:]:  # before, they have what they read at import
+            assert huggingface_hub.constants.HF_HUB_OFFLINE is not is_up
+            assert datasets.config.HF_HUB_OFFLINE is not is_up
+    assert network.asked == 5 * [("huggingface.co", 443)]
+    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = before
+
+
+def test_a_user_who_is_offline_is_not_asked(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert hub.is_offline()
-    assert hub.is_offline()  # remembered, for its libraries too
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-    assert attempts == [("huggingface.co", 443)]
+    assert network.asked == []
 
 
-def test_a_proxy_is_asked_in_place_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[object] = []
-
-    class Connection:
-        def close(self) -> None:
-            """Nothing is open."""
-
-    def accepts(address: object, timeout: float) -> Connection:
-        attempts.append(address)
-        return Connection()
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(hub.socket, "create_connection", accepts)
-    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("https_proxy", "http://proxy.example:3128", ("proxy.example", 3128)),
+        ("https_proxy", "proxy.example:3128", ("proxy.example", 3128)),
+        ("ALL_PROXY", "http://proxy.example", ("proxy.example", 80)),
+        ("ALL_PROXY", "socks5://proxy.example", ("proxy.example", 1080)),
+    ],
+)
+def test_a_proxy_is_asked_in_place_of_the_hub(
+    network: Network, monkeypatch: pytest.MonkeyPatch, name: str, value: str, place: tuple[str, int]
+) -> None:
+    monkeypatch.setenv(name, value)
     assert not hub.is_offline()
-    assert attempts == [("proxy.example", 3128)]
+    assert network.asked == [place]
+
+
+def test_addresses_that_hang_share_one_deadline(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network.addresses = [*(f"::{number}" for number in range(1, 9)), "10.0.0.1"]
+    network.is_up, network.hangs = False, True
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "datasets.config", None)  # type: ignore[arg-type]
+    assert hub.is_offline()
+    assert network.tried[:3] == ["::1", "10.0.0.1", "::2"]
+    assert network.seconds <= hub._SECONDS
 
 
 @pytest.mark.parametrize(
