@@ -101,9 +101,10 @@ def parse_duration(text: str) -> float:
     return 3600 * hours
 
 
-def count(number: float) -> str:
-    """Write a large number with three digits: 124_475_904 -> '124M', 1e10 -> '10B'."""
+def count(number: float, *, digits: int = 3) -> str:
+    """Write a large number with few digits: 124_475_904 -> '124M', 1e10 -> '10B'."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * size:
-            return f"{number / size:{'.3g' if number < 999.5 * size else '.0f'}}{unit}"
+            layout = f".{digits}g" if digits > 3 or number < 999.5 * size else ".0f"
+            return f"{number / size:{layout}}{unit}"
     return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"

@@ -126,12 +126,15 @@ class Scale:
             factors = (1,) if last - first > 3 else (1, 2, 5)
             powers = range(first, last + 1, -(-(last - first) // 6))
             values = [factor * 10.0**power for power in powers for factor in factors]
-            return [(value, _short(value)) for value in values if self.low <= value <= self.high]
+            values = [value for value in values if self.low <= value <= self.high]
+            if len(values) > 1:
+                return _labelled(values)
+        # Also where a logarithmic scale is too short for two round values.
         rough = (self.high - self.low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(f * unit for f in (1, 2, 2.5, 5, 10) if f * unit >= 0.999 * rough)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
-        return [(i * step, _short(i * step)) for i in range(first, last + 1)]
+        return _labelled([i * step for i in range(first, last + 1)])
 
     def percent(
         self, labelled: Sequence[tuple[float, str]], *, down: bool = False
@@ -144,9 +147,21 @@ class Scale:
         ]
 
 
-def _short(value: float) -> str:
-    """Write a round number: 0.0005, 2.5, 2500, 12.5K; with eight digits, so that no sum of tenths shows."""
-    return fmt.count(value) if value >= 10_000 else f"{float(f'{value:.8g}'):g}"
+def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
+    """Return values with their texts, of as many digits as tell them apart."""
+    texts: list[str] = []
+    for more in range(12):
+        texts = [_short(value, more) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return list(zip(values, texts, strict=True))
+
+
+def _short(value: float, more: int) -> str:
+    """Write a round number: 0.0005, 2.5, 2500, 12.5K, or with more digits than these; no sum of tenths shows."""
+    if value < 10_000:
+        return f"{value:.{6 + more}g}"
+    return fmt.count(value, digits=3 + more)
 
 
 def charts_of(runs: Sequence[Curves]) -> list[Chart]:

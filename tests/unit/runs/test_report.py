@@ -17,6 +17,7 @@ import pytest
 
 import launch
 from gpt2lab.config.command_line import parse
+from gpt2lab.runs.charts import Scale
 from gpt2lab.runs.report import render
 from gpt2lab.training.pretrain import pretrain
 from launch import call
@@ -482,3 +483,30 @@ def test_the_page_is_readable_at_every_width_in_both_schemes(
     assert all(tip["inside"] for tip in found["tips"])  # over its chart, not below
     assert found["hidden"]
     assert [set(axes) for axes in found["axes"]] == [{"step"}, {"tokens"}, {"hours"}]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_log"),
+    [
+        (12_300, 12_340, False),
+        (1_234_567, 1_234_571, False),
+        (9_000.001, 9_000.004, False),
+        (3.2, 3.3, True),
+        (0.0, 1.0, False),
+        (0.1, 30.0, True),
+    ],
+)
+def test_the_labels_of_an_axis_differ_and_are_at_least_two(
+    low: float, high: float, *, is_log: bool
+) -> None:
+    ticks = Scale(low, high, is_log).ticks()
+    texts = [text for _, text in ticks]
+    assert len(texts) >= 2
+    assert len(set(texts)) == len(texts)
+    assert all(low - 1e-9 <= value <= high + 1e-9 for value, _ in ticks)
+
+
+def test_labels_have_no_more_digits_than_they_need() -> None:
+    assert [text for _, text in Scale(0.0, 0.5).ticks()] == ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]
+    assert [text for _, text in Scale(10_000, 15_000).ticks()][:2] == ["10K", "11K"]
+    assert [text for _, text in Scale(12_300, 12_340).ticks()][:2] == ["12.3K", "12.31K"]
