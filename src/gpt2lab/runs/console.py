@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 BEAT_SECONDS = 4.0
+_SLOW_STEP = 1.0  # seconds
+_SILENT_SECONDS = (10.0, 30.0)  # in a file, of slow steps and of quick ones
 _INDENT = 15  # of what belongs to the line above, as the labels of a start's first lines
 
 
@@ -52,11 +54,25 @@ class Console:
             self._shown = len(text)
             sys.stdout.flush()
 
+    def clear(self) -> None:
+        """Remove the rewriting line: what another program or stderr writes next begins a line.
+
+        Raises: OSError.
+        """
+        with self._lock:
+            self._clear()
+            sys.stdout.flush()
+
     def _clear(self) -> None:
         if self._shown:
             sys.stdout.write("\r" + " " * self._shown)
             sys.stdout.write("\r")
             self._shown = 0
+
+
+def silence_ends(silent: float, *, step_seconds: float) -> bool:
+    """Tell whether a file is told of a step after so many seconds without a line; of quick ones rarely, by choice."""
+    return silent >= _SILENT_SECONDS[step_seconds < _SLOW_STEP]
 
 
 def wrap(text: str, width: int) -> str:

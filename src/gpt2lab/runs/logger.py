@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
+from time import monotonic
 from typing import IO, TYPE_CHECKING, Any
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
 from gpt2lab.runs import log_index
-from gpt2lab.runs.console import Console, beats
+from gpt2lab.runs.console import Console, beats, silence_ends
 from gpt2lab.runs.tensorboard import mirror, open_tensorboard
 from gpt2lab.runs.wandb_mirror import WandbMirror, is_installed
 
@@ -62,6 +63,7 @@ class MetricsLogger:
         # After a flush that failed the kernel may have given up on what it could not write.
         self._last_flush_failed = False
         self._log: IO[str] | None = None
+        self._last_line = monotonic()
         self._tensorboard: SummaryWriter | None = None
         self._wandb: WandbMirror | None = None
         if run_dir is None:
@@ -197,6 +199,7 @@ class MetricsLogger:
         if self._log is None:
             return
         with self._lock:
+            self._last_line = monotonic()
             self._on_console(lambda console: console.print(text, short))
             with contextlib.suppress(OSError):
                 self._log.write(text + "\n")
@@ -206,6 +209,13 @@ class MetricsLogger:
         """Show text on a terminal until the next line; nothing elsewhere."""
         if self._log is not None:
             self._on_console(lambda console: console.show(text))
+
+    def break_silence(self, text: str, *, step_seconds: float) -> None:
+        """Say text where no line came for long; nothing on a terminal, whose progress line rewrites itself."""
+        on_terminal = self._console is not None and self._console.is_terminal
+        silent = monotonic() - self._last_line
+        if not on_terminal and silence_ends(silent, step_seconds=step_seconds):
+            self.say(text)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
@@ -258,7 +268,7 @@ class MetricsLogger:
             self._held_back.clear()
         if self._console and self._log is not None:
             try:
-                print(end="", flush=True)
+                self._console.clear()
             except OSError:
                 self._drop_console()
         for sink in (self._metrics, self._log, self._tensorboard):

@@ -91,7 +91,9 @@ class StepLog:
         last_step, log_freq = self._clock.progress.last_step, self._start.config.log.log_freq
         short = f"step {step}/{last_step} | loss {stats.loss:.4f} | lr {lr:.1e} | {rate:,.0f} tok/s | eta {eta}"
         self._logger.show(short)
-        if step == 1 or is_due(step, log_freq, last_step):
+        if not (step == 1 or is_due(step, log_freq, last_step)):
+            self._logger.break_silence(short, step_seconds=seconds)
+        else:
             targets = "" if batch.num_targets == tokens else f" | targets {batch.num_targets:,}"
             rates = f"{lr:.1e}" + (
                 "" if self._muon_scale is None else f", muon {lr * self._muon_scale:.1e}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import pty
 import re
@@ -18,7 +19,7 @@ import pytest
 
 from gpt2lab.runs.console import beats, wrap
 from gpt2lab.runs.logger import MetricsLogger
-from launch import TRAIN
+from launch import REPOSITORY, TRAIN
 from whole_run import Run
 
 
@@ -108,3 +109,59 @@ def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(
     log = (tmp_path / "tiny" / "log.txt").read_text().splitlines()
     assert any(re.match(r"step 4/6 \| epoch 0 \| .* \| norm .* \| dt ", line) for line in log)
     assert not any("\r" in line for line in log)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "steps", "most", "least"),
+    [(0.0005, 200_000, 3, 3), (0.5, 240, 4, 3), (4.0, 30, 12, 9), (25.0, 4, 4, 4)],
+)
+def test_in_a_file_steps_break_a_long_silence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    step_seconds: float,
+    steps: int,
+    most: int,
+    least: int,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("gpt2lab.runs.logger.monotonic", lambda: now)
+    logger = MetricsLogger(tmp_path, attempt=1)
+    for step in range(steps):
+        now += step_seconds
+        logger.break_silence(f"step {step}", step_seconds=step_seconds)
+    logger.close()
+    assert least <= capsys.readouterr().out.count("\n") <= most
+
+
+def test_a_run_in_a_file_tells_of_steps_between_those_of_log_freq(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = itertools.count(step=20.0)  # seconds between two looks at the clock
+    monkeypatch.setattr("gpt2lab.runs.logger.monotonic", lambda: next(now))
+    run.train("--max_steps=6", "--log_freq=100")
+    told = re.findall(r"^step (\d)/6 \| .*tok/s", capsys.readouterr().out, flags=re.MULTILINE)
+    assert {"1", "6"} < set(told) <= set("123456")
+    assert len(told) == len(set(told))
+
+
+ENDS_WITH_AN_ERROR = """
+import sys
+from pathlib import Path
+from gpt2lab.runs.logger import MetricsLogger
+logger = MetricsLogger(Path(sys.argv[1]), attempt=1)
+logger.show("step 7/10 | loss 3.1")
+logger.close()
+print("error: out of memory", file=sys.stderr)
+"""
+
+
+def test_an_error_on_a_terminal_begins_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "src"))
+    shown = on_terminal([sys.executable, "-c", ENDS_WITH_AN_ERROR, str(tmp_path)], columns=80)
+    line = shown.rstrip("\n").split("\n")[-1]
+    before, _, left = line.rpartition("\r")
+    assert (before.rpartition("\r")[2].strip(), left) == ("", "error: out of memory")
