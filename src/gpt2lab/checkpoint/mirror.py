@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -285,10 +285,18 @@ class Mirror:
         text = json.dumps({"format": FORMAT, "run": self.run, "id": own})
         self.fs.pipe_file(f"{self._root}/{_OWNER}", text.encode())
 
-    def retire(self, labels: dict[str, str], *, keep: int, keep_emergency: int) -> list[str]:
+    def retire(
+        self,
+        labels: dict[str, str],
+        *,
+        keep: int,
+        keep_emergency: int,
+        uploaded: Collection[str] = (),
+    ) -> list[str]:
         """Delete the copies that the run's rules keep no longer, and older ones that are not complete; return names.
 
-        At least two are kept: what was uploaded is not read again. Only files that `upload` named are deleted.
+        At least two are kept: what was uploaded is not read again. Those named in `uploaded` stay, whatever their time
+        says. Only files that `upload` named are deleted.
         """
         copies = self.list_copies()[0][::-1]
         infos = [
@@ -296,7 +304,11 @@ class Mirror:
         ]
         kept = catalog.to_keep(infos, keep=max(2, keep), keep_emergency=keep_emergency)
         kept += infos[-2:]
-        old = [copy.name for copy, info in zip(copies, infos, strict=True) if info not in kept]
+        old = [
+            copy.name
+            for copy, info in zip(copies, infos, strict=True)
+            if info not in kept and copy.name not in uploaded
+        ]
         complete = {copy.name for copy in copies}
         torn = [
             name

@@ -147,18 +147,24 @@ class Uploader:
         self._moved = time.monotonic()
 
     def _bring_up_to_date(self) -> None:
+        uploaded: set[str] = set()
         while (info := self._next()) is not None:
+            name = copy_name(info.manifest)
+            if name in uploaded:
+                raise OSError(f"{name}: copied, and not to be found there")
             try:
                 self._mirror.upload(info.path, info.manifest, self._tick)
             except FileNotFoundError:
                 if info.path.is_dir():
                     raise
                 continue  # retired meanwhile: there is a newer one
+            uploaded.add(name)
             self._tick()
             self._mirror.retire(
                 catalog.read_labels(self._run_dir),
                 keep=self._keep,
                 keep_emergency=self._keep_emergency,
+                uploaded=uploaded,
             )
 
     def _next(self) -> CheckpointInfo | None:

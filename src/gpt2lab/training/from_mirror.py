@@ -22,6 +22,7 @@ from gpt2lab.errors import CheckpointError, ConfigError, first_line
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.log_index import Event
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import Signals, launcher_grace_seconds
 
@@ -58,13 +59,10 @@ def fetch_newer(
                 f"choose another --run_name or --checkpoint_dir"
             )
         warnings = [f"copy in the mirror passed over: {problem}" for problem in problems]
-        turns = [
-            (event["attempt"], event["time"], event["step"])
-            for event in history.read_log(run_dir).of_kind("begin", "rewind")
-        ]
+        events = history.read_log(run_dir).of_kind("begin", "rewind", "checkpoint")
         for copy in copies:
-            went_back = any(turn[:2] > copy.recency and turn[2] < copy.step for turn in turns)
-            if went_back or (newest is not None and copy.step <= newest.step):
+            is_older = newest is not None and copy.step <= newest.step
+            if is_older or _is_left_behind(copy, events):
                 continue
             try:
                 return _fetch(mirror, copy, run_dir), warnings
@@ -84,6 +82,19 @@ def fetch_newer(
     if newest is None and warnings:
         raise CheckpointError(f"{mirror.url}: no sound checkpoint: {warnings[0]}")
     return newest, warnings
+
+
+def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
+    """Tell whether the run has gone back beyond a copy since, by the order of its log: clocks go back too."""
+    attempt, is_behind = copy.recency[0], False
+    for event in events:
+        if event["event"] == "checkpoint":
+            # Saved again after a rewind of the same start.
+            is_behind &= (event["attempt"], event["step"]) != (attempt, copy.step)
+        elif event["step"] < copy.step:
+            is_same_start = event["event"] == "rewind" and event["attempt"] == attempt
+            is_behind |= is_same_start or event["attempt"] > attempt
+    return is_behind
 
 
 def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:

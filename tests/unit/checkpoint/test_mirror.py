@@ -41,13 +41,26 @@ def new_run(folder: Path, first_line: str = FIRST_LINE) -> Path:
     return folder
 
 
-def commit(run_dir: Path, step: int, *, kind: str = "rolling", attempt: int = 1) -> Path:
+def commit(
+    run_dir: Path,
+    step: int,
+    *,
+    kind: str = "rolling",
+    attempt: int = 1,
+    created: float | None = None,
+) -> Path:
     """Commit a checkpoint of random bytes, some of them above one block of a copy."""
     with manifest.staged(run_dir, step) as staging:
         staging.add("model.safetensors", os.urandom(5 * 2**20 if step == 1 else 1000))
         staging.add("state.json", b"{}")
         staging.seal(
-            {**FACTS, "step": step, "kind": kind, "created": float(step), "attempt": attempt}
+            {
+                **FACTS,
+                "step": step,
+                "kind": kind,
+                "created": float(step) if created is None else created,
+                "attempt": attempt,
+            }
         )
     with open(run_dir / "metrics.jsonl", "a") as log:
         log.write(json.dumps({"event": "checkpoint", "step": step}) + "\n")
@@ -474,6 +487,27 @@ def test_the_last_copy_is_tried_once_more_at_the_end(
     troubled.trouble = staticmethod(lambda path: None)
     follow.uploader.finish(lambda: True)
     assert steps(follow.mirror) == [1]
+
+
+def test_a_newest_checkpoint_that_seems_older_is_copied_once_and_stays(
+    troubled: type[Troubled], run_dir: Path
+) -> None:
+    """As written by a version that took the time from the clock, which somebody put back."""
+    uploads: list[str] = []
+
+    def count(path: str) -> None:
+        uploads.extend([path] if "step_00000004" in path and path.endswith("manifest.json") else [])
+
+    troubled.trouble = staticmethod(count)
+    follow = Following(run_dir, keep=3)
+    for step, created in ((1, 1001.0), (2, 1002.0), (3, 1003.0), (4, 4.0)):
+        commit(run_dir, step, created=created)
+        catalog.retain(run_dir, keep=3, keep_emergency=1)
+        follow.uploader.notify_saved()
+        follow.until(lambda report, step=step: report.newest == step and len(uploads) > step - 4)
+    follow.uploader.finish(lambda: len(uploads) < 3)
+    assert len(uploads) == 1
+    assert sorted(steps(follow.mirror)) == [1, 2, 3, 4]
 
 
 # -- killed ----------------------------------------------------------------------------------------------------------

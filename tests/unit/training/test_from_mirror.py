@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from pathlib import Path
@@ -12,10 +13,11 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from gpt2lab.checkpoint.mirror import connect
+from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint.mirror import Copy, connect
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs import overview
-from gpt2lab.training.from_mirror import fetch_on_this_machine, wait_limit
+from gpt2lab.training.from_mirror import _is_left_behind, fetch_on_this_machine, wait_limit
 from whole_run import Run
 
 COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
@@ -63,6 +65,51 @@ def test_a_new_machine_goes_on_with_the_same_bits(
     status = there.status()["mirror"]
     assert (status["step"], status["newest"], status["error"]) == (6, 6, None)
     assert overview.describe(overview.read_runs(there.path.parent)).endswith(IN_STEP)
+
+
+def test_a_clock_that_goes_back_hides_no_step(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = itertools.count(2e9, -3600)
+    clock = SimpleNamespace(time=lambda: next(readings), monotonic=time.monotonic)
+    monkeypatch.setattr(store, "time", clock)
+    flags = (*COMMON, f"--checkpoint_mirror=file://{bucket}")
+    run = Run(tiny_data, tmp_path / "here", *flags)
+    run.train("--stop_after_steps=4")
+    times = [info.created for _, info in sorted(run.checkpoints().items())]
+    assert times == sorted(times)
+    there = elsewhere(tiny_data, tmp_path, bucket)
+    there.train("--resume=auto")
+    assert [event["from_step"] for event in there.events("resume")] == [4]
+
+
+def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
+    """Return events of which each was written an hour before the one that precedes it, by the clock."""
+    return [
+        {"event": event, "attempt": attempt, "step": step, "time": 2e9 - 3600 * place}
+        for place, (event, attempt, step) in enumerate(events)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "is_behind"),
+    [
+        ([("begin", 1, 0), ("checkpoint", 1, 10)], False),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 5)], True),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 10)], False),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("rewind", 1, 5)], True),
+        (
+            [("checkpoint", 1, 10), ("rewind", 1, 5), ("checkpoint", 1, 10)],
+            False,
+        ),
+        ([("begin", 1, 0)], False),  # killed before the event of the checkpoint, or another machine
+    ],
+)
+def test_a_copy_is_left_behind_by_the_order_of_the_log(
+    events: list[tuple[str, int, int]], is_behind: bool
+) -> None:
+    copy = Copy("step_00000010-12345678", {"step": 10, "attempt": 1, "created": 1e9})
+    assert _is_left_behind(copy, log_of(*events)) is is_behind
 
 
 def test_a_damaged_newest_copy_is_passed_over_with_a_warning(
