@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,6 +43,8 @@ from gpt2lab.files import (
     open_regular,
     or_null,
     replace_durably,
+    staged_file,
+    sweep_temporaries,
     sync_folder,
 )
 
@@ -133,6 +135,7 @@ class Mirror:
         self.fs, self.url, self.run = fs, f"{url}/{run}", run
         self._base, self._root = base, f"{base}/{run}"
         self._protocol = url.partition("://")[0]
+        self._is_local = self._protocol in _LOCAL
         self._known: dict[str, Copy] = {}  # what was read once: a name means one content
 
     # -- what is there -------------------------------------------------------------------------------------------
@@ -232,7 +235,7 @@ class Mirror:
             # Open, they can be read to their end, also when the checkpoint is retired meanwhile.
             files = {name: opened.enter_context(open_regular(folder / name)) for name in names}
             self._claim(run_dir)
-            if self._protocol in _LOCAL:
+            if self._is_local:
                 self.fs.makedirs(place, exist_ok=True)
             about = {
                 "format": FORMAT,
@@ -240,11 +243,12 @@ class Mirror:
                 "labels": catalog.read_labels(run_dir),
                 "forecast": _text_of(run_dir / _FORECAST),
             }
+            tick()
             self.fs.pipe_file(f"{place}/{_OF_RUN}", json.dumps(about).encode())
             with (
                 open_regular(run_dir / METRICS) as log,
-                self.fs.open(f"{place}/{_METRICS}", "wb") as remote,
-                gzip.GzipFile(fileobj=remote, mode="wb", mtime=0) as packed,
+                self._open_new(f"{place}/{_METRICS}", tick) as remote,
+                gzip.GzipFile("", "wb", fileobj=remote, mtime=0) as packed,
             ):
                 while block := log.read(_BLOCK):
                     packed.write(block)
@@ -258,7 +262,7 @@ class Mirror:
         self, file: BinaryIO, path: str, name: str, step: int, tick: Tick
     ) -> dict[str, Any]:
         digest, num_bytes = hashlib.sha256(), 0
-        with self.fs.open(path, "wb") as remote:
+        with self._open_new(path, tick) as remote:
             while block := file.read(_BLOCK):
                 tick()
                 remote.write(block)
@@ -270,6 +274,35 @@ class Mirror:
             raise OSError(f"{path}: {there} bytes arrived of {num_bytes}")
         return {"bytes": num_bytes, "sha256": digest.hexdigest()}
 
+    @contextlib.contextmanager
+    def _open_new(self, path: str, tick: Tick) -> Iterator[Any]:
+        """Hand out a file that gets its name when the block ends well and `tick` agrees; else it is discarded.
+
+        A thread that was given up may wake up in the middle, when another one has completed the copy.
+        """
+        tick()
+        if self._is_local:  # the library's own temporary would be on another disk
+            with staged_file(Path(path)) as temporary, open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                tick()
+                os.replace(temporary, path)
+            return
+        remote = self.fs.open(path, "wb", autocommit=False)
+        try:
+            yield remote
+            remote.close()
+            tick()
+            remote.commit()
+        except BaseException:
+            for end in (remote.close, remote.discard):
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    end()
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self.fs.transaction.files.remove(remote)  # else it is kept for good
+
     def _claim(self, run_dir: Path) -> None:
         """Write whose copies these are, if it is not there; two runs must not mix."""
         own = run_id(run_dir)
@@ -280,7 +313,7 @@ class Mirror:
         self.require_own(own)
         if self.owner() == own:
             return
-        if self._protocol in _LOCAL:
+        if self._is_local:
             self.fs.makedirs(self._root, exist_ok=True)
         text = json.dumps({"format": FORMAT, "run": self.run, "id": own})
         self.fs.pipe_file(f"{self._root}/{_OWNER}", text.encode())
@@ -330,7 +363,8 @@ class Mirror:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(f"{place}/{file}")
         self._known.pop(name, None)
-        if self._protocol in _LOCAL:
+        if self._is_local:
+            sweep_temporaries(Path(place))
             with contextlib.suppress(OSError):
                 self.fs.rmdir(place)
         return True

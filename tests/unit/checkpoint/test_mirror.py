@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.mirror import Mirror, connect, copy_name, describe_status
@@ -208,6 +209,74 @@ def test_a_forged_label_leaves_nothing(
     with pytest.raises(CheckpointError, match="label"):
         mirror.fetch(copy, fresh)
     assert list(fresh.iterdir()) == []
+
+
+class BufferedFile(AbstractBufferedFile):
+    """A file that is sent in parts and is there when all of them are, as in S3."""
+
+    def _initiate_upload(self) -> None:
+        self.parts = b""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.parts += self.buffer.getvalue()
+        if final and self.autocommit:
+            self.commit()
+        return True
+
+    def commit(self) -> None:
+        self.fs.pipe_file(self.path, self.parts)
+
+
+class Buffered(MemoryFileSystem):
+    """A store that behaves like S3 when a file is written."""
+
+    protocol = "buffered"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode == "wb" and "data" not in kwargs:
+            return BufferedFile(self, path, mode, 100, autocommit=kwargs["autocommit"])
+        return super()._open(path, mode=mode, **kwargs)
+
+
+class GivenUpError(Exception):
+    """What an uploader's tick raises in a thread whose place another one has taken."""
+
+
+@pytest.mark.parametrize("protocol", ["file", "buffered"])
+def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
+    protocol: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt2lab.checkpoint.mirror._BLOCK", 400)
+    fsspec.register_implementation("buffered", Buffered, clobber=True)
+    Buffered.store.clear()
+    (tmp_path / "bucket").mkdir()
+    mirror, folder = connect(f"{protocol}://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    with open(run_dir / "metrics.jsonl", "a") as log:
+        log.write(os.urandom(1000).hex() + "\n")  # longer than a block
+    copy_to(mirror, folder)
+    place = f"{mirror._root}/{mirror.list_copies()[0][0].name}"
+
+    def there() -> dict[str, bytes]:
+        return {path: mirror.fs.cat_file(path) for path in mirror.fs.ls(place, detail=False)}
+
+    whole, is_given_up, last = there(), True, 0
+    while is_given_up:
+        left, last = iter(range(last)), last + 1
+
+        def tick(left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise GivenUpError
+
+        try:
+            mirror.upload(folder, manifest.read_manifest(folder), tick)
+            is_given_up = False
+        except GivenUpError:
+            assert there() == whole
+    assert there() == whole
+    assert last > len(whole)
+    assert not mirror.fs.transaction.files, "nothing is kept in memory"
 
 
 # -- whose copies ----------------------------------------------------------------------------------------------------
@@ -534,6 +603,18 @@ def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
         text=True,
     )
     assert done.returncode == -9, done.stderr
+
+
+def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path / 'bucket'}"
+    run_killed("upload", url, commit(run_dir, 1), "mirror.upload.model.safetensors")
+    mirror = connect(url, "run")
+    copy_to(mirror, commit(run_dir, 2))
+    mirror.retire({}, keep=1, keep_emergency=1)
+    assert [path.name[:13] for path in (tmp_path / "bucket" / "run").glob("step_*")] == [
+        "step_00000002"
+    ]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
