@@ -12,6 +12,7 @@ A copy's name follows from its content, so that no complete copy is ever written
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import json
@@ -237,14 +238,14 @@ class Mirror:
             self._claim(run_dir)
             if self._is_local:
                 self.fs.makedirs(place, exist_ok=True)
+                _sync_names(Path(self._root))
             about = {
                 "format": FORMAT,
                 "files": [_OF_RUN, _METRICS, *names],
                 "labels": catalog.read_labels(run_dir),
                 "forecast": _text_of(run_dir / _FORECAST),
             }
-            tick()
-            self.fs.pipe_file(f"{place}/{_OF_RUN}", json.dumps(about).encode())
+            self._write_small(f"{place}/{_OF_RUN}", json.dumps(about), tick)
             with (
                 open_regular(run_dir / METRICS) as log,
                 self._open_new(f"{place}/{_METRICS}", tick) as remote,
@@ -266,6 +267,11 @@ class Mirror:
             while block := file.read(_BLOCK):
                 tick()
                 remote.write(block)
+                if (
+                    self._is_local
+                ):  # block by block, so that a slow disk is not taken for one that hangs
+                    remote.flush()
+                    os.fsync(remote.fileno())
                 digest.update(block)
                 num_bytes += len(block)
                 faultpoint(f"mirror.upload.{name}", step)
@@ -285,8 +291,10 @@ class Mirror:
             with staged_file(Path(path)) as temporary, open(temporary, "wb") as file:
                 yield file
                 file.flush()
+                os.fsync(file.fileno())
                 tick()
                 os.replace(temporary, path)
+            _sync_names(Path(path).parent)
             return
         remote = self.fs.open(path, "wb", autocommit=False)
         try:
@@ -303,6 +311,14 @@ class Mirror:
             with contextlib.suppress(ValueError):
                 self.fs.transaction.files.remove(remote)  # else it is kept for good
 
+    def _write_small(self, path: str, text: str, tick: Tick) -> None:
+        if self._is_local:
+            with self._open_new(path, tick) as file:
+                file.write(text.encode())
+            return
+        tick()
+        self.fs.pipe_file(path, text.encode())
+
     def _claim(self, run_dir: Path) -> None:
         """Write whose copies these are, if it is not there; two runs must not mix."""
         own = run_id(run_dir)
@@ -315,8 +331,9 @@ class Mirror:
             return
         if self._is_local:
             self.fs.makedirs(self._root, exist_ok=True)
+            _sync_names(Path(self._base))
         text = json.dumps({"format": FORMAT, "run": self.run, "id": own})
-        self.fs.pipe_file(f"{self._root}/{_OWNER}", text.encode())
+        self._write_small(f"{self._root}/{_OWNER}", text, lambda: None)
 
     def retire(
         self,
@@ -362,6 +379,8 @@ class Mirror:
         for file in (MANIFEST, *(set(names) - {MANIFEST, _OF_RUN}), _OF_RUN):
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(f"{place}/{file}")
+            if self._is_local and file == MANIFEST:
+                _sync_names(Path(place))  # a power cut must not bring it back without the rest
         self._known.pop(name, None)
         if self._is_local:
             sweep_temporaries(Path(place))
@@ -469,6 +488,15 @@ def describe_status(status: dict[str, Any]) -> str | None:
     line = f"mirror: newest copy is step {step}" if is_count(step) else "mirror: no copy yet"
     line += f", newest checkpoint is step {newest}" if is_count(newest) else ""
     return f"{line:.100}" + (f"; last error {error:.200}" if isinstance(error, str) else "")
+
+
+def _sync_names(folder: Path) -> None:
+    """Make the names in a folder survive a power cut, where its file system can do that; network ones may not."""
+    try:
+        sync_folder(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
 
 
 def _text_of(path: Path) -> str | None:
