@@ -447,8 +447,8 @@ def troubled() -> Iterator[type[Troubled]]:
 class Following:
     """An uploader and all that it has said."""
 
-    def __init__(self, run_dir: Path, **options: Any) -> None:
-        self.mirror = connect("troubled://bucket", "run")
+    def __init__(self, run_dir: Path, mirror: Mirror | None = None, **options: Any) -> None:
+        self.mirror = mirror or connect("troubled://bucket", "run")
         self.uploader = Uploader(
             self.mirror, run_dir, **{"keep": 10, "keep_emergency": 1, **options}
         )
@@ -609,6 +609,37 @@ def test_a_newest_checkpoint_that_seems_older_is_copied_once_and_stays(
     follow.uploader.finish(lambda: len(uploads) < 3)
     assert len(uploads) == 1
     assert sorted(steps(follow.mirror)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("what", ["moved", "replaced", "unreadable"])
+def test_copies_stay_when_the_labels_cannot_be_known(
+    what: str, troubled: type[Troubled], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(path: str) -> None:
+        if "step_00000003" not in path or not path.endswith("manifest.json"):
+            return
+        if what == "unreadable":
+            monkeypatch.setattr(catalog, "read_regular", fail)
+            return
+        os.rename(run_dir, run_dir.with_name("moved"))
+        if what == "replaced":
+            new_run(run_dir)
+
+    def fail(path: Path, *, at_most: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    follow = Following(run_dir, keep=1)
+    for step in (1, 2, 3):
+        commit(run_dir, step)
+        if step == 1:
+            catalog.set_label(run_dir, "best", 1)
+        if step == 3:
+            troubled.trouble = staticmethod(change)
+        follow.uploader.notify_saved()
+        if step < 3:
+            follow.until(lambda report, step=step: report.step == step)
+    follow.uploader.finish(lambda: True)
+    assert sorted(steps(follow.mirror)) == [1, 2, 3]
 
 
 # -- killed ----------------------------------------------------------------------------------------------------------
