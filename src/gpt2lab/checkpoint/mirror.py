@@ -98,8 +98,10 @@ def run_id(run_dir: Path) -> str | None:
     return hashlib.sha256(line).hexdigest() if line.endswith(b"\n") else None
 
 
-def connect(url: str, run: str) -> Mirror:
+def connect(url: str, run: str, *, must_exist: bool = True) -> Mirror:
     """Return the mirror of a run below a URL; nothing is read or written there yet.
+
+    Without `must_exist` a folder of this machine may be missing now; the first use of it is an error then.
 
     Raises: ConfigError if the URL cannot be one of a mirror, or the package for it is missing.
     """
@@ -124,7 +126,7 @@ def connect(url: str, run: str) -> Mirror:
         raise ConfigError(f"checkpoint_mirror {url}: {first_line(error)}") from error
     if not base.strip("/"):
         raise ConfigError(f"checkpoint_mirror {url}: name a bucket or folder after {protocol}://")
-    if protocol in _LOCAL and not Path(base).is_dir():
+    if must_exist and protocol in _LOCAL and not Path(base).is_dir():
         raise ConfigError(f"checkpoint_mirror {url}: no such folder; create or mount it first")
     return Mirror(fs, url.rstrip("/"), base.rstrip("/"), run)
 

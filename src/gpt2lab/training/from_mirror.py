@@ -184,7 +184,8 @@ def open_uploader(start: Start) -> Uploader | None:
     if config.checkpoint_mirror is None:
         return None
     uploader = Uploader(
-        connect(config.checkpoint_mirror, start.run_dir.name),
+        # A folder that is gone since it was checked must not end a run; every save looks for it again.
+        connect(config.checkpoint_mirror, start.run_dir.name, must_exist=False),
         start.run_dir,
         keep=config.keep_checkpoints,
         keep_emergency=config.keep_emergency_checkpoints,

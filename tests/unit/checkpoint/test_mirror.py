@@ -642,6 +642,23 @@ def test_copies_stay_when_the_labels_cannot_be_known(
     assert sorted(steps(follow.mirror)) == [1, 2, 3]
 
 
+def test_a_folder_that_is_missing_at_first_is_a_warning_and_is_used_with_a_later_save(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    bucket = tmp_path / "mounted later"
+    mirror = connect(f"file://{bucket}", "run", must_exist=False)
+    follow = Following(run_dir, mirror)
+    commit(run_dir, 1)
+    follow.uploader.notify_saved()
+    follow.until(lambda report: report.error is not None)
+    assert "create it" in follow.warnings[0]
+    assert not bucket.exists()
+    bucket.mkdir()
+    commit(run_dir, 2)
+    follow.uploader.notify_saved()
+    follow.until(lambda report: report.step == 2 and report.error is None)
+
+
 # -- killed ----------------------------------------------------------------------------------------------------------
 
 _PROGRAM = """

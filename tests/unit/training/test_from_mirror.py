@@ -17,7 +17,12 @@ from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.mirror import Copy, connect
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs import overview
-from gpt2lab.training.from_mirror import _is_left_behind, fetch_on_this_machine, wait_limit
+from gpt2lab.training.from_mirror import (
+    _is_left_behind,
+    fetch_on_this_machine,
+    open_uploader,
+    wait_limit,
+)
 from whole_run import Run
 
 COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
@@ -175,6 +180,21 @@ def test_a_complete_run_brings_its_mirror_up_to_date(
     assert {k: v for k, v in mirrored.listing().items() if "run.lock" not in k} == {
         k: v for k, v in before.items() if "run.lock" not in k
     }
+
+
+def test_a_folder_lost_after_it_was_checked_stops_no_run(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*args: Any) -> Any:
+        bucket.rmdir()
+        return open_uploader(*args)
+
+    monkeypatch.setattr("gpt2lab.training.pretrain.open_uploader", lose)
+    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+    run.train()
+    assert run.status()["state"] == "completed"
+    assert "create it" in run.status()["mirror"]["error"]
+    assert not bucket.exists()
 
 
 def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(
