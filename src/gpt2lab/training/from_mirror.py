@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.checkpoint.mirror import Copy, Mirror, connect, copy_name, describe_status, run_id
 from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.config.command_line import Command
-from gpt2lab.errors import CheckpointError, ConfigError, first_line
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
@@ -156,15 +157,27 @@ def check_mirror(start: Start) -> tuple[str, ...]:
     return ()
 
 
-def catch_up_after_end(start: Start, signals: Signals) -> None:
-    """Copy on rank 0 what the mirror of a complete run lacks, because its last start could not; say how far it is."""
-    uploader = open_uploader(start)
-    if uploader is None:
+def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:
+    """Copy on rank 0 what the mirror of a complete run lacks, because its last start could not; say how far it is.
+
+    It waits at most `most` seconds. What goes wrong is a warning: the run is complete.
+    """
+    if start.config.checkpoint.checkpoint_mirror is None:
         return
-    folder = RunFolder(start.run_dir)
     try:
+        _catch_up(start, signals, most)
+    except (OSError, GPT2LabError) as error:
+        print(f"warning: checkpoint mirror not updated: {first_line(error)}", file=sys.stderr)
+
+
+def _catch_up(start: Start, signals: Signals, most: float) -> None:
+    folder = RunFolder(start.run_dir)  # locked before anything is copied
+    try:
+        uploader = open_uploader(start)
+        if uploader is None:
+            return
         uploader.notify_saved()
-        uploader.finish(wait_limit(signals, {}, most=WAIT_SECONDS, has_failed=False))
+        uploader.finish(wait_limit(signals, {}, most=most, has_failed=False))
         report, _ = uploader.take_report() or (None, [])
         path = start.run_dir / "status.json"
         status = history.read_json(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import shutil
 import time
@@ -17,6 +18,7 @@ from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.mirror import Copy, connect
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs import overview
+from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.from_mirror import (
     _is_left_behind,
     fetch_on_this_machine,
@@ -180,6 +182,47 @@ def test_a_complete_run_brings_its_mirror_up_to_date(
     assert {k: v for k, v in mirrored.listing().items() if "run.lock" not in k} == {
         k: v for k, v in before.items() if "run.lock" not in k
     }
+
+
+@pytest.mark.parametrize("problem", ["locked", "unwritable"])
+def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
+    problem: str,
+    mirrored: Run,
+    bucket: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    holder = RunFolder(mirrored.path) if problem == "locked" else None
+
+    def fail(path: Path, content: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    if problem == "unwritable":
+        monkeypatch.setattr("gpt2lab.training.from_mirror.replace_durably", fail)
+    mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    if holder is not None:
+        holder.close()
+    output = capsys.readouterr()
+    assert "already complete" in output.out
+    (line,) = (line for line in output.err.splitlines() if "checkpoint mirror" in line)
+    assert ("in use by" if holder else "Read-only") in line
+
+
+def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
+    mirrored: Run, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def note(signals: Any, deadlines: Any, *, most: float, has_failed: bool) -> Any:
+        limits.append(most)
+        return lambda: False
+
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    monkeypatch.setattr("gpt2lab.training.from_mirror.wait_limit", note)
+    flags = ("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    mirrored.train(*flags, "--pg_timeout_minutes=2")
+    assert limits == [60.0]
 
 
 def test_a_folder_lost_after_it_was_checked_stops_no_run(
