@@ -302,7 +302,8 @@ def _train(
                 folder.write_status("failed", step=step, reason=str(error), exit_code=code)
                 logger.event("stop", step, reason=reason, checkpoint=None)
             heartbeat.close()
-            finish_mirror(has_failed=True)
+            with contextlib.suppress(OSError, GPT2LabError):
+                finish_mirror(has_failed=True)
         logger.close()
         raise
     finally:

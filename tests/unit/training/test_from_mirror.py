@@ -16,15 +16,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.mirror import Copy, connect
-from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError
 from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.from_mirror import (
     _is_left_behind,
     fetch_on_this_machine,
     open_uploader,
     wait_limit,
 )
+from gpt2lab.training.saver import Saver
+from gpt2lab.training.trainer import Trainer
 from whole_run import Run
 
 COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
@@ -238,6 +241,42 @@ def test_a_folder_lost_after_it_was_checked_stops_no_run(
     assert run.status()["state"] == "completed"
     assert "create it" in run.status()["mirror"]["error"]
     assert not bucket.exists()
+
+
+def test_an_error_of_the_mirror_hides_no_earlier_one(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_report(*args: Any) -> None:
+        raise SaveError("metrics.jsonl cannot be written")
+
+    def fail_first(*args: Any, **options: Any) -> None:
+        raise DataError("the first error")
+
+    closed: list[bool] = []
+    close = MetricsLogger.close
+    monkeypatch.setattr(MetricsLogger, "close", lambda self: closed.append(True) or close(self))
+    monkeypatch.setattr(Saver, "report_mirror", fail_to_report)
+    monkeypatch.setattr(Trainer, "fit", fail_first)
+    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+    assert str(run.rejected()) == "the first error"
+    assert closed
+
+
+def test_a_rescue_whose_event_cannot_be_written_has_worked(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_report(*args: Any) -> None:
+        raise SaveError("metrics.jsonl cannot be written")
+
+    def fail_first(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(Saver, "_report", fail_to_report)
+        raise RuntimeError("the first error")
+
+    monkeypatch.setattr(Saver, "save", fail_first)
+    run = Run(tiny_data, tmp_path / "here", *COMMON)
+    with pytest.raises(RuntimeError, match="the first error"):
+        run.train()
+    assert {step: info.kind for step, info in run.checkpoints().items()} == {2: "emergency"}
 
 
 def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(
