@@ -12,6 +12,7 @@ A copy's name follows from its content, so that no complete copy is ever written
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import json
@@ -21,7 +22,7 @@ import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,6 +44,8 @@ from gpt2lab.files import (
     open_regular,
     or_null,
     replace_durably,
+    staged_file,
+    sweep_temporaries,
     sync_folder,
 )
 
@@ -95,8 +98,10 @@ def run_id(run_dir: Path) -> str | None:
     return hashlib.sha256(line).hexdigest() if line.endswith(b"\n") else None
 
 
-def connect(url: str, run: str) -> Mirror:
+def connect(url: str, run: str, *, must_exist: bool = True) -> Mirror:
     """Return the mirror of a run below a URL; nothing is read or written there yet.
+
+    Without `must_exist` a folder of this machine may be missing now; the first use of it is an error then.
 
     Raises: ConfigError if the URL cannot be one of a mirror, or the package for it is missing.
     """
@@ -121,7 +126,7 @@ def connect(url: str, run: str) -> Mirror:
         raise ConfigError(f"checkpoint_mirror {url}: {first_line(error)}") from error
     if not base.strip("/"):
         raise ConfigError(f"checkpoint_mirror {url}: name a bucket or folder after {protocol}://")
-    if protocol in _LOCAL and not Path(base).is_dir():
+    if must_exist and protocol in _LOCAL and not Path(base).is_dir():
         raise ConfigError(f"checkpoint_mirror {url}: no such folder; create or mount it first")
     return Mirror(fs, url.rstrip("/"), base.rstrip("/"), run)
 
@@ -133,6 +138,7 @@ class Mirror:
         self.fs, self.url, self.run = fs, f"{url}/{run}", run
         self._base, self._root = base, f"{base}/{run}"
         self._protocol = url.partition("://")[0]
+        self._is_local = self._protocol in _LOCAL
         self._known: dict[str, Copy] = {}  # what was read once: a name means one content
 
     # -- what is there -------------------------------------------------------------------------------------------
@@ -232,19 +238,20 @@ class Mirror:
             # Open, they can be read to their end, also when the checkpoint is retired meanwhile.
             files = {name: opened.enter_context(open_regular(folder / name)) for name in names}
             self._claim(run_dir)
-            if self._protocol in _LOCAL:
+            if self._is_local:
                 self.fs.makedirs(place, exist_ok=True)
+                _sync_names(Path(self._root))
             about = {
                 "format": FORMAT,
                 "files": [_OF_RUN, _METRICS, *names],
                 "labels": catalog.read_labels(run_dir),
                 "forecast": _text_of(run_dir / _FORECAST),
             }
-            self.fs.pipe_file(f"{place}/{_OF_RUN}", json.dumps(about).encode())
+            self._write_small(f"{place}/{_OF_RUN}", json.dumps(about), tick)
             with (
                 open_regular(run_dir / METRICS) as log,
-                self.fs.open(f"{place}/{_METRICS}", "wb") as remote,
-                gzip.GzipFile(fileobj=remote, mode="wb", mtime=0) as packed,
+                self._open_new(f"{place}/{_METRICS}", tick) as remote,
+                gzip.GzipFile("", "wb", fileobj=remote, mtime=0) as packed,
             ):
                 while block := log.read(_BLOCK):
                     packed.write(block)
@@ -258,10 +265,15 @@ class Mirror:
         self, file: BinaryIO, path: str, name: str, step: int, tick: Tick
     ) -> dict[str, Any]:
         digest, num_bytes = hashlib.sha256(), 0
-        with self.fs.open(path, "wb") as remote:
+        with self._open_new(path, tick) as remote:
             while block := file.read(_BLOCK):
                 tick()
                 remote.write(block)
+                if (
+                    self._is_local
+                ):  # block by block, so that a slow disk is not taken for one that hangs
+                    remote.flush()
+                    os.fsync(remote.fileno())
                 digest.update(block)
                 num_bytes += len(block)
                 faultpoint(f"mirror.upload.{name}", step)
@@ -269,6 +281,45 @@ class Mirror:
         if (there := self.fs.info(path)["size"]) != num_bytes:
             raise OSError(f"{path}: {there} bytes arrived of {num_bytes}")
         return {"bytes": num_bytes, "sha256": digest.hexdigest()}
+
+    @contextlib.contextmanager
+    def _open_new(self, path: str, tick: Tick) -> Iterator[Any]:
+        """Hand out a file that gets its name when the block ends well and `tick` agrees; else it is discarded.
+
+        A thread that was given up may wake up in the middle, when another one has completed the copy.
+        """
+        tick()
+        if self._is_local:  # the library's own temporary would be on another disk
+            with staged_file(Path(path)) as temporary, open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                tick()
+                os.replace(temporary, path)
+            _sync_names(Path(path).parent)
+            return
+        remote = self.fs.open(path, "wb", autocommit=False)
+        try:
+            yield remote
+            remote.close()
+            tick()
+            remote.commit()
+        except BaseException:
+            for end in (remote.close, remote.discard):
+                with contextlib.suppress(Exception):  # the first error is the one to report
+                    end()
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self.fs.transaction.files.remove(remote)  # else it is kept for good
+
+    def _write_small(self, path: str, text: str, tick: Tick) -> None:
+        if self._is_local:
+            with self._open_new(path, tick) as file:
+                file.write(text.encode())
+            return
+        tick()
+        self.fs.pipe_file(path, text.encode())
 
     def _claim(self, run_dir: Path) -> None:
         """Write whose copies these are, if it is not there; two runs must not mix."""
@@ -280,15 +331,24 @@ class Mirror:
         self.require_own(own)
         if self.owner() == own:
             return
-        if self._protocol in _LOCAL:
+        if self._is_local:
             self.fs.makedirs(self._root, exist_ok=True)
+            _sync_names(Path(self._base))
         text = json.dumps({"format": FORMAT, "run": self.run, "id": own})
-        self.fs.pipe_file(f"{self._root}/{_OWNER}", text.encode())
+        self._write_small(f"{self._root}/{_OWNER}", text, lambda: None)
 
-    def retire(self, labels: dict[str, str], *, keep: int, keep_emergency: int) -> list[str]:
+    def retire(
+        self,
+        labels: dict[str, str],
+        *,
+        keep: int,
+        keep_emergency: int,
+        uploaded: Collection[str] = (),
+    ) -> list[str]:
         """Delete the copies that the run's rules keep no longer, and older ones that are not complete; return names.
 
-        At least two are kept: what was uploaded is not read again. Only files that `upload` named are deleted.
+        At least two are kept: what was uploaded is not read again. Those named in `uploaded` stay, whatever their time
+        says. Only files that `upload` named are deleted.
         """
         copies = self.list_copies()[0][::-1]
         infos = [
@@ -296,7 +356,11 @@ class Mirror:
         ]
         kept = catalog.to_keep(infos, keep=max(2, keep), keep_emergency=keep_emergency)
         kept += infos[-2:]
-        old = [copy.name for copy, info in zip(copies, infos, strict=True) if info not in kept]
+        old = [
+            copy.name
+            for copy, info in zip(copies, infos, strict=True)
+            if info not in kept and copy.name not in uploaded
+        ]
         complete = {copy.name for copy in copies}
         torn = [
             name
@@ -317,8 +381,11 @@ class Mirror:
         for file in (MANIFEST, *(set(names) - {MANIFEST, _OF_RUN}), _OF_RUN):
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(f"{place}/{file}")
+            if self._is_local and file == MANIFEST:
+                _sync_names(Path(place))  # a power cut must not bring it back without the rest
         self._known.pop(name, None)
-        if self._protocol in _LOCAL:
+        if self._is_local:
+            sweep_temporaries(Path(place))
             with contextlib.suppress(OSError):
                 self.fs.rmdir(place)
         return True
@@ -423,6 +490,15 @@ def describe_status(status: dict[str, Any]) -> str | None:
     line = f"mirror: newest copy is step {step}" if is_count(step) else "mirror: no copy yet"
     line += f", newest checkpoint is step {newest}" if is_count(newest) else ""
     return f"{line:.100}" + (f"; last error {error:.200}" if isinstance(error, str) else "")
+
+
+def _sync_names(folder: Path) -> None:
+    """Make the names in a folder survive a power cut, where its file system can do that; network ones may not."""
+    try:
+        sync_folder(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
 
 
 def _text_of(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class Uploader:
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self._mirror, self._run_dir = mirror, run_dir
+        self._place = _place_of(run_dir)
         self._keep, self._keep_emergency = keep, keep_emergency
         self._stall_seconds = stall_seconds
         self._changed = threading.Condition()
@@ -147,19 +149,37 @@ class Uploader:
         self._moved = time.monotonic()
 
     def _bring_up_to_date(self) -> None:
+        uploaded: set[str] = set()
         while (info := self._next()) is not None:
+            name = copy_name(info.manifest)
+            if name in uploaded:
+                raise OSError(f"{name}: copied, and not to be found there")
             try:
                 self._mirror.upload(info.path, info.manifest, self._tick)
             except FileNotFoundError:
                 if info.path.is_dir():
                     raise
                 continue  # retired meanwhile: there is a newer one
+            uploaded.add(name)
             self._tick()
-            self._mirror.retire(
-                catalog.read_labels(self._run_dir),
-                keep=self._keep,
-                keep_emergency=self._keep_emergency,
-            )
+            labels = self._labels()
+            if labels is not None:
+                self._mirror.retire(
+                    labels,
+                    keep=self._keep,
+                    keep_emergency=self._keep_emergency,
+                    uploaded=uploaded,
+                )
+
+    def _labels(self) -> dict[str, str] | None:
+        """Return the labels of the run; None if they cannot be known, since copies without one are deleted."""
+        try:
+            labels = catalog.read_labels(self._run_dir, strict=True)
+        except OSError:
+            return None
+        # Asked after they were read: those of a folder that is gone seem to be none.
+        is_there = self._place is not None and _place_of(self._run_dir) == self._place
+        return labels if is_there else None
 
     def _next(self) -> CheckpointInfo | None:
         """Return what to copy next: the newest checkpoint, then those with labels; None if all are there."""
@@ -191,3 +211,12 @@ class Uploader:
                     f"{self._report.url}: checkpoint not copied ({kind}: {said}); training goes on, "
                     f"the next save or start tries again"
                 )
+
+
+def _place_of(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from another that has its name; None if it cannot be known."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.catalog import WEIGHTS
 from gpt2lab.checkpoint.state import TrainState
@@ -84,6 +85,7 @@ def save(
     folder = run_dir / manifests.folder_name(state.step)
     if folder.exists():
         return folder
+    created = _now_after(run_dir)
     with manifests.staged(run_dir, state.step) as staging:
         staging.add(MODEL, safetensors.torch.save(content.model))
         staging.add(OPTIM, safetensors.torch.save(content.optimizer))
@@ -100,10 +102,16 @@ def save(
                 "samples": state.samples,
                 "val_loss": state.val_loss,
                 "best_val_loss": state.best_val_loss,
-                "created": time.time(),
+                "created": created,
             }
         )
     return folder
+
+
+def _now_after(run_dir: Path) -> float:
+    """Return the time, but later than that of every checkpoint of the run: copies are ordered by it, clocks go back."""
+    infos, _ = catalog.list_checkpoints(run_dir, labels={})
+    return max([time.time(), *(info.created + 0.001 for info in infos)])
 
 
 def parameters_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.checkpoint.mirror import Copy, Mirror, connect, copy_name, describe_status, run_id
 from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.config.command_line import Command
-from gpt2lab.errors import CheckpointError, ConfigError, first_line
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.log_index import Event
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import Signals, launcher_grace_seconds
 
@@ -58,13 +60,10 @@ def fetch_newer(
                 f"choose another --run_name or --checkpoint_dir"
             )
         warnings = [f"copy in the mirror passed over: {problem}" for problem in problems]
-        turns = [
-            (event["attempt"], event["time"], event["step"])
-            for event in history.read_log(run_dir).of_kind("begin", "rewind")
-        ]
+        events = history.read_log(run_dir).of_kind("begin", "rewind", "checkpoint")
         for copy in copies:
-            went_back = any(turn[:2] > copy.recency and turn[2] < copy.step for turn in turns)
-            if went_back or (newest is not None and copy.step <= newest.step):
+            is_older = newest is not None and copy.step <= newest.step
+            if is_older or _is_left_behind(copy, events):
                 continue
             try:
                 return _fetch(mirror, copy, run_dir), warnings
@@ -84,6 +83,19 @@ def fetch_newer(
     if newest is None and warnings:
         raise CheckpointError(f"{mirror.url}: no sound checkpoint: {warnings[0]}")
     return newest, warnings
+
+
+def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
+    """Tell whether the run has gone back beyond a copy since, by the order of its log: clocks go back too."""
+    attempt, is_behind = copy.recency[0], False
+    for event in events:
+        if event["event"] == "checkpoint":
+            # Saved again after a rewind of the same start.
+            is_behind &= (event["attempt"], event["step"]) != (attempt, copy.step)
+        elif event["step"] < copy.step:
+            is_same_start = event["event"] == "rewind" and event["attempt"] == attempt
+            is_behind |= is_same_start or event["attempt"] > attempt
+    return is_behind
 
 
 def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:
@@ -145,15 +157,27 @@ def check_mirror(start: Start) -> tuple[str, ...]:
     return ()
 
 
-def catch_up_after_end(start: Start, signals: Signals) -> None:
-    """Copy on rank 0 what the mirror of a complete run lacks, because its last start could not; say how far it is."""
-    uploader = open_uploader(start)
-    if uploader is None:
+def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:
+    """Copy on rank 0 what the mirror of a complete run lacks, because its last start could not; say how far it is.
+
+    It waits at most `most` seconds. What goes wrong is a warning: the run is complete.
+    """
+    if start.config.checkpoint.checkpoint_mirror is None:
         return
-    folder = RunFolder(start.run_dir)
     try:
+        _catch_up(start, signals, most)
+    except (OSError, GPT2LabError) as error:
+        print(f"warning: checkpoint mirror not updated: {first_line(error)}", file=sys.stderr)
+
+
+def _catch_up(start: Start, signals: Signals, most: float) -> None:
+    folder = RunFolder(start.run_dir)  # locked before anything is copied
+    try:
+        uploader = open_uploader(start)
+        if uploader is None:
+            return
         uploader.notify_saved()
-        uploader.finish(wait_limit(signals, {}, most=WAIT_SECONDS, has_failed=False))
+        uploader.finish(wait_limit(signals, {}, most=most, has_failed=False))
         report, _ = uploader.take_report() or (None, [])
         path = start.run_dir / "status.json"
         status = history.read_json(path)
@@ -173,7 +197,8 @@ def open_uploader(start: Start) -> Uploader | None:
     if config.checkpoint_mirror is None:
         return None
     uploader = Uploader(
-        connect(config.checkpoint_mirror, start.run_dir.name),
+        # A folder that is gone since it was checked must not end a run; every save looks for it again.
+        connect(config.checkpoint_mirror, start.run_dir.name, must_exist=False),
         start.run_dir,
         keep=config.keep_checkpoints,
         keep_emergency=config.keep_emergency_checkpoints,

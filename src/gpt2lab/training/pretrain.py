@@ -96,7 +96,8 @@ def pretrain(
             if runtime.rank == 0:
                 steps = start.plan.max_steps
                 print(f"{start.run_dir.name}: already complete after {steps} steps; nothing to do")
-                catch_up_after_end(start, signals)
+                # The other ranks wait in a barrier.
+                catch_up_after_end(start, signals, most=runtime.timeout_seconds / 2)
         else:
             start = choose_hardware(start, runtime)
             model = recipe.build_model(start, runtime)
@@ -314,7 +315,8 @@ def _train(
                 folder.write_status("failed", step=step, reason=str(error), exit_code=code)
                 logger.event("stop", step, reason=reason, checkpoint=None)
             heartbeat.close()
-            finish_mirror(has_failed=True)
+            with contextlib.suppress(OSError, GPT2LabError):
+                finish_mirror(has_failed=True)
         logger.close()
         raise
     finally:

@@ -88,7 +88,8 @@ class Saver:
         finally:
             if opened:
                 opened.close()
-        self._report(state, "emergency", [label], time.monotonic() - began)
+        with suppress(OSError, GPT2LabError):  # the checkpoint stands without its event
+            self._report(state, "emergency", [label], time.monotonic() - began)
         return True
 
     def report_mirror(self, step: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.mirror import Mirror, connect, copy_name, describe_status
@@ -41,13 +42,26 @@ def new_run(folder: Path, first_line: str = FIRST_LINE) -> Path:
     return folder
 
 
-def commit(run_dir: Path, step: int, *, kind: str = "rolling", attempt: int = 1) -> Path:
+def commit(
+    run_dir: Path,
+    step: int,
+    *,
+    kind: str = "rolling",
+    attempt: int = 1,
+    created: float | None = None,
+) -> Path:
     """Commit a checkpoint of random bytes, some of them above one block of a copy."""
     with manifest.staged(run_dir, step) as staging:
         staging.add("model.safetensors", os.urandom(5 * 2**20 if step == 1 else 1000))
         staging.add("state.json", b"{}")
         staging.seal(
-            {**FACTS, "step": step, "kind": kind, "created": float(step), "attempt": attempt}
+            {
+                **FACTS,
+                "step": step,
+                "kind": kind,
+                "created": float(step) if created is None else created,
+                "attempt": attempt,
+            }
         )
     with open(run_dir / "metrics.jsonl", "a") as log:
         log.write(json.dumps({"event": "checkpoint", "step": step}) + "\n")
@@ -197,6 +211,106 @@ def test_a_forged_label_leaves_nothing(
     assert list(fresh.iterdir()) == []
 
 
+class BufferedFile(AbstractBufferedFile):
+    """A file that is sent in parts and is there when all of them are, as in S3."""
+
+    def _initiate_upload(self) -> None:
+        self.parts = b""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.parts += self.buffer.getvalue()
+        if final and self.autocommit:
+            self.commit()
+        return True
+
+    def commit(self) -> None:
+        self.fs.pipe_file(self.path, self.parts)
+
+
+class Buffered(MemoryFileSystem):
+    """A store that behaves like S3 when a file is written."""
+
+    protocol = "buffered"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode == "wb" and "data" not in kwargs:
+            return BufferedFile(self, path, mode, 100, autocommit=kwargs["autocommit"])
+        return super()._open(path, mode=mode, **kwargs)
+
+
+class GivenUpError(Exception):
+    """What an uploader's tick raises in a thread whose place another one has taken."""
+
+
+@pytest.mark.parametrize("protocol", ["file", "buffered"])
+def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
+    protocol: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt2lab.checkpoint.mirror._BLOCK", 400)
+    fsspec.register_implementation("buffered", Buffered, clobber=True)
+    Buffered.store.clear()
+    (tmp_path / "bucket").mkdir()
+    mirror, folder = connect(f"{protocol}://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    with open(run_dir / "metrics.jsonl", "a") as log:
+        log.write(os.urandom(1000).hex() + "\n")  # longer than a block
+    copy_to(mirror, folder)
+    place = f"{mirror._root}/{mirror.list_copies()[0][0].name}"
+
+    def there() -> dict[str, bytes]:
+        return {path: mirror.fs.cat_file(path) for path in mirror.fs.ls(place, detail=False)}
+
+    whole, is_given_up, last = there(), True, 0
+    while is_given_up:
+        left, last = iter(range(last)), last + 1
+
+        def tick(left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise GivenUpError
+
+        try:
+            mirror.upload(folder, manifest.read_manifest(folder), tick)
+            is_given_up = False
+        except GivenUpError:
+            assert there() == whole
+    assert there() == whole
+    assert last > len(whole)
+    assert not mirror.fs.transaction.files, "nothing is kept in memory"
+
+
+def test_a_copy_in_a_folder_is_on_its_disk_before_its_manifest_has_a_name(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file is flushed before its rename, and the folder after it, so that a power cut takes the last ones."""
+    (tmp_path / "bucket").mkdir()
+    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def note_flush(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        done.append(("flush", name[1:-9] if name.startswith(".") else name))
+        fsync(descriptor)
+
+    def note_rename(old: Path, new: str) -> None:
+        done.append(("rename", Path(new).name))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "replace", note_rename)
+    copy_to(mirror, folder)
+    place = ("flush", copy_name(manifest.read_manifest(folder)))
+    names = ["of_run.json", "metrics.jsonl.gz", "model.safetensors", "state.json", "manifest.json"]
+    last = done.index(("rename", "of_run.json")) - 1
+    for name in names:
+        assert done.index(("flush", name)) < done.index(("rename", name))
+        assert last < done.index(("rename", name))
+        last = done.index(place, done.index(("rename", name)))
+    assert done.index(("flush", "run")) < done.index(("rename", "manifest.json"))
+    assert done.index(("flush", "bucket")) < done.index(("rename", "manifest.json"))
+
+
 # -- whose copies ----------------------------------------------------------------------------------------------------
 
 
@@ -333,8 +447,8 @@ def troubled() -> Iterator[type[Troubled]]:
 class Following:
     """An uploader and all that it has said."""
 
-    def __init__(self, run_dir: Path, **options: Any) -> None:
-        self.mirror = connect("troubled://bucket", "run")
+    def __init__(self, run_dir: Path, mirror: Mirror | None = None, **options: Any) -> None:
+        self.mirror = mirror or connect("troubled://bucket", "run")
         self.uploader = Uploader(
             self.mirror, run_dir, **{"keep": 10, "keep_emergency": 1, **options}
         )
@@ -476,6 +590,75 @@ def test_the_last_copy_is_tried_once_more_at_the_end(
     assert steps(follow.mirror) == [1]
 
 
+def test_a_newest_checkpoint_that_seems_older_is_copied_once_and_stays(
+    troubled: type[Troubled], run_dir: Path
+) -> None:
+    """As written by a version that took the time from the clock, which somebody put back."""
+    uploads: list[str] = []
+
+    def count(path: str) -> None:
+        uploads.extend([path] if "step_00000004" in path and path.endswith("manifest.json") else [])
+
+    troubled.trouble = staticmethod(count)
+    follow = Following(run_dir, keep=3)
+    for step, created in ((1, 1001.0), (2, 1002.0), (3, 1003.0), (4, 4.0)):
+        commit(run_dir, step, created=created)
+        catalog.retain(run_dir, keep=3, keep_emergency=1)
+        follow.uploader.notify_saved()
+        follow.until(lambda report, step=step: report.newest == step and len(uploads) > step - 4)
+    follow.uploader.finish(lambda: len(uploads) < 3)
+    assert len(uploads) == 1
+    assert sorted(steps(follow.mirror)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("what", ["moved", "replaced", "unreadable"])
+def test_copies_stay_when_the_labels_cannot_be_known(
+    what: str, troubled: type[Troubled], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(path: str) -> None:
+        if "step_00000003" not in path or not path.endswith("manifest.json"):
+            return
+        if what == "unreadable":
+            monkeypatch.setattr(catalog, "read_regular", fail)
+            return
+        os.rename(run_dir, run_dir.with_name("moved"))
+        if what == "replaced":
+            new_run(run_dir)
+
+    def fail(path: Path, *, at_most: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    follow = Following(run_dir, keep=1)
+    for step in (1, 2, 3):
+        commit(run_dir, step)
+        if step == 1:
+            catalog.set_label(run_dir, "best", 1)
+        if step == 3:
+            troubled.trouble = staticmethod(change)
+        follow.uploader.notify_saved()
+        if step < 3:
+            follow.until(lambda report, step=step: report.step == step)
+    follow.uploader.finish(lambda: True)
+    assert sorted(steps(follow.mirror)) == [1, 2, 3]
+
+
+def test_a_folder_that_is_missing_at_first_is_a_warning_and_is_used_with_a_later_save(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    bucket = tmp_path / "mounted later"
+    mirror = connect(f"file://{bucket}", "run", must_exist=False)
+    follow = Following(run_dir, mirror)
+    commit(run_dir, 1)
+    follow.uploader.notify_saved()
+    follow.until(lambda report: report.error is not None)
+    assert "create it" in follow.warnings[0]
+    assert not bucket.exists()
+    bucket.mkdir()
+    commit(run_dir, 2)
+    follow.uploader.notify_saved()
+    follow.until(lambda report: report.step == 2 and report.error is None)
+
+
 # -- killed ----------------------------------------------------------------------------------------------------------
 
 _PROGRAM = """
@@ -500,6 +683,18 @@ def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
         text=True,
     )
     assert done.returncode == -9, done.stderr
+
+
+def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path / 'bucket'}"
+    run_killed("upload", url, commit(run_dir, 1), "mirror.upload.model.safetensors")
+    mirror = connect(url, "run")
+    copy_to(mirror, commit(run_dir, 2))
+    mirror.retire({}, keep=1, keep_emergency=1)
+    assert [path.name[:13] for path in (tmp_path / "bucket" / "run").glob("step_*")] == [
+        "step_00000002"
+    ]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import shutil
 import time
 from pathlib import Path
@@ -12,10 +14,20 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from gpt2lab.checkpoint.mirror import connect
-from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint.mirror import Copy, connect
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError
 from gpt2lab.runs import overview
-from gpt2lab.training.from_mirror import fetch_on_this_machine, wait_limit
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.training.from_mirror import (
+    _is_left_behind,
+    fetch_on_this_machine,
+    open_uploader,
+    wait_limit,
+)
+from gpt2lab.training.saver import Saver
+from gpt2lab.training.trainer import Trainer
 from whole_run import Run
 
 COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
@@ -63,6 +75,51 @@ def test_a_new_machine_goes_on_with_the_same_bits(
     status = there.status()["mirror"]
     assert (status["step"], status["newest"], status["error"]) == (6, 6, None)
     assert overview.describe(overview.read_runs(there.path.parent)).endswith(IN_STEP)
+
+
+def test_a_clock_that_goes_back_hides_no_step(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = itertools.count(2e9, -3600)
+    clock = SimpleNamespace(time=lambda: next(readings), monotonic=time.monotonic)
+    monkeypatch.setattr(store, "time", clock)
+    flags = (*COMMON, f"--checkpoint_mirror=file://{bucket}")
+    run = Run(tiny_data, tmp_path / "here", *flags)
+    run.train("--stop_after_steps=4")
+    times = [info.created for _, info in sorted(run.checkpoints().items())]
+    assert times == sorted(times)
+    there = elsewhere(tiny_data, tmp_path, bucket)
+    there.train("--resume=auto")
+    assert [event["from_step"] for event in there.events("resume")] == [4]
+
+
+def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
+    """Return events of which each was written an hour before the one that precedes it, by the clock."""
+    return [
+        {"event": event, "attempt": attempt, "step": step, "time": 2e9 - 3600 * place}
+        for place, (event, attempt, step) in enumerate(events)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "is_behind"),
+    [
+        ([("begin", 1, 0), ("checkpoint", 1, 10)], False),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 5)], True),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 10)], False),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("rewind", 1, 5)], True),
+        (
+            [("checkpoint", 1, 10), ("rewind", 1, 5), ("checkpoint", 1, 10)],
+            False,
+        ),
+        ([("begin", 1, 0)], False),  # killed before the event of the checkpoint, or another machine
+    ],
+)
+def test_a_copy_is_left_behind_by_the_order_of_the_log(
+    events: list[tuple[str, int, int]], is_behind: bool
+) -> None:
+    copy = Copy("step_00000010-12345678", {"step": 10, "attempt": 1, "created": 1e9})
+    assert _is_left_behind(copy, log_of(*events)) is is_behind
 
 
 def test_a_damaged_newest_copy_is_passed_over_with_a_warning(
@@ -128,6 +185,98 @@ def test_a_complete_run_brings_its_mirror_up_to_date(
     assert {k: v for k, v in mirrored.listing().items() if "run.lock" not in k} == {
         k: v for k, v in before.items() if "run.lock" not in k
     }
+
+
+@pytest.mark.parametrize("problem", ["locked", "unwritable"])
+def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
+    problem: str,
+    mirrored: Run,
+    bucket: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    holder = RunFolder(mirrored.path) if problem == "locked" else None
+
+    def fail(path: Path, content: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    if problem == "unwritable":
+        monkeypatch.setattr("gpt2lab.training.from_mirror.replace_durably", fail)
+    mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    if holder is not None:
+        holder.close()
+    output = capsys.readouterr()
+    assert "already complete" in output.out
+    (line,) = (line for line in output.err.splitlines() if "checkpoint mirror" in line)
+    assert ("in use by" if holder else "Read-only") in line
+
+
+def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
+    mirrored: Run, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def note(signals: Any, deadlines: Any, *, most: float, has_failed: bool) -> Any:
+        limits.append(most)
+        return lambda: False
+
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    monkeypatch.setattr("gpt2lab.training.from_mirror.wait_limit", note)
+    flags = ("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    mirrored.train(*flags, "--pg_timeout_minutes=2")
+    assert limits == [60.0]
+
+
+def test_a_folder_lost_after_it_was_checked_stops_no_run(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*args: Any) -> Any:
+        bucket.rmdir()
+        return open_uploader(*args)
+
+    monkeypatch.setattr("gpt2lab.training.pretrain.open_uploader", lose)
+    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+    run.train()
+    assert run.status()["state"] == "completed"
+    assert "create it" in run.status()["mirror"]["error"]
+    assert not bucket.exists()
+
+
+def test_an_error_of_the_mirror_hides_no_earlier_one(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_report(*args: Any) -> None:
+        raise SaveError("metrics.jsonl cannot be written")
+
+    def fail_first(*args: Any, **options: Any) -> None:
+        raise DataError("the first error")
+
+    closed: list[bool] = []
+    close = MetricsLogger.close
+    monkeypatch.setattr(MetricsLogger, "close", lambda self: closed.append(True) or close(self))
+    monkeypatch.setattr(Saver, "report_mirror", fail_to_report)
+    monkeypatch.setattr(Trainer, "fit", fail_first)
+    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+    assert str(run.rejected()) == "the first error"
+    assert closed
+
+
+def test_a_rescue_whose_event_cannot_be_written_has_worked(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_report(*args: Any) -> None:
+        raise SaveError("metrics.jsonl cannot be written")
+
+    def fail_first(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(Saver, "_report", fail_to_report)
+        raise RuntimeError("the first error")
+
+    monkeypatch.setattr(Saver, "save", fail_first)
+    run = Run(tiny_data, tmp_path / "here", *COMMON)
+    with pytest.raises(RuntimeError, match="the first error"):
+        run.train()
+    assert {step: info.kind for step, info in run.checkpoints().items()} == {2: "emergency"}
 
 
 def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(
