@@ -186,10 +186,8 @@ def train(
     from gpt2lab.commands.train import recipe_named
     from gpt2lab.training.resolve import resolve_to_train
 
-    given = {**config, **settings} if isinstance(config, dict) else settings
-    values = read_values(given)
-    recipe: RecipeName = "finetune" if values.get("instructions") else "pretrain"
-    file = {}
+    file, values = read_values(config if isinstance(config, dict) else {}), read_values(settings)
+    recipe: RecipeName = "finetune" if {**file, **values}.get("instructions") else "pretrain"
     if isinstance(config, str | Path):
         file = read_file(paths.from_working_directory(Path(config)), recipe)
     verbs = Verbs(resume=resume, allow_change=allow_change)
