@@ -102,6 +102,8 @@ def _schedule(
     nanoGPT counts updates from 0, warms up to `warmup_iters` + 1, decays to `lr_decay_iters`, holds min_lr from there
     on, and ends after update `max_iters` + 1. Ours ends where the decay does.
     """
+    if decays and done < warmup and decay_steps < warmup:
+        return _only_warmup(rate, floor, warmup, decay_steps, last)
     if not decays or done > decay_steps:
         held = rate if not decays else floor
         theirs = "decay_lr False" if not decays else f"min_lr {floor} after lr_decay_iters"
@@ -128,8 +130,26 @@ def _schedule(
     ]
 
 
+def _only_warmup(
+    rate: float, floor: float, warmup: int, decay_steps: int, last: int
+) -> list[Entry]:
+    """Return the rates of a warm-up that is not over when the decay is: a line up to its last update."""
+    steps = min(warmup, last + 1)
+    peak = rate * steps / (warmup + 1)
+    why = "nanoGPT only warms up" if last < warmup else "the warm-up; nanoGPT goes on at min_lr"
+    return [
+        Entry(
+            f"learning_rate {rate}, warmup_iters {warmup}",
+            {"max_lr": peak, "warmup_steps": steps},
+            why="the same rates, as far as it goes",
+        ),
+        Entry(f"min_lr {floor}", {"min_lr": min(floor, peak)}, why="not reached"),
+        Entry(f"lr_decay_iters {decay_steps}, max_iters {last}", {"max_steps": steps}, why=why),
+    ]
+
+
 def _precision(dtype: str, device: str) -> Entry:
-    if device.startswith("cpu") or dtype == "float32":
+    if "cuda" not in device or dtype == "float32":  # nanoGPT uses autocast on a GPU of CUDA alone
         return Entry(f"dtype {dtype} on {device}", {"dtype": "fp32"})
     why = "fp16 needs loss scaling, whose state would be lost" if dtype == "float16" else ""
     return Entry(f"dtype {dtype} on {device}", {"dtype": "auto"}, why=why)

@@ -10,6 +10,7 @@ with several values is a grid: each value with each setting. Each setting and se
 with the trainer's command line.
 """
 
+import difflib
 import json
 import os
 import queue
@@ -28,7 +29,8 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.ablation_table import Run, write_table
-from gpt2lab.config.command_line import Command, argument, option, parse, run_tyro
+from gpt2lab.config.command_line import Command, Verbs, argument, option, parse, run_tyro
+from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
 from gpt2lab.runs import history
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
 _OURS = {"seed", "run_name", "checkpoint_dir"}
+_NOTHING = (
+    "nothing to compare: give a settings file, or several values to a flag, such as "
+    "--max_lr 1e-3 2e-3"
+)
 _SHARED = ("data_dir", "val_tokens")  # validation losses compare only if these are equal
 
 
@@ -62,9 +68,14 @@ class Ablate:
     json: bool = option(False, "print one JSON object")
 
 
+_OWN = {*Ablate.__dataclass_fields__, "help", "help_all"}
+
+
 def main(argv: list[str]) -> int:
     """Run what is missing, then write and print the table."""
     words, shared, grid = take_grid(argv)
+    if shared and not words and not grid:
+        raise ConfigError(_NOTHING)
     flags = run_tyro(Ablate, words, passed_on=shared)
     if flags.jobs < 1:
         raise ConfigError(f"jobs {flags.jobs} must be at least 1")
@@ -74,9 +85,7 @@ def main(argv: list[str]) -> int:
         settings = read_settings(paths.from_working_directory(flags.settings))
     settings = cross(settings, grid)
     if len(settings) < 2:
-        raise ConfigError(
-            "nothing to compare: give a settings file, or a flag of the trainer several values"
-        )
+        raise ConfigError(_NOTHING)
     runs = plan_runs(settings, shared, seeds=flags.seeds, out=out)
     carry_out(
         runs,
@@ -90,7 +99,10 @@ def main(argv: list[str]) -> int:
 
 
 def take_grid(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, list[str]]]:
-    """Divide a command line into words of this command, flags of the trainer, and {flag: its several values}."""
+    """Divide a command line into words of this command, flags of the trainer, and {flag: its several values}.
+
+    Raises: ConfigError for a flag that neither has.
+    """
     words: list[str] = []
     shared: list[str] = []
     grid: dict[str, list[str]] = {}
@@ -99,11 +111,14 @@ def take_grid(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, list
         word = argv[place]
         place += 1
         name = word[2:].partition("=")[0].replace("-", "_")
-        if word[:2] != "--" or name not in LEAVES:
+        if word[:2] != "--" or name in _OWN:
             words.append(word)
             continue
+        most = _words_of(name)
         begin = place
         while place < len(argv) and argv[place][:2] != "--" and "=" not in word:
+            if place - begin == most:
+                break
             place += 1
         values = list(argv[begin:place])
         if len(values) > 1 and not is_list(name):
@@ -111,6 +126,22 @@ def take_grid(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, list
         else:
             shared += [word, *values]
     return words, shared, grid
+
+
+def _words_of(name: str) -> int | None:
+    """Return how many words a flag of the trainer takes at most here; None: any number, which makes a grid.
+
+    Raises: ConfigError if it has no such flag.
+    """
+    if name in LEAVES:
+        return 0 if LEAVES[name][1].type == "bool" else None
+    if name in Verbs.__dataclass_fields__:
+        return 0 if Verbs.__dataclass_fields__[name].type == "bool" else 1
+    if name.startswith("no_") and name[3:] in LEAVES:
+        return 0
+    close = difflib.get_close_matches(name, [*_OWN, *LEAVES, *Verbs.__dataclass_fields__], n=1)
+    hint = f"did you mean --{close[0]}?" if close else f"see {paths.command('ablate')} --help"
+    raise ConfigError(answer(name) or f"unknown flag --{name}: {hint}")
 
 
 def cross(settings: dict[str, list[str]], grid: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -174,7 +205,8 @@ def plan_runs(
             place = [f"--seed={seed}", f"--checkpoint_dir={out}", f"--run_name={name}_seed{seed}"]
             try:
                 typed = parse([*shared, *flags])
-                ours = _OURS & typed.typed | ({"resume"} if typed.verbs.resume else set())
+                # A file of settings always has a seed; the ablation's own counts above it.
+                ours = _OURS & typed.values.keys() | ({"resume"} if typed.verbs.resume else set())
                 if ours:
                     raise ConfigError(f"--{min(ours)} is set by the ablation itself")
                 command = parse([*shared, *flags, *place, "--resume=auto"])
@@ -223,7 +255,8 @@ def carry_out(
 
     Raises: CheckError if one fails or stops early; started again, the ablation goes on where it stood.
     """
-    places, stop = _places(jobs), threading.Event()
+    devices = {run.command.fresh().system.device for run in runs}
+    places, stop = _places(jobs, on_cpu=devices == {"cpu"}), threading.Event()
     free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for place in places:
         free.put(place)
@@ -288,14 +321,14 @@ def _carry_out_one(
         raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
 
 
-def _places(jobs: int) -> list[dict[str, str]]:
+def _places(jobs: int, *, on_cpu: bool) -> list[dict[str, str]]:
     """Return what each of the jobs has in its environment: a GPU of its own, or its share of the cores.
 
     Raises: ConfigError if there are fewer GPUs than jobs.
     """
     if jobs == 1:
         return [{}]
-    gpus = visible_gpus()
+    gpus = [] if on_cpu else visible_gpus()
     if gpus and len(gpus) < jobs:
         raise ConfigError(f"--jobs {jobs}: there are {len(gpus)} GPUs, and each run needs its own")
     if gpus:

@@ -44,6 +44,10 @@ from gpt2lab.training.resume_check import facts_of
 from gpt2lab.training.start import Start
 
 T = TypeVar("T")
+_VOCABULARY = {"vocab_size", "num_tokens"}
+_NO_BF16 = (
+    "no bf16 on this machine; on a GPU resume with --device cuda --dtype bf16 --allow_change dtype"
+)
 
 
 def import_checkpoint(command: Command, path: Path) -> int:
@@ -66,7 +70,7 @@ def import_checkpoint(command: Command, path: Path) -> int:
     for warning in start.warnings:
         print(f"note: {warning}")
     if foreign.is_nanogpt:
-        print(_table(entries, start, foreign, typed=command.typed))
+        print(_table(entries, start, foreign, command))
     moments = "as in the file" if foreign.moments else "none in the file: its moments begin at zero"
     before = foreign.best_val_loss
     print(
@@ -160,10 +164,11 @@ def _open_data(command: Command) -> None:
 
 def _check_shape(command: Command, foreign: Foreign, path: Path) -> None:
     typed = command.fresh().model
+    of_run = _VOCABULARY - command.values.keys() if "num_tokens" in command.file else set()
     wrong = [
         f"--{name} {getattr(typed, name)}: {path.name} has {getattr(foreign.model, name)}"
         for name in ARCHITECTURE
-        if name in command.typed and getattr(typed, name) != getattr(foreign.model, name)
+        if name in command.typed - of_run and getattr(typed, name) != getattr(foreign.model, name)
     ]
     if wrong:
         raise ConfigError("; ".join(wrong))
@@ -186,7 +191,10 @@ def _entries(foreign: Foreign, tokenizer: Tokenizer | None, path: Path) -> list[
 def _with_taken(
     command: Command, foreign: Foreign, entries: list[Entry], tokenizer: Tokenizer | None
 ) -> Command:
-    """Return the command line as if the file's shape and settings were typed, where others were not."""
+    """Return the command line as if the file's shape and settings were typed, where others were not, nor in --config.
+
+    A run's config.json has the vocabulary of its own data; here the weights have theirs.
+    """
     values: dict[str, Any] = {
         name: getattr(foreign.model, name) for name in ARCHITECTURE if name != "num_tokens"
     }
@@ -194,16 +202,27 @@ def _with_taken(
     if tokenizer is not None and tokenizer.size - 1 == tokenizer.end_of_text == rows:
         # nanoGPT's characters have no end of text: it gets a row that may be read, but takes no part in the softmax.
         values |= {"vocab_size": -(-tokenizer.size // 128) * 128, "num_tokens": rows}
+    file = {name: value for name, value in command.file.items() if name not in _VOCABULARY}
     for entry in entries:
-        values |= entry.settings
-    if command.typed & set(LENGTHS):
+        values |= {name: value for name, value in entry.settings.items() if name not in file}
+    if _given_length(command) is not None:
         values.pop("max_steps", None)
-    return dataclasses.replace(command, values=values | command.values)
+    return dataclasses.replace(command, values=values | command.values, file=file)
 
 
-def _table(entries: list[Entry], start: Start, foreign: Foreign, *, typed: frozenset[str]) -> str:
+def _given_length(command: Command) -> str | None:
+    """Return in which unit the run's length was typed or stands in --config; None if in neither."""
+    for given in (command.values, command.file):
+        for name in LENGTHS:
+            if given.get(name) is not None:
+                return name
+    return None
+
+
+def _table(entries: list[Entry], start: Start, foreign: Foreign, command: Command) -> str:
     """Write what was taken from nanoGPT's settings, and what is another here and why."""
     flat = to_flat(start.config)
+    length = _given_length(command)
     if foreign.next_rate is not None:
         rate = lr_at(foreign.step + 1, start.config.optim, max_steps=start.plan.max_steps)
         same = math.isclose(rate, foreign.next_rate, rel_tol=1e-6)
@@ -214,8 +233,15 @@ def _table(entries: list[Entry], start: Start, foreign: Foreign, *, typed: froze
         ]
     lines = [("nanoGPT", "here", "")]
     for entry in entries:
-        here = ", ".join(f"{name} {flat[name]}" for name in entry.settings) or entry.here
-        why = "as typed" if typed & entry.settings.keys() else entry.why
+        names = [length if length and name == "max_steps" else name for name in entry.settings]
+        here = ", ".join(f"{name} {flat[name]}" for name in names) or entry.here
+        why = entry.why
+        if command.values.keys() & set(names):
+            why = "as typed"
+        elif command.file.keys() & set(names):
+            why = "as in the file of --config"
+        elif entry.settings == {"dtype": "auto"} and flat["dtype"] == "fp32":
+            why = "; ".join(filter(None, (why, _NO_BF16)))
         lines.append((entry.theirs, here, why))
     widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
     return "\n".join(

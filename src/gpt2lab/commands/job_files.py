@@ -6,13 +6,17 @@ which is YAML too and quotes every text.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import fmt, paths
+from gpt2lab.config.mixture import normal_words
 from gpt2lab.errors import ConfigError
 
 Output = Literal["command", "script", "slurm", "k8s", "sky"]
@@ -35,6 +39,8 @@ class Job:
     on_gpu: bool = False  # one for each process
     cpus: int = 1  # for each node
     shared: tuple[Path, ...] = ()  # folders that every node must see: the runs and the data
+    # Flags that name these folders, with their words: for machines on which they lie elsewhere.
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def launcher(job: Job) -> tuple[str, ...]:
@@ -144,7 +150,15 @@ def write_k8s(job: Job, *, image: str) -> str:
 
 
 def write_sky(job: Job, *, accelerator: str) -> str:
-    """Write a managed job of SkyPilot: a lost machine is replaced, and the run goes on from its bucket."""
+    """Write a managed job of SkyPilot: a lost machine is replaced, and the run goes on from its bucket.
+
+    Raises: ConfigError where there is no checkout that SkyPilot could copy to its machines.
+    """
+    if not paths.IS_CHECKOUT:
+        raise ConfigError(
+            "--output sky: copies a checkout to its machines, and gpt2lab is installed as a package here; "
+            "call it in a checkout"
+        )
     resources: dict[str, Any] = {
         "cpus": f"{job.cpus}+",
         "job_recovery": {"max_restarts_on_errors": 3},
@@ -152,9 +166,15 @@ def write_sky(job: Job, *, accelerator: str) -> str:
     if job.on_gpu:
         resources["accelerators"] = f"{accelerator}:{job.processes}"
     runs, *data = job.shared
-    mounts: dict[str, Any] = {_in_sky(runs): {"source": str(runs), "mode": "MOUNT"}}
+    mounts: dict[str, Any] = {
+        _in_sky(runs): {
+            "name": _bucket(runs),
+            "source": str(runs),
+            "mode": "MOUNT",
+        }
+    }
     mounts |= {_in_sky(folder): str(folder) for folder in data}
-    words = (f"src/{Path(job.words[0]).name}", *job.words[1:])
+    words = (f"src/{Path(job.words[0]).name}", *_placed_in_sky(job))
     run = (
         f'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc_per_node={job.processes} '
         f'--node_rank="$SKYPILOT_NODE_RANK" --master_port={_PORT} '
@@ -180,6 +200,27 @@ def _in_sky(folder: Path) -> str:
         return f"~/sky_workdir/{folder.relative_to(paths.REPOSITORY)}"
     except ValueError:
         return str(folder)
+
+
+def _placed_in_sky(job: Job) -> list[str]:
+    """Return the flags with each folder where it lies on SkyPilot's machines; the trainer expands the ~."""
+    found: list[str] = []
+    skips = False
+    for word in job.words[1:]:
+        if word.startswith("--"):
+            skips = word[2:].partition("=")[0].replace("-", "_") in job.places
+        if not skips:
+            found.append(word)
+    for name, words in job.places.items():
+        # Read as --data_dir is: one folder, or several with their weights.
+        found += [f"--{name}", *normal_words("data_dir", words, lambda p: Path(_in_sky(p)))]
+    return found
+
+
+def _bucket(runs: Path) -> str:
+    """Return the name of the bucket that holds a folder of runs: the same at each call, and nobody else's."""
+    place = f"{platform.node()}:{os.getuid()}:{runs}"
+    return f"gpt2lab-{hashlib.sha256(os.fsencode(place)).hexdigest()[:20]}"
 
 
 def _as_yaml(content: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ class Continuation:
 
     start: "Start"
     job: Job
+    resume: str = "latest"  # from which checkpoint
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def plan_continuation(
     from gpt2lab.checkpoint import catalog
     from gpt2lab.commands.train import recipe_named
     from gpt2lab.config.command_line import parse
-    from gpt2lab.config.mixture import read_sources
+    from gpt2lab.config.mixture import normal_words, read_sources
     from gpt2lab.runs import history
     from gpt2lab.runs.summary import program_of
     from gpt2lab.training.resolve import resolve
@@ -143,6 +144,11 @@ def plan_continuation(
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
+    of_folders: dict[str, tuple[str, ...]] = {"checkpoint_dir": (str(run_dir.parent.absolute()),)}
+    if name != "finetune":
+        of_folders["data_dir"] = normal_words(
+            "data_dir", start.config.data.data_dir, lambda path: path.absolute()
+        )
     data = (
         []
         if name == "finetune"
@@ -157,14 +163,24 @@ def plan_continuation(
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
         shared=(run_dir.parent.absolute(), *data),
+        places=of_folders,
     )
-    return Continuation(start, job)
+    return Continuation(start, job, command.verbs.resume or "latest")
 
 
 def write(
     continuation: Continuation, *, output: Output, image: str = "gpt2lab", accelerator: str = "H100"
 ) -> str:
-    """Write it as a command line, a shell script, or a job of Slurm, Kubernetes or SkyPilot."""
+    """Write it as a command line, a shell script, or a job of Slurm, Kubernetes or SkyPilot.
+
+    Raises: ConfigError for what such a job cannot do, or cannot name.
+    """
+    is_job, resume = output in ("slurm", "k8s", "sky"), continuation.resume
+    if is_job and resume not in ("latest", "auto"):
+        raise ConfigError(
+            f"--output {output}: the job would go back to checkpoint {resume} each time that it is started again; "
+            f"resume it once with --output command, then write the job of {continuation.job.name}"
+        )
     job = continuation.job
     match output:
         case "command":

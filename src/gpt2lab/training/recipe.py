@@ -83,11 +83,22 @@ class Pretraining:
 
     def defaults(self, command: Command, config: Config) -> Config:
         """Return the settings with a vocabulary that suits the data's tokenizer; the others are pretraining's own."""
-        if config.init.init_from is not None or "num_tokens" in command.typed:
+        if config.init.init_from is not None or "num_tokens" in command.values:
+            return config
+        of_run = (
+            "num_tokens" in command.file
+        )  # a run's config.json: its vocabulary is that of its data
+        if of_run and "data_dir" not in command.values:
             return config
         tokenizer = tokenizer_of(read_sources(config.data).folders[0])
+        if of_run and tokenizer is None:
+            return config
         num_tokens = None if tokenizer is None else tokenizer.size
-        return fit_vocabulary(config, num_tokens, is_typed="vocab_size" in command.typed)
+        is_typed = "vocab_size" in command.typed
+        if of_run and "vocab_size" not in command.values:
+            chosen = fit_vocabulary(config, config.model.num_tokens, is_typed=False)
+            is_typed = chosen.model.vocab_size != config.model.vocab_size
+        return fit_vocabulary(config, num_tokens, is_typed=is_typed)
 
     def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
         """Open the folders of token shards."""

@@ -62,10 +62,37 @@ def fresh_settings(
 
     Raises: CheckpointError or DataError if those cannot be read; ConfigError if the command line contradicts them.
     """
+    command = without_followers(command)
     config, initial = command.fresh(), None
     if config.init.init_from is not None:
         config, initial = begin_from(command, config)
     return recipe.defaults(command, config), initial
+
+
+def without_followers(command: Command) -> Command:
+    """Return the command without the floor and warm-up of --config that follow from the file's own peak and length,
+    where the start has another peak or length: a run's config.json holds them, and nobody chose them.
+    """
+    file = command.file
+    if not file:
+        return command
+    own, now = dataclasses.replace(command, values={}).fresh(), command.fresh()
+    peak, steps = own.optim.max_lr, _steps_of(own)
+    follow = set()
+    if "max_lr" in file and now.optim.max_lr != peak and own.optim.min_lr == default_min_lr(peak):
+        follow.add("min_lr")
+    is_other = steps is not None and _steps_of(now) != steps
+    if is_other and own.optim.warmup_steps == default_warmup(steps or 0):
+        follow.add("warmup_steps")
+    kept = {name: value for name, value in file.items() if name not in follow}
+    return dataclasses.replace(command, file=kept)
+
+
+def _steps_of(config: Config) -> int | None:
+    """Return the length in steps, as far as the settings alone tell it; epochs need the data."""
+    if config.length.max_steps is not None or config.length.max_tokens is None:
+        return config.length.max_steps
+    return config.length.max_tokens // config.batch.total_batch_size
 
 
 def resolve(
@@ -84,6 +111,7 @@ def resolve(
     Raises: ConfigError, DataError or CheckpointError: everything that can be rejected is rejected here, before
     anything is written.
     """
+    command = without_followers(command)
     typed = command.fresh()
     _raise_problems(find_problems(override(Config(), {"run_name": typed.checkpoint.run_name})))
     run_dir: Path | None = None

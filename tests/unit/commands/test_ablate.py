@@ -16,6 +16,7 @@ from gpt2lab.commands import ablate
 from gpt2lab.commands.ablate import carry_out, plan_runs, read_settings
 from gpt2lab.commands.ablation_table import Curve, Mean, compare, mean, reach, write_table
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
@@ -243,3 +244,84 @@ def test_a_flag_with_several_values_is_a_grid() -> None:
     assert list(ablate.cross({"": []}, grid)) == ["max_lr-1e-3", "max_lr-2e-3"]
     with pytest.raises(ConfigError, match="--max_lr: 1 stands there twice"):
         ablate.cross({"": []}, {"max_lr": ["1", "1"]})
+
+
+@pytest.mark.parametrize(
+    ("flags", "taken"),
+    [
+        (["--config", "f.toml"], ["--config", "f.toml"]),
+        (["--config=f.toml"], ["--config=f.toml"]),
+        (["--preset", "1xa100"], ["--preset", "1xa100"]),
+        (["--no_deterministic"], ["--no_deterministic"]),
+        (["--use_tensorboard"], ["--use_tensorboard"]),
+    ],
+)
+def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags, taken) -> None:
+    own = ["--out", "x", "s.txt", "--json"]
+    for argv in ([*flags, *own], [*own[:2], *flags, *own[2:]]):
+        words, shared, grid = ablate.take_grid(["--max_lr", "1e-3", "2e-3", *argv])
+        assert (words, shared) == (own, taken)
+        assert grid == {"max_lr": ["1e-3", "2e-3"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--out=x", "--learning_rate", "1e-3", "2e-3"],
+            "unknown flag --learning_rate: here it is --max_lr",
+        ),
+        (["--out=x", "--max_lrr", "1", "2"], "unknown flag --max_lrr: did you mean --max_lr?"),
+        (
+            ["--out=x", "--qqqq", "1", "2"],
+            "unknown flag --qqqq: see python scripts/ablate.py --help",
+        ),
+        (
+            ["--max_lr", "1e-3"],
+            "nothing to compare: give a settings file, or several values to a flag, such as --max_lr 1e-3 2e-3",
+        ),
+        (["--max_lr", "1e-3", "--out=x"], "nothing to compare: give a settings file"),
+    ],
+)
+def test_a_comparison_that_means_nothing_is_one_line(
+    tmp_path: Path, words: list[str], says: str
+) -> None:
+    done = launch.call("ablate.py", *words, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_settings_gives_way_to_the_ablation_s_own(
+    shared: list[str], tmp_path: Path
+) -> None:
+    """A run's config.json always holds a seed, a name and a folder."""
+    settings = to_flat(parse([*shared, "--seed=9", "--run_name=r", "--log_freq=3"]).fresh())
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    argv = [f"--config={tmp_path / 'a.json'}"]
+    runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, argv, seeds=(4,), out=tmp_path / "out")
+    found = [to_flat(run.command.fresh()) for run in runs]
+    assert [(one["seed"], one["run_name"], one["log_freq"]) for one in found] == [
+        (4, "a_seed4", 3),
+        (4, "b_seed4", 3),
+    ]
+    assert {one["checkpoint_dir"] for one in found} == {str(tmp_path / "out")}
+
+
+def test_jobs_on_the_cpu_need_no_gpus(
+    shared: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    settings = {"a": ["--max_steps=1"], "b": ["--max_steps=1", "--max_lr=0.01"]}
+    flags = [flag for flag in shared if not flag.startswith(("--max_tokens", "--device"))]
+    runs = plan_runs(settings, flags, seeds=(1,), out=tmp_path)
+    with pytest.raises(ConfigError, match="--jobs 2: there are 1 GPUs"):
+        carry_out(runs, say=lambda line: None, jobs=2)
+    assert started == []
+    assert len(ablate._places(2, on_cpu=True)) == 2
+    runs = plan_runs(settings, [*flags, "--device=cpu"], seeds=(1,), out=tmp_path)
+    seen: list[Any] = []
+    monkeypatch.setattr(ablate, "_carry_out_one", lambda run, *more: seen.append(more[1]))
+    carry_out(runs, say=lambda line: None, jobs=2)
+    assert [set(environment) for environment in seen] == [{"OMP_NUM_THREADS"}] * 2

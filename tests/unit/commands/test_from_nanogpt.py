@@ -250,15 +250,66 @@ def test_what_is_typed_wins(place: Path) -> None:
     config = read_config(place)
     names = ("max_lr", "max_tokens", "max_steps", "total_batch_size", "min_lr")
     assert [config[name] for name in names] == [0.02, 4800, None, 24, 0.001]
-    assert "as typed" in done.stdout
+    (length,) = [line for line in done.stdout.splitlines() if line.startswith("lr_decay_iters")]
+    assert "max_tokens 4800" in length
+    assert length.endswith("as typed")
     assert "the schedules differ" in done.stdout
+
+
+def test_a_settings_file_wins_over_nanogpt_and_what_is_typed_over_both(place: Path) -> None:
+    file = place / "a.toml"
+    file.write_text("max_lr = 0.02\neval_freq = 5\nmax_tokens = 4800\n")
+    done = take(place, f"--config={file}", "--eval_freq=4")
+    assert done.returncode == 0, done.stderr
+    config = read_config(place)
+    names = ("max_lr", "eval_freq", "max_tokens", "max_steps", "min_lr", "total_batch_size")
+    assert [config[name] for name in names] == [0.02, 4, 4800, None, 0.001, 48]
+    table = " ".join(done.stdout.split())
+    assert "learning_rate 0.01 max_lr 0.02 as in the file of --config" in table
+    assert "eval_freq 4, checkpoint_freq 3 as typed" in table
+    assert "max_tokens 4800 as in the file of --config" in table
+
+
+def test_a_run_s_config_json_serves_an_import_with_the_weights_vocabulary(place: Path) -> None:
+    assert take(place, "--log_freq=7").returncode == 0
+    again = take(place, f"--config={place / 'runs' / 'r' / 'config.json'}", "--run_name=b")
+    assert again.returncode == 0, again.stderr
+    config = json.loads((place / "runs" / "b" / "config.json").read_text())
+    assert config == read_config(place) | {"run_name": "b"}
+
+
+def test_a_run_that_only_warms_up_goes_on_with_its_rates(place: Path) -> None:
+    longer = {"warmup_iters": 100}
+    torch.save(checkpoint(**longer), place / "ckpt.pt")
+    done = take(place)
+    assert done.returncode == 0, done.stderr
+    rate = f"{their_rate(ITERS, CONFIG | longer):.6g}"
+    table = " ".join(done.stdout.split())
+    assert f"rate of the next step {rate} {rate}" in table
+    assert "max_steps 10 nanoGPT only warms up" in table
+    config = read_config(place)
+    assert (config["warmup_steps"], config["max_steps"]) == (10, 10)
+
+
+def test_a_precision_that_this_machine_lacks_is_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the test's own machine has bf16 or not."""
+    monkeypatch.setattr("gpt2lab.distributed.runtime.native_bf16", lambda device: False)
+    torch.save(checkpoint(device="cuda"), place / "ckpt.pt")
+    done = take(place)
+    assert done.returncode == 0, done.stderr
+    line = "dtype bfloat16 on cuda dtype fp32 no bf16 on this machine; on a GPU resume with"
+    assert f"{line} --device cuda --dtype bf16 --allow_change dtype" in " ".join(
+        done.stdout.split()
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     decays=st.booleans(),
     warmup=st.integers(0, 20),
-    span=st.integers(1, 50),
+    span=st.integers(-20, 50).filter(lambda span: span != 0),
     extra=st.integers(-5, 30),
     done=st.integers(0, 80),
 )
@@ -266,7 +317,9 @@ def test_the_schedule_is_nanogpts(
     decays: bool, warmup: int, span: int, extra: int, done: int
 ) -> None:
     """Every rate from the imported step on, until ours or nanoGPT's run ends."""
-    decay = warmup + span
+    decay = max(0, warmup + span)
+    if decay == warmup:
+        decay += 1  # nanoGPT itself would divide by zero
     config = CONFIG | {"decay_lr": decays, "warmup_iters": warmup, "lr_decay_iters": decay}
     config["max_iters"] = max(1, decay + extra)
     values: dict[str, Any] = {}
@@ -278,7 +331,8 @@ def test_the_schedule_is_nanogpts(
     for it in range(done, min(steps, config["max_iters"] + 1)):
         rate = lr_at(it + 1, ours.optim, max_steps=steps)
         assert rate == pytest.approx(their_rate(it, config), rel=1e-9)
-    if extra <= 0 or done > decay or not decays:
+    ends_with_warmup = decays and done < warmup and decay < warmup
+    if not ends_with_warmup and (extra <= 0 or done > decay or not decays):
         assert steps >= config["max_iters"] + 1, "it does not end before nanoGPT's"
 
 
@@ -293,10 +347,12 @@ def test_a_precision_with_loss_scaling_is_not_taken() -> None:
         ("cuda", "bfloat16", "auto"),
         ("cuda", "float32", "fp32"),
         ("cpu", "bfloat16", "fp32"),  # nanoGPT uses autocast on GPUs alone
+        ("mps", "bfloat16", "fp32"),
+        ("mps", "float16", "fp32"),
     ):
         found = entries_of({"dtype": dtype, "device": device}, block_size=8, done=0)
         assert [entry.settings for entry in found] == [{"dtype": ours}]
-        assert bool(found[0].why) == (dtype == "float16")
+        assert bool(found[0].why) == (dtype == "float16" and device == "cuda")
 
 
 def test_the_commands_parse_what_is_taken() -> None:

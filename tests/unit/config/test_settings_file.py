@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+import gpt2lab
 import launch
+from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
+from gpt2lab.tokenizers.plain import BYTES
+from gpt2lab.training.resolve import fresh_settings, resolve
 from launch import TRAIN, losses, train_in_forks
 from whole_run import Run
 
@@ -122,3 +126,51 @@ def test_a_run_s_config_json_starts_an_equal_run(run: Run, tmp_path: Path) -> No
     assert changed == {"checkpoint_dir", "run_name"}
     assert len(losses(run.path)) == 6
     assert losses(again / "b") == losses(run.path)
+
+
+def test_what_follows_in_a_run_s_config_json_follows_what_is_typed(run: Run) -> None:
+    """Its floor and its warm-up were derived; those that differ from the derived ones were chosen and stay."""
+    run.train("--max_steps=12", "--max_lr=0.003", "--stop_after_steps=1")
+    file = f"--config={run.path / 'config.json'}"
+
+    def begun(*more: str) -> dict[str, Any]:
+        command = parse([file, "--run_name=b", *more])
+        return to_flat(resolve(command, world_size=1, set_aside=False).config)
+
+    flat = begun("--max_lr=1e-4", "--max_steps=2000")
+    assert (flat["min_lr"], flat["warmup_steps"]) == (1e-5, 200)
+    assert begun("--max_tokens=25600")["warmup_steps"] == 20
+    assert begun()["min_lr"] == 0.0003
+    flat = begun("--max_lr=2e-3", "--min_lr=1e-3", "--max_steps=40", "--warmup_steps=3")
+    assert (flat["min_lr"], flat["warmup_steps"]) == (1e-3, 3)
+    settings = json.loads((run.path / "config.json").read_text())
+    settings |= {"min_lr": 0.0002, "warmup_steps": 2}
+    (run.path / "config.json").write_text(json.dumps(settings))
+    flat = begun("--max_lr=2e-3", "--max_steps=2000")
+    assert (flat["min_lr"], flat["warmup_steps"]) == (0.0002, 2)
+
+
+def test_the_vocabulary_of_a_run_s_config_json_is_that_of_its_data(
+    run: Run, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Other data bring their own tokenizer; rows that somebody chose, and data without one, change nothing."""
+    write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
+    run.train("--max_steps=2")
+    path, other = run.path / "config.json", f"--data_dir={tmp_path / 'data'}"
+
+    def vocabulary(*more: str) -> tuple[int, int]:
+        model = fresh_settings(parse([f"--config={path}", *more]))[0].model
+        return model.vocab_size, model.num_tokens
+
+    assert vocabulary() == (256, 50257)
+    assert vocabulary(other)[0] == 256  # somebody chose it: it is not what GPT-2's tokenizer needs
+    settings = json.loads(path.read_text()) | {"vocab_size": 50304}
+    path.write_text(json.dumps(settings))
+    assert vocabulary() == vocabulary(f"--data_dir={tiny_data}") == (50304, 50257)
+    assert vocabulary(other) == (384, 257)
+    assert vocabulary(other, "--vocab_size=300") == (300, 257)
+    changes: dict[str, Any] = {"run_name": "b", "max_steps": 3, "sample_tokens": 4}
+    begun = gpt2lab.train(gpt2lab.open_run(run.path).config, data_dir=tmp_path / "data", **changes)
+    assert (begun.config["vocab_size"], begun.config["num_tokens"]) == (384, 257)
+    assert begun.metrics("sample")

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -28,10 +29,12 @@ from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.target import find_folder
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.runs import curves, history, log_index, overview, plots
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.resolve import resolve
 from launch import call
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
@@ -405,6 +408,10 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir:
     command = write(found, output="command")
     assert "torchrun --standalone --nproc_per_node=2" in command
     assert "--resume 8 --run_name r" in command
+    for output in ("slurm", "k8s", "sky"):  # they are started again: each time from the same step
+        with pytest.raises(ConfigError, match=r"go back to checkpoint 8 .* the job of r$"):
+            write(found, output=output)
+    found = plan_continuation(str(run_dir), num_gpus=2, argv=[])
     for output in ("script", "slurm"):
         text = write(found, output=output)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
@@ -414,6 +421,40 @@ def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir:
     text = write(on_gpus, output="slurm")
     for part in ("#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--rdzv_backend=c10d"):
         assert part in text
+
+
+def test_a_job_of_skypilot_names_the_folders_where_they_are_mounted(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and data lie inside the checkout, or elsewhere; the command in it resumes where the mounts are."""
+    home = tmp_path / "home"
+    checkout = run_dir.parent.parent
+    data = Path(json.loads((run_dir / "config.json").read_text())["data_dir"])
+    (checkout / "data").mkdir(exist_ok=True)
+    inside = shutil.copytree(data, checkout / "data" / "copy")
+    monkeypatch.setattr("gpt2lab.paths.REPOSITORY", checkout)
+    for place, more in ((data, []), (inside, [f"--data_dir={inside}"])):
+        plan = plan_continuation(str(run_dir), num_gpus=None, argv=[*more, "--log_freq=2"])
+        content = json.loads(write(plan, output="sky"))
+        runs_at, *data_at = content["file_mounts"]
+        assert runs_at == f"~/sky_workdir/{run_dir.parent.name}"
+        bucket = content["file_mounts"][runs_at]
+        assert (bucket["source"], bucket["mode"]) == (str(run_dir.parent), "MOUNT")
+        assert re.fullmatch(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", bucket["name"])
+        assert data_at == [str(data) if place == data else "~/sky_workdir/data/copy"]
+        words = shlex.split(content["run"])
+        argv = words[words.index("src/train.py") + 1 :]
+        monkeypatch.setenv("HOME", str(home))
+        home.mkdir(exist_ok=True)
+        if not (home / "sky_workdir").exists():
+            (home / "sky_workdir").symlink_to(checkout)
+        start = resolve(parse(argv), world_size=1, set_aside=False)
+        assert start.run_dir == home / "sky_workdir" / run_dir.parent.name / run_dir.name
+        assert start.data.folder == Path(data_at[0]).expanduser()
+        assert to_flat(start.config)["log_freq"] == 2
+    monkeypatch.setattr("gpt2lab.paths.IS_CHECKOUT", False)
+    with pytest.raises(ConfigError, match="--output sky: copies a checkout"):
+        write(plan, output="sky")
 
 
 @pytest.mark.slow
