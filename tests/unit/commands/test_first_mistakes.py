@@ -195,12 +195,21 @@ sys.addaudithook(interrupt)
 """
 
 
-@pytest.mark.parametrize("program", [TRAIN, TRAIN.with_name("finetune.py"), SCRIPTS / "status.py"])
-def test_ctrl_c_while_modules_load_prints_no_traceback(program: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        *([TRAIN], [TRAIN.with_name("finetune.py")], [SCRIPTS / "status.py"]),
+        *(["-m", "gpt2lab"], ["-m", "gpt2lab.train"], ["-m", "gpt2lab.finetune"]),
+        ["-c", "from gpt2lab.__main__ import program; program()"],  # as the console script does
+    ],
+)
+def test_ctrl_c_while_modules_load_prints_no_traceback(
+    program: list[str | Path], tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
     done = subprocess.run(
-        [sys.executable, str(program), "--help"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        [sys.executable, *map(str, program), "--help"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{TRAIN.parent}"},
         capture_output=True,
         text=True,
         timeout=launch.HANG_SECONDS,
