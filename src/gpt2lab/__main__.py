@@ -1,6 +1,10 @@
 """`gpt2lab VERB`, also as `python -m gpt2lab VERB` and `torchrun ... -m gpt2lab VERB`."""
 
+import signal
 import sys
+
+if __name__ != "__mp_main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`: no traceback of half-loaded modules
 
 from gpt2lab.commands.entry import run
 from gpt2lab.commands.verbs import main

@@ -1,6 +1,10 @@
 """Entry point for torchrun where gpt2lab is installed: torchrun --nproc_per_node=4 -m gpt2lab.finetune ..."""
 
+import signal
 import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`: no traceback of half-loaded modules
 
 from gpt2lab.commands.entry import run
 from gpt2lab.commands.train import finetune

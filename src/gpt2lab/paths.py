@@ -34,12 +34,15 @@ _FILES = {
     "export": "export_hf",
     "tensorboard": "show_tensorboard",
 }
+_FLAGS = {"import": "--import_checkpoint"}  # of the trainer, for a verb without a file
 
 
 def script(verb: str) -> str:
     """Return how a message names the program behind a verb: a file of the checkout, or `gpt2lab VERB`."""
     if not IS_CHECKOUT:
         return f"gpt2lab {verb}"
+    if verb in _FLAGS:
+        return f"{script('train')} {_FLAGS[verb]}"
     folder = "src" if verb in ("train", "finetune") else "scripts"
     return f"{folder}/{_FILES.get(verb, verb.replace('-', '_'))}.py"
 

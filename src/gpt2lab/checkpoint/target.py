@@ -123,11 +123,13 @@ def _download(name: str, checkpoint_dir: Path) -> Path:
             hub = "not among the models downloaded before; the Hugging Face Hub cannot be reached"
         if name.startswith(HUB):
             raise CheckpointError(f"{name}: {hub}") from error
-        hint = (
-            catalog.similar_run(name, checkpoint_dir)
-            or f"; {paths.script('status')} lists the runs"
-        )
-        raise CheckpointError(f"{name}: no such run or folder, and {hub}{hint}") from error
+        if similar := catalog.similar_run(name, checkpoint_dir):
+            raise CheckpointError(f"{name}: no such run or folder{similar}") from error
+        if name.startswith("gpt2") or "/" in name:
+            hub += f"; of the Hub it is {HUB}{name}"
+        raise CheckpointError(
+            f"{name}: no such run or folder, and {hub}; {paths.script('status')} lists the runs"
+        ) from error
 
 
 def was_tuned(target: Target) -> bool:

@@ -1,7 +1,7 @@
 """Tell whether two evaluations differ by more than noise, item by item and window by window.
 
 gpt2lab compare run_a run_b
-gpt2lab compare checkpoints/run_a/step_00000250 checkpoints/run_a/step_00000500
+gpt2lab compare run_a/step_00000250 run_a/step_00000500
 gpt2lab compare results/gpt2 checkpoints/run_a
 """
 

@@ -1,8 +1,8 @@
 """Evaluate a run's newest checkpoint, one checkpoint, or a Hugging Face GPT-2.
 
 gpt2lab evaluate my_run
-gpt2lab evaluate checkpoints/my_run/step_00000250 --val data/fineweb_edu --hellaswag
-torchrun --nproc_per_node=4 -m gpt2lab evaluate gpt2 --hellaswag --save results/gpt2
+gpt2lab evaluate my_run/step_00000250 --val data/fineweb_edu --hellaswag
+torchrun --nproc_per_node=4 -m gpt2lab evaluate hf:gpt2 --hellaswag
 """
 
 from __future__ import annotations

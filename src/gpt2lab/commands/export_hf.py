@@ -1,7 +1,7 @@
 """Write a run's weights as a Hugging Face folder, checked against transformers before it appears.
 
 gpt2lab export gpt2-124m --out exports/gpt2-124m
-gpt2lab export checkpoints/gpt2-124m/step_00000250 --out small --dtype bfloat16
+gpt2lab export my_run/step_00000250 --out small --dtype bfloat16
 """
 
 import json

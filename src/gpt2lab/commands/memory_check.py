@@ -1,4 +1,6 @@
-"""Compare what a run needs at its peak, by category, with the memory that is free here. Flags as estimate_time.py.
+"""Compare what a run needs at its peak, by category, with the memory that is free here.
+
+Takes the flags of gpt2lab estimate.
 
 gpt2lab memory-check --model gpt2 --mini_batch_size 32
 gpt2lab memory-check --model gpt2-xl --gpu H100

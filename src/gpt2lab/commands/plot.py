@@ -1,10 +1,8 @@
 """Draw the curves of one run, of several over each other, or of an ablation, into a PNG or an SVG.
 
-gpt2lab plot gpt2-124m
-gpt2lab plot gpt2-124m gpt2-mini --x tokens --log xy --out compare.png
+gpt2lab plot my_run
+gpt2lab plot my_run gpt2-mini --x tokens --log xy --out compare.png
 gpt2lab plot --ablation checkpoints/ablation
-gpt2lab plot gpt2-124m --only_loss --out docs/images/loss.svg
-gpt2lab plot --speeds docs/benchmarks.json --out docs/images/tokens_per_second.svg
 """
 
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ class Plot:
     only_loss: bool = option(False, "draw the loss alone")
     ablation: Path | None = option(
         None,
-        f"draw the validation loss of each setting in this folder of {paths.script('ablate')}, mean and standard "
+        "folder of an ablation: draw the validation loss of each of its settings, mean and standard "
         "error over its seeds, instead of runs; default ablation.png there",
     )
     speeds: Path | None = option(

@@ -3,7 +3,7 @@
 gpt2lab prepare python-stdlib
 gpt2lab prepare fineweb-edu
 gpt2lab prepare my_texts/ --out data/my_texts
-gpt2lab prepare my_texts/ --out data/my_texts_32k --tokenizer data/tokenizers/code_32k
+gpt2lab prepare my_texts/ --tokenizer data/std_4k --out data/my_texts_4k
 """
 
 import re
@@ -27,7 +27,7 @@ class PrepareData:
     """
 
     source: Positional[str] = argument("python-stdlib | fineweb-edu | hf:NAME | a file or folder")
-    out: Path | None = option(None, "folder to create; default data/NAME in the repository")
+    out: Path | None = option(None, "folder to create; default data/NAME")
     shard_tokens: int = option(100_000_000, "tokens per shard file")
     val_tokens: int | None = option(
         None, "tokens of the validation split, about; default 5 % of the text, at most 100M"

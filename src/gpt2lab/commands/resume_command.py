@@ -1,8 +1,8 @@
 """Print the command that continues a run or a checkpoint, after checking that it will.
 
-gpt2lab resume-command gpt2-124m
-gpt2lab resume-command gpt2-124m --output slurm --nodes 2 --gpus 8
-gpt2lab resume-command checkpoints/gpt2-124m/step_00005000 --max_lr 3e-4 --allow_change max_lr
+gpt2lab resume-command my_run
+gpt2lab resume-command my_run --output slurm --nodes 2 --gpus 8
+gpt2lab resume-command my_run --max_lr 3e-4 --allow_change max_lr
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Delete or archive runs that nobody trains, or single checkpoints of them.
+"""Delete or archive runs that are not being trained, or single checkpoints of them.
 
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250

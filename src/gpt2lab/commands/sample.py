@@ -7,7 +7,7 @@ gpt2lab sample hf:gpt2 --batch prompts.txt --out texts.jsonl --temperature 0
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +28,9 @@ class Sample:
 
     target: Positional[str] = argument(TARGET)
     prompt: str | None = option(None, "text to continue; '' = begin with nothing")
-    interactive: bool = option(False, "read prompts from the terminal, until an empty line")
+    interactive: bool = option(
+        False, "read prompts from the terminal, until an empty line; default there without --prompt"
+    )
     batch: Path | None = option(None, "file of prompts, one a line")
     out: Path | None = option(None, "with --batch: file to write, one JSON object a text")
     num_samples: int = option(1, "texts for each prompt")
@@ -47,6 +49,8 @@ _COMMON = (  # flags of the short help
 def main(argv: list[str]) -> int:
     """Load the model and continue the prompts."""
     flags = run_tyro(Sample, argv, common=_COMMON)
+    if not any(_ways(flags)) and sys.stdin.isatty():
+        flags = replace(flags, interactive=True)
     _check(flags)
     completer = load(flags)
     if flags.batch is not None:
@@ -64,9 +68,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _ways(flags: Sample) -> list[bool]:
+    return [flags.prompt is not None, flags.interactive, flags.batch is not None]
+
+
 def _check(flags: Sample) -> None:
-    ways = [flags.prompt is not None, flags.interactive, flags.batch is not None]
-    if sum(ways) != 1:
+    if not any(_ways(flags)):
+        raise ConfigError("what to continue? --prompt TEXT, --interactive or --batch FILE")
+    if sum(_ways(flags)) > 1:
         raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
     if (flags.batch is None) != (flags.out is None):
         raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")

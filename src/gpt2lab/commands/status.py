@@ -1,6 +1,7 @@
 """Show all runs: state, step, loss, speed, time left, last checkpoint.
 
 gpt2lab status
+gpt2lab status my_run
 gpt2lab status --watch 5
 """
 
@@ -26,10 +27,11 @@ class Status:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table once, or again and again."""
-    flags = run_tyro(Status, argv)
+    """Print the table once, or again and again; of one run if the first word names it."""
+    name, words = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    flags = run_tyro(Status, words)
     from gpt2lab import paths
-    from gpt2lab.runs import overview
+    from gpt2lab.runs import history, overview
 
     if flags.watch is not None and (flags.json or not flags.watch > 0):
         raise ConfigError(
@@ -39,15 +41,20 @@ def main(argv: list[str]) -> int:
     if flags.checkpoint_dir and not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
 
+    run = history.find_run(name, checkpoint_dir=flags.checkpoint_dir) if name else None
+
+    def read() -> list[overview.RunStatus]:
+        return overview.read_runs(folder) if run is None else [overview.read_run(run)]
+
     def table() -> str:
-        runs = overview.read_runs(folder)
+        runs = read()
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if not runs:
             return f"no runs in {paths.for_people(folder)}"
         return overview.describe(runs, width=width)
 
     if flags.json:
-        print(json.dumps(overview.as_json(overview.read_runs(folder))))
+        print(json.dumps(overview.as_json(read())))
         return 0
     if flags.watch is None:
         print(table())

@@ -1,7 +1,7 @@
 """Learn a tokenizer from text, and show what one makes of text.
 
-gpt2lab tokenizer train python-stdlib --vocab_size 4096 --out data/tokenizers/stdlib_4k
-gpt2lab tokenizer show data/tokenizers/stdlib_4k gpt2 --source python-stdlib
+gpt2lab tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
+gpt2lab tokenizer show data/std_4k gpt2 --source python-stdlib
 """
 
 from collections.abc import Iterator

@@ -77,7 +77,9 @@ def finetune(argv: list[str]) -> int:
 
 
 def list_checkpoints(argv: list[str]) -> int:
-    """List the checkpoints."""
+    """List the checkpoints, of one run if the first word names it."""
+    if argv and not argv[0].startswith("-"):
+        argv = ["--run_name", *argv]
     return main(["--list_checkpoints", *argv], page="list")
 
 
@@ -87,7 +89,17 @@ def preflight(argv: list[str]) -> int:
 
 
 def import_checkpoint(argv: list[str]) -> int:
-    """Take over the checkpoint of another program: FILE is the first word."""
+    """Import the checkpoint of another program: FILE is the first word.
+
+    Raises: ConfigError if it is missing.
+    """
+    from gpt2lab import paths
+    from gpt2lab.config import help_page
+
+    if not help_page.asked(argv) and (not argv or argv[0].startswith("-")):
+        raise ConfigError(
+            f"give the file: {paths.command('import')} ckpt.pt --run_name NAME --data_dir DATA"
+        )
     return main(["--import_checkpoint", *argv], page="import")
 
 
@@ -106,7 +118,10 @@ def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
         write_file(path, config, leave_out=_OF_THE_PLACE - command.typed)
         verb = "finetune" if command.recipe == "finetune" else "train"
         words = [*paths.command_words(verb), "--config", paths.for_people(path)]
-        print(f"{paths.for_people(path)}: train with {fmt.command_line(words)}")
+        print(
+            f"wrote {paths.for_people(path)}; nothing was trained. "
+            f"Train with: {fmt.command_line(words)}"
+        )
     return 0
 
 

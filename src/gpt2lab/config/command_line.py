@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from gpt2lab import fmt, paths
 from gpt2lab.config import help_page
+from gpt2lab.config.mistakes import Mistakes
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
@@ -174,9 +174,9 @@ torchrun --nproc_per_node=4 -m gpt2lab.train --model gpt2""",
 gpt2lab finetune --init_from my_run --instructions demo --run_name tuned
 gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8
 
-Where nothing is typed, other than in the long help: num_epochs 3, 16 rows a step (4 for small models), a tenth of
-max_lr (half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and checkpoint_freq 50,
-keep_checkpoints 3, epoch_checkpoints off.""",
+Where nothing is typed, other than in the long help: num_epochs 3, 16 rows a step (4 for small models), a tenth of the
+preset's max_lr (a half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and
+checkpoint_freq 50, keep_checkpoints 3, epoch_checkpoints off.""",
         (
             *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "lora_r"),
             *("num_epochs", "max_steps", "max_lr", "mini_batch_size", "device", "checkpoint_dir"),
@@ -186,14 +186,14 @@ keep_checkpoints 3, epoch_checkpoints off.""",
         """List the checkpoints of all runs, or of one; reads manifests only.
 
 gpt2lab list
-gpt2lab list --run_name my_run --verify""",
+gpt2lab list my_run --verify""",
         (*_PLACE, "verify", "json"),
     ),
     "preflight": (
         """Check disk, memory, data, one small step and the network before a run, and answer GO or NO-GO.
 
 gpt2lab preflight --model gpt2
-torchrun --nproc_per_node=4 -m gpt2lab preflight --model gpt2 --run_name my_run""",
+torchrun --nproc_per_node=4 -m gpt2lab preflight --run_name my_run""",
         ("model", "data_dir", *_PLACE, "resume", "mini_batch_size", "device", "json"),
     ),
     "import": (
@@ -204,6 +204,23 @@ gpt2lab import old/model.pt --trust --run_name old""",
         ("trust", *_PLACE, "data_dir", "config", "max_steps"),
     ),
 }
+# Where a page's words for a flag differ from those of training.
+_WORDS: dict[Page, dict[str, str]] = {
+    "finetune": {
+        "init_from": "the model to fine-tune: a run, a checkpoint, a Hugging Face folder, or hf:NAME",
+        "num_epochs": "passes over the conversations; default 3",
+        "max_lr": "peak learning rate; default a tenth of the preset's, with adapters a half of the preset's",
+        "mini_batch_size": "rows of conversations per forward pass on each rank; default 16 at most, 4 if small",
+    },
+    "list": {
+        "run_name": "this run alone; default all",
+        "verify": "read every byte and compare its hash; exit code 1 if one is damaged",
+        "json": "print one JSON object",
+    },
+    "preflight": {"json": "print one JSON object"},
+    "import": {"trust": "read a file whose settings are pickled objects"},
+}
+_TAKES: dict[Page, str] = {"list": "[RUN]", "import": "FILE"}  # of the verb, before its flags
 _PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
 
 
@@ -254,12 +271,23 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
-    if (known_elsewhere := answer_value(argv)) is not None:
-        raise ConfigError(known_elsewhere)
     words, finds_mini_batch = _take_auto(argv)
     target = _TuningFlags if recipe == "finetune" else _Flags
-    about, common = _PAGES[page or ("finetune" if recipe == "finetune" else "train")]
-    flags = run_tyro(target, words, default=target(), about=about, common=common)
+    page = page or ("finetune" if recipe == "finetune" else "train")
+    about, common = _PAGES[page]
+    if (how := help_page.asked(words)) is not None:
+        shown = help_page.page(
+            target,
+            words,
+            about,
+            everything=how == "long",
+            common=common,
+            takes=_TAKES.get(page, ""),
+            words=_WORDS.get(page, {}),
+        )
+        print(shown)
+        raise SystemExit(0)
+    flags = run_tyro(target, words, default=target(), about=about)
     config = flags.config
     if isinstance(flags, _TuningFlags):
         config = dataclasses.replace(config, tuning=flags.tuning)
@@ -365,70 +393,63 @@ def run_tyro(
 
     Raises: ConfigError; SystemExit(0) after printing help.
     """
+    about = about or sys.modules[target.__module__].__doc__ or ""
     if how := help_page.asked(argv):
-        about = about or sys.modules[target.__module__].__doc__ or ""
         print(help_page.page(target, argv, about, everything=how == "long", common=common))
         raise SystemExit(0)
     tyro._experimental_options["ansi_codes"] = False  # entry.py shows them as text
-    complaints = io.StringIO()
+    trains = target in (_Flags, _TuningFlags)
+    mistakes = Mistakes(target, argv, about)
+    words = mistakes.take(
+        argv,
+        unknown=None if passed_on is not None else _unknown_here if trains else _unknown,
+        elsewhere=answer_value if trains else lambda name, value: None,
+    )
     registry = ConstructorRegistry()
     registry.primitive_rule(_whole_numbers)
-    try:
-        with contextlib.redirect_stderr(complaints), registry:
-            parsed, unknown = tyro.cli(
-                target,
-                args=argv,
-                **({} if default is None else {"default": default}),
-                return_unknown_args=True,
-                use_underscores=True,
-                config=(tyro.conf.OmitArgPrefixes,),
-                prog=Path(sys.argv[0]).name,
-            )
-    except SystemExit as exit:
-        if exit.code in (0, None):
-            raise
-        raise ConfigError(_one_line(complaints.getvalue())) from None
-    if unknown and passed_on is None:
-        raise ConfigError(_unknown(unknown[0], target))
+    while True:
+        complaints = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(complaints), registry:
+                parsed, unknown = tyro.cli(
+                    target,
+                    args=words,
+                    **({} if default is None else {"default": default}),
+                    return_unknown_args=True,
+                    use_underscores=True,
+                    config=(tyro.conf.OmitArgPrefixes,),
+                    prog=Path(sys.argv[0]).name,
+                )
+            break
+        except SystemExit as exit:
+            if exit.code in (0, None):
+                raise
+        words = mistakes.explain(complaints.getvalue(), words)
     if passed_on is not None:
         passed_on += unknown
+        unknown = []
+    stray = [repr(word) for word in unknown if not word.startswith("-")]
+    dashed = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    strange = [f"unknown flag {word}; see --help" for word in dashed]
+    if stray:
+        plural = "s" if len(stray) > 1 else ""
+        strange.append(f"unexpected argument{plural} {' '.join(stray)}; see --help")
+    if problems := mistakes.line(*strange):
+        raise ConfigError(problems)
     return parsed
 
 
-def _one_line(box: str) -> str:
-    """Take the message out of tyro's box."""
-    message = []
-    for line in box.splitlines():
-        if not line.startswith("│"):
-            continue
-        text = line.strip("│ ").strip()
-        if set(text) <= {"─"}:
-            break
-        message.append(text)
-    text = re.sub(r"\s+", " ", " ".join(message)) or "bad command line; see --help"
-    if found := re.search(
-        r"parsing (--\w+): no type matching .*(INT|FLOAT).* from \['(.*)'\]", text
-    ):
-        flag, kind, value = found.groups()
-        kinds = {"INT": "a whole number like 5000, 100M or 10B", "FLOAT": "a number like 0.5"}
-        return f"{flag} {value}: not {kinds[kind]}"
-    if "'fp16'" in text:
-        text += " (fp16 needs loss scaling, whose state would make a resumed run differ; use bf16 or fp32)"
-    return text
+def _unknown(name: str, known: Collection[str]) -> str:
+    return f"unknown flag --{name}; see --help"
 
 
-def _unknown(token: str, target: Any) -> str:
-    name = token.lstrip("-").partition("=")[0].replace("-", "_")
-    if not token.startswith("-"):
-        return f"unexpected argument {token!r}; see --help"
-    if target not in (_Flags, _TuningFlags):
-        return f"unknown flag {token.partition('=')[0]}; see --help"
+def _unknown_here(name: str, known: Collection[str]) -> str:
+    """Answer a flag that the trainer does not know."""
     if (known_elsewhere := answer(name)) is not None:
-        return known_elsewhere
+        return f"unknown flag --{name}: {known_elsewhere}"
     owner = "finetune" if name in TUNING else "pretrain" if name in _PRETRAINING else None
     if owner is not None:
         return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"
-    known = [one for one in (*LEAVES, *Verbs.__dataclass_fields__) if one != name]  # no flag if so
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else "see --help"
     return f"unknown flag --{name}: {hint}"

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,6 +16,7 @@ import tyro
 SHORT, LONG = {"-h", "--help"}, {"--help-all", "--help_all"}
 _COLUMN = 26  # where the help of a flag begins
 _CHOICES = 30  # characters of the choices that stand beside a flag; longer ones stand in its help
+_MANY_CHOICES = "NAME"
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", bool: ""}
 
 
@@ -28,6 +29,10 @@ class Flag:
     help: str
     section: str
     is_argument: bool
+    about: str  # the help without choices and default
+    choices: tuple[str, ...] = ()
+    is_required: bool = False
+    turns_off: bool = True  # a switch that --no_NAME turns off
 
 
 def asked(argv: list[str]) -> Literal["short", "long"] | None:
@@ -42,15 +47,17 @@ def page(
     *,
     everything: bool,
     common: Collection[str] = (),
+    takes: str = "",
+    words: Mapping[str, str] | None = None,
 ) -> str:
     """Return the help of the dataclass `target`, or of that one of a union which `argv` names.
 
     `about`: what the command does, and examples, whose first one shows how it is called. `common`: the flags of the
-    short page; empty: all.
+    short page; empty: all. `takes`: what the verb takes before its flags, other than arguments of `target`. `words`:
+    the help of flags on the short page, where it is another than that of `target`.
     """
-    called = re.search(r"^gpt2lab [\w-]+", about, flags=re.M)
-    name = called[0] if called else "gpt2lab"
-    members = {_name_of(member): _plain(member)[0] for member in _members(target)}
+    name = f"gpt2lab {name_in(about) or ''}".rstrip()
+    members = members_of(target)
     chosen = next((word for word in argv if word in members), None)
     if len(members) > 1 and chosen is None:
         rows = [_row(verb, _first_line(member.__doc__)) for verb, member in members.items()]
@@ -62,12 +69,16 @@ def page(
         target, name = members[chosen], f"{name} {chosen}"
         examples = [line for line in about.splitlines() if line.startswith(name)]
         about = "\n".join([_text(target.__doc__), "", *examples])
-    flags = list(_flags(target))
+    flags = list(flags_of(target))
     shown = flags
     if common and not everything:
         shown = [flag for name in common for flag in flags if flag.name == name]
+        helps = words or {}
+        shown = [dataclasses.replace(one, help=helps.get(one.name, one.help)) for one in shown]
     arguments = [flag for flag in flags if flag.is_argument]
-    usage = " ".join(["usage:", name, *(flag.name.upper() for flag in arguments), "[flags]"])
+    takes_words = [takes] if takes else []
+    named = [flag.name.upper() for flag in arguments]
+    usage = " ".join(["usage:", name, *takes_words, *named, "[flags]"])
     lines = [usage, "", *_about(about)]
     sections = dict.fromkeys(flag.section for flag in shown) if everything else [""]
     for section in sections:
@@ -82,8 +93,16 @@ def page(
     return "\n".join(lines)
 
 
-def _members(target: Any) -> tuple[Any, ...]:
-    return get_args(target) if get_origin(target) in (Union, UnionType) else (target,)
+def name_in(about: str) -> str | None:
+    """Return the verb that the examples of a description call; None if there are none."""
+    called = re.search(r"^gpt2lab ([\w-]+)", about, flags=re.M)
+    return called[1] if called else None
+
+
+def members_of(target: Any) -> dict[str, Any]:
+    """Return {verb: dataclass} of a union, or the one dataclass."""
+    members = get_args(target) if get_origin(target) in (Union, UnionType) else (target,)
+    return {_name_of(member): _plain(member)[0] for member in members}
 
 
 def _plain(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -100,7 +119,7 @@ def _name_of(member: Any) -> str:
     return str(named[0]) if named else kind.__name__.lower()
 
 
-def _flags(target: Any, section: str = "") -> Iterator[Flag]:
+def flags_of(target: Any, section: str = "", *, turn_off: bool = True) -> Iterator[Flag]:
     """Yield the flags of a dataclass and of those within it, in their order."""
     hints = get_type_hints(target, include_extras=True)
     for leaf in dataclasses.fields(target):
@@ -110,18 +129,34 @@ def _flags(target: Any, section: str = "") -> Iterator[Flag]:
         if dataclasses.is_dataclass(kind):
             if tyro.conf.Suppress not in marks:
                 own = leaf.metadata.get("help") or _first_line(kind.__doc__)
-                yield from _flags(kind, own if not _holds_sections(kind) else "")
+                yield from flags_of(
+                    kind,
+                    own if not _holds_sections(kind) else "",
+                    turn_off=turn_off and tyro.conf.FlagCreatePairsOff not in marks,
+                )
             continue
-        shown, choices = _kind(kind)
-        help = leaf.metadata.get("help", "")
-        if choices:
+        shown, choices = _kind(kind), _choices(kind)
+        about = help = leaf.metadata.get("help", "")
+        if shown == _MANY_CHOICES:
             help = f"{help}: {', '.join(choices)}"
         default = leaf.default
         is_plain = default is not dataclasses.MISSING and default not in (None, False, (), "")
         if is_plain and "default" not in help:
             words = default if isinstance(default, tuple) else (default,)
             help += f" (default {' '.join(map(str, words))})"
-        yield Flag(leaf.name, shown, help, section, tyro.conf.Positional in marks)
+        yield Flag(
+            leaf.name,
+            shown,
+            help,
+            section,
+            tyro.conf.Positional in marks,
+            about,
+            choices,
+            # Several words may be none.
+            is_required=default is leaf.default_factory is dataclasses.MISSING
+            and not shown.endswith("..."),
+            turns_off=turn_off,
+        )
 
 
 def _holds_sections(kind: Any) -> bool:
@@ -129,18 +164,31 @@ def _holds_sections(kind: Any) -> bool:
     return all(dataclasses.is_dataclass(hints[leaf.name]) for leaf in dataclasses.fields(kind))
 
 
-def _kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
-    """Return what stands beside a flag, and the choices that are too many for there."""
+def _bare(annotation: Any) -> Any:
+    """Return a type without what stands beside it, and without None."""
     annotation, _ = _plain(annotation)
     if get_origin(annotation) in (Union, UnionType):
         (annotation,) = (one for one in get_args(annotation) if one is not NoneType)
+    return annotation
+
+
+def _kind(annotation: Any) -> str:
+    """Return what stands beside a flag."""
+    annotation = _bare(annotation)
     if get_origin(annotation) is tuple:
-        return f"{_kind(get_args(annotation)[0])[0]} ...", ()
+        return f"{_kind(get_args(annotation)[0])} ..."
     if get_origin(annotation) is Literal:
-        choices = tuple(map(str, get_args(annotation)))
-        beside = "|".join(choices)
-        return (beside, ()) if len(beside) <= _CHOICES else ("NAME", choices)
-    return _METAVARS.get(annotation, "TEXT"), ()
+        beside = "|".join(_choices(annotation))
+        return beside if len(beside) <= _CHOICES else _MANY_CHOICES
+    return _METAVARS.get(annotation, "TEXT")
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Return the words of which a flag takes one."""
+    annotation = _bare(annotation)
+    if get_origin(annotation) is tuple:
+        return _choices(get_args(annotation)[0])
+    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
 
 
 def _written(flag: Flag) -> str:

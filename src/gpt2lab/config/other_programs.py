@@ -26,6 +26,7 @@ _WANDB = "--use_wandb"
 _CARDS = "torchrun --nproc_per_node=N"
 _WEIGHTS = "--init_from RUN, a folder or hf:NAME"
 _CLIP = "--grad_clip"
+_READING = "no setting: a thread of the trainer reads ahead"
 _PREPARE = (
     f"--data_dir, a folder made by {paths.script('prepare')} or {paths.script('data')} import"
 )
@@ -83,6 +84,8 @@ _HUGGINGFACE = {
     "gradient_checkpointing": "--activation_checkpointing block",
     "resume_from_checkpoint": "--resume latest, or a checkpoint's folder",
     "report_to": f"--use_tensorboard, {_WANDB}",
+    "num_workers": _READING,
+    "dataloader_num_workers": _READING,
     "fsdp": "--parallel fsdp",
     "deepspeed": "--parallel zero1 or fsdp",
 }
@@ -140,24 +143,16 @@ VALUES = {
 }
 
 
-def answer(flag: str) -> str | None:
-    """Return the message for another program's flag, without its dashes; None if it is not known."""
-    if flag in RENAMED:
-        return f"unknown flag --{flag}: it is now {RENAMED[flag]}"
-    if flag in FLAGS:
-        return f"unknown flag --{flag}: here it is {FLAGS[flag]}"
+def answer(name: str) -> str | None:
+    """Return what another program's flag, without its dashes, is here; None if it is not known."""
+    if name in RENAMED:
+        return f"it is now {RENAMED[name]}"
+    if name in FLAGS:
+        return f"here it is {FLAGS[name]}"
     return None
 
 
-def answer_value(words: list[str]) -> str | None:
-    """Return the message for the first value that a flag of ours has elsewhere and not here; None if there is none."""
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        if not flag.startswith("--") or name not in VALUES:
-            continue
-        if not equals:
-            value = words[place + 1] if place + 1 < len(words) else ""
-        if (ours := VALUES[name].get(value.lower())) is not None:
-            return f"--{name} {value}: here it is {ours}"
-    return None
+def answer_value(name: str, value: object) -> str | None:
+    """Return what a value, which a setting of ours has elsewhere and not here, is here; None if it is not known."""
+    ours = VALUES.get(name, {}).get(str(value).lower())
+    return None if ours is None else f"here it is {ours}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import paths
+from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.schema import Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, from_working_directory, to_flat, wrong_types
 from gpt2lab.errors import ConfigError
@@ -71,7 +72,11 @@ def read_dict(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:
 
 def _problems(values: dict[str, Any]) -> dict[str, str]:
     unknown = {n: _why_unknown(n, value) for n, value in values.items() if n not in LEAVES}
-    return unknown | wrong_types(values)
+    wrong = wrong_types(values)
+    for name in wrong:
+        if (here := answer_value(name, values[name])) is not None:
+            wrong[name] = f"{name} {json.dumps(values[name])}: {here}"
+    return unknown | wrong
 
 
 def _of_other_recipe(recipe: RecipeName) -> frozenset[str]:
@@ -128,7 +133,9 @@ def _with_line(name: str, text: str, what: str) -> str:
 def _why_unknown(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return f"[{name}] is a table; settings stand flat, by the names of their flags"
-    close = difflib.get_close_matches(name, LEAVES, n=1)
+    if (here := answer(name)) is not None:
+        return f"unknown setting {name}: {here}"
+    close = difflib.get_close_matches(name, [one for one in LEAVES if one != "num_tokens"], n=1)
     hint = f"did you mean {close[0]}?" if close else "gpt2lab train --help-all lists them"
     return f"unknown setting {name}: {hint}"
 

@@ -95,8 +95,8 @@ def score_forecast(
         if actual is not None:
             inside = "inside" if actual["inside_interval"] else "outside"
             say(
-                f"forecast was {actual['time_accuracy']:.0f} % of the actual "
-                f"{fmt.duration(3600 * actual['hours'])}, {inside} its 80 % interval"
+                f"forecast {fmt.duration(36 * actual['time_accuracy'] * actual['hours'])}, "
+                f"actual {fmt.duration(3600 * actual['hours'])}: {inside} its 80 % interval"
             )
 
 

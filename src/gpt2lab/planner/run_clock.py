@@ -350,8 +350,8 @@ def _score(remaining: Remaining) -> list[str]:
         return []
     inside = "inside" if actual.get("inside_interval") else "outside"
     return [
-        f"forecast     {actual['time_accuracy']:.0f} % of the actual {fmt.duration(3600 * actual['hours'])}, "
-        f"{inside} its 80 % interval"
+        f"forecast     {fmt.duration(36 * actual['time_accuracy'] * actual['hours'])}, "
+        f"actual {fmt.duration(3600 * actual['hours'])}: {inside} its 80 % interval"
     ]
 
 

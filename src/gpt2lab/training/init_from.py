@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from gpt2lab.checkpoint.target import Target, find_target
+from gpt2lab.checkpoint.target import Target, find_folder, find_target
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig, ModelName
@@ -34,6 +35,19 @@ class InitialWeights:
         }
 
 
+_OF_NANOGPT = {"scratch": "leave it out", "resume": "here it is --resume latest"}
+
+
+def _find(name: str, checkpoint_dir: Path) -> Target:
+    """Return what the name means; a word of nanoGPT's means that, unless a run or folder has the name.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    if name in _OF_NANOGPT and find_folder(name, checkpoint_dir) is None:
+        raise ConfigError(f"--init_from {name}: {_OF_NANOGPT[name]}")
+    return find_target(name, checkpoint_dir)
+
+
 def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]:
     """Return the settings of a fresh start with the source's architecture, and the source.
 
@@ -44,7 +58,7 @@ def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]
     """
     name = typed.init.init_from
     assert name is not None
-    target = find_target(name, typed.checkpoint.checkpoint_dir)
+    target = _find(name, typed.checkpoint.checkpoint_dir)
     source = target.model_config()
     tokenizer = target.tokenizer() if command.recipe == "finetune" else None
     if tokenizer is not None and source.num_tokens < tokenizer.size <= source.vocab_size:

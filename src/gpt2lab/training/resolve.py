@@ -138,7 +138,12 @@ def resolve(
     of_weights = _tokenizer_of(checkpoint, initial)
     if saved is not None and "data_dir" not in command.typed:
         require_folders(config, "--data_dir")
-    data = recipe.open_data(config, of_weights)
+    try:
+        data = recipe.open_data(config, of_weights)
+    except DataError as error:
+        if command.typed & {"data_dir", "instructions"} or config.tuning.instructions is not None:
+            raise
+        raise DataError(f"{error}; other data: --data_dir data/NAME") from error
     origin = checkpoint or (initial.target.checkpoint if initial else None)
     trained_on = origin.manifest["data_fingerprint"] if origin else None
     if data.fingerprint != trained_on:

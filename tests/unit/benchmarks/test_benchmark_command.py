@@ -79,8 +79,8 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Expected one of {cpu, gpu, data, hellaswag, parallel, planner, sample, save}"),
-        (["cpus"], "Expected one of"),
+        ([], "give a verb: cpu, gpu, data, hellaswag, parallel, planner, sample or save"),
+        (["cpus"], "unknown verb 'cpus'"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
         (["data", "--num_workers", "0"], "num_workers must be"),
         (["data", "--json", "nowhere/x.json"], "no such folder"),

@@ -175,7 +175,7 @@ CASES = {
     "warm-up longer than the run": Case(
         ["--warmup_steps=21"], ("warmup_steps 21 is longer than the run of 20 steps",)
     ),
-    "fp16": Case(["--dtype=fp16"], ("'fp16'", "loss scaling", "bf16 or fp32")),
+    "fp16": Case(["--dtype=fp16"], ("--dtype fp16", "loss scaling", "bf16 or fp32")),
     "bf16 without the hardware": Case(
         ["--dtype=bf16"], ("dtype bf16: this cpu has no native bf16",)
     ),

@@ -273,9 +273,9 @@ def test_merge_as_a_user_calls_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Expected one of {verify, stats, show, import, merge}"),
-        (["varify", "x"], "Expected one of"),
-        (["verify"], "Missing"),
+        ([], "give a verb: verify, stats, show, import or merge"),
+        (["varify", "x"], "unknown verb 'varify'"),
+        (["verify"], "FOLDER is missing"),
         (["verify", "nowhere"], "nowhere"),
         (["merge", "out"], "no parts given"),
         (["show", "--run", "x"], "--step"),

@@ -15,8 +15,9 @@ import pytest
 
 import launch
 from corpora import write_jsonl
+from gpt2lab import paths
 from gpt2lab.checkpoint import hub
-from gpt2lab.commands import runs
+from gpt2lab.commands import runs, verbs
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto
 from gpt2lab.runs import overview
@@ -79,6 +80,51 @@ def test_every_command_that_takes_a_run_suggests_one(place: Path, script: str) -
         2,
         "error: tinny: no run of this name in runs, and no such folder; did you mean tiny?",
     )
+
+
+def test_a_model_that_is_not_there_is_answered_with_a_similar_run_or_the_hub(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("tny", "gpt2-nosuch"):
+        code, line = ask("sample.py", name, "--prompt=a", folder=place)
+        assert code == 2
+        if name == "tny":
+            assert line == "error: tny: no such run or folder; did you mean tiny?"
+        else:
+            assert "; of the Hub it is hf:gpt2-nosuch; scripts/status.py lists the runs" in line
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("resume", "here it is --resume latest"), ("scratch", "leave it out")]
+)
+def test_a_word_of_nanogpt_for_the_first_weights_is_answered(
+    flags: list[str], word: str, says: str
+) -> None:
+    flags = [flag for flag in flags if not flag.startswith("--run_name")]
+    assert line_of(call(TRAIN, *flags, f"--init_from={word}")) == (
+        f"error: --init_from {word}: {says}"
+    )
+
+
+def test_a_preset_s_data_that_are_not_there_are_asked_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "REPOSITORY", place)
+    words = ["--model=gpt2-nano", f"--checkpoint_dir={place / 'runs'}", "--run_name=other"]
+    assert line_of(call(TRAIN, *words)).endswith("; other data: --data_dir data/NAME")
+    assert "other data" not in line_of(call(TRAIN, *words, "--data_dir=nowhere"))
+
+
+def test_list_and_status_take_a_run_s_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = f"--checkpoint_dir={place / 'runs'}"
+    assert verbs.main(["list", "tiny", where]) == 0
+    assert "tiny" in capsys.readouterr().out
+    shutil.copytree(place / "runs" / "tiny", place / "runs" / "other")
+    assert verbs.main(["status", "tiny", where, "--json"]) == 0
+    assert [run["run_name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["tiny"]
+    with pytest.raises(ConfigError, match="did you mean tiny"):
+        verbs.main(["status", "tny", where])
 
 
 # -- before torch ----------------------------------------------------------------------------------------------------
@@ -198,12 +244,21 @@ sys.addaudithook(interrupt)
 """
 
 
-@pytest.mark.parametrize("program", [TRAIN, TRAIN.with_name("finetune.py"), SCRIPTS / "status.py"])
-def test_ctrl_c_while_modules_load_prints_no_traceback(program: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        *([TRAIN], [TRAIN.with_name("finetune.py")], [SCRIPTS / "status.py"]),
+        *(["-m", "gpt2lab"], ["-m", "gpt2lab.train"], ["-m", "gpt2lab.finetune"]),
+        ["-c", "from gpt2lab.__main__ import program; program()"],  # as the console script does
+    ],
+)
+def test_ctrl_c_while_modules_load_prints_no_traceback(
+    program: list[str | Path], tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
     done = subprocess.run(
-        [sys.executable, str(program), "--help"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        [sys.executable, *map(str, program), "--help"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{TRAIN.parent}"},
         capture_output=True,
         text=True,
         timeout=launch.HANG_SECONDS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import re
 import subprocess
@@ -84,11 +85,9 @@ def test_the_help_of_a_verb_has_two_examples_and_fits(
     assert short.startswith(f"usage: gpt2lab {verb} ")
     examples = re.findall(rf"^  .*gpt2lab[ .]{verb}\b.*$", short, flags=re.M)
     assert len(examples) >= 2
-    examples += [line for line in short.splitlines() if line.startswith("  torchrun")]
     for text in (short, long):
         assert "None" not in text.replace("instructions` is None", "")
-        rows = [line for line in text.splitlines() if line not in examples]
-        assert max(map(len, rows)) <= 80
+        assert max(map(len, text.splitlines())) <= 80
     assert len(short.splitlines()) <= 62
     flags = [set(re.findall(r"^  --(\w+)", text, flags=re.M)) for text in (short, long)]
     assert flags[0] <= flags[1]
@@ -135,7 +134,9 @@ def test_every_verb_that_a_message_names_is_there_with_its_file() -> None:
     assert named <= verbs.VERBS.keys()
     assert len(named) > 10
     for verb in named:
-        assert (paths.REPOSITORY / paths.script(verb)).is_file(), verb
+        file, *flags = paths.script(verb).split()  # a verb without a file is a flag of the trainer
+        assert (paths.REPOSITORY / file).is_file(), verb
+        assert flags in ([], [f"--{verb}_checkpoint"])
 
 
 def test_an_unknown_verb_gets_the_nearest_known_one() -> None:
@@ -143,6 +144,51 @@ def test_an_unknown_verb_gets_the_nearest_known_one() -> None:
         verbs.main(["trian"])
     with pytest.raises(ConfigError, match="unknown verb '--qqq': gpt2lab --help lists them"):
         verbs.main(["--qqq"])
+
+
+def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = " ".join(shown(capsys, "list", "--help").split())
+    assert text.startswith("usage: gpt2lab list [RUN] [flags]")
+    assert "--verify read every byte and compare its hash; exit code 1 if one is damaged" in text
+    assert "--run_name TEXT this run alone; default all" in text
+    assert "--list_checkpoints" not in text
+    text = " ".join(shown(capsys, "import", "--help").split())
+    assert text.startswith("usage: gpt2lab import FILE [flags]")
+    assert "--trust read a file whose settings are pickled objects" in text
+    text = " ".join(shown(capsys, "finetune", "--help").split())
+    assert "--num_epochs FLOAT passes over the conversations; default 3 " in text
+    assert "default a tenth of the preset's, with adapters a half of the preset's" in text
+    assert "random weights" not in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["sample"], "TARGET is missing: a run (name or folder), a checkpoint's folder"),
+        (["export", "x"], "--out is missing: folder to write; must not exist; see python scripts/"),
+        (["runs"], "give a verb: rm or archive"),
+        (["runs", "delete", "x"], "unknown verb 'delete': rm or archive"),
+        (["import"], "give the file: python src/train.py --import_checkpoint ckpt.pt --run_name "),
+        (["import", "--run_name=a"], "give the file: "),
+        (["tensorboard", "--port", "abc"], "--port abc: not a whole number like 5000, 100M or "),
+        (["plot", "--x=foo"], "--x foo: give one of step, tokens, hours"),
+        (["sample", "--devise", "cpu", "x"], "unknown flag --devise; see --help"),
+        (
+            ["sample", "x", "--num_samples=a", "--dtype=b"],
+            "--num_samples a: not a whole number like",
+        ),
+        (["sample", "nosuch"], "what to continue? --prompt TEXT, --interactive or --batch FILE"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(
+    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # not a terminal
+    with pytest.raises(ConfigError) as error:
+        verbs.main(argv)
+    assert str(error.value).startswith(says)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from gpt2lab import paths
 from gpt2lab.config.command_line import Verbs, parse
 from gpt2lab.config.other_programs import FLAGS, RENAMED, VALUES
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import Config, fixed
+from gpt2lab.config.schema import Config, ModelName, fixed
 from gpt2lab.config.settings import ARCHITECTURE, LEAVES, override, policy_of, to_flat
 from gpt2lab.errors import ConfigError
 
@@ -351,7 +351,7 @@ def test_two_lengths_of_a_run_are_rejected(pair: tuple[str, str]) -> None:
 
 def test_fp16_is_rejected_with_the_reason() -> None:
     message = rejection("--dtype=fp16")
-    assert "'fp16'" in message
+    assert message.startswith("--dtype fp16: give one of auto, fp32, bf16 (fp16 needs ")
     assert "loss scaling" in message
     assert "bf16 or fp32" in message
 
@@ -359,17 +359,53 @@ def test_fp16_is_rejected_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (("--n_layer=two",), "'two' is not a whole number like 5000, 100M or 10B"),
-        (("--n_layer=1.5",), "'1.5' is not a whole number"),
-        (("--n_layer",), "--n_layer"),
-        (("--max_lr=fast",), "--max_lr"),
-        (("--model=gpt3",), "gpt2-xl"),
-        (("--shuffle=all",), "'shards', 'windows', 'none'"),
-        (("stray",), "'stray'"),
+        (("--n_layer=two",), "--n_layer two: not a whole number like 5000, 100M or 10B"),
+        (("--n_layer=1.5",), "--n_layer 1.5: not a whole number like"),
+        (("--n_layer",), "--n_layer: the value is missing (transformer blocks)"),
+        (("--max_lr=fast",), "--max_lr fast: not a number like 0.5"),
+        (("--weight_decay", "0,1"), "--weight_decay 0,1: not a number like 0.5"),
+        (("--shuffle=all",), "--shuffle all: give one of shards, windows, none"),
+        (("--model", "hf:gpt2"), "--model hf:gpt2: weights of the Hub are --init_from hf:gpt2"),
+        (("stray",), "unexpected argument 'stray'; see --help"),
+        (("a", "b"), "unexpected arguments 'a' 'b'; see --help"),
+        (("--num_workers", "4"), "unknown flag --num_workers: here it is no setting"),
+        (("--num_token=4",), "unknown flag --num_token: did you mean --max_tokens?"),
     ],
 )
 def test_a_value_that_cannot_be_is_rejected_in_one_line(argv: tuple[str, ...], part: str) -> None:
     assert part in rejection(*argv)
+
+
+def test_a_wrong_preset_is_answered_with_all_in_their_order_and_the_nearest() -> None:
+    names = ", ".join(get_args(ModelName))
+    message = rejection("--model=gpt3")
+    assert message == f"--model gpt3: give one of {names}; did you mean gpt2?"
+
+
+@pytest.mark.parametrize(
+    ("argv", "off"),
+    [
+        (("--use_tensorboard", "false"), "--no_use_tensorboard"),
+        (("--use_tensorboard=false",), "--no_use_tensorboard"),
+        (("--use-tensorboard", "True", "--seed=1"), "--no_use_tensorboard"),
+        (("--dry_run=false",), "leave it out"),
+    ],
+)
+def test_a_switch_takes_no_value(argv: tuple[str, ...], off: str) -> None:
+    name = argv[0].partition("=")[0].replace("-", "_").replace("__", "--", 1)
+    assert rejection(*argv) == f"{name} is a switch: give it alone, or {off}"
+
+
+def test_all_wrong_flags_are_told_in_the_order_of_typing() -> None:
+    argv = ["--seed=1.5", "--n_layr", "3", "--dtype=bfloat16", "--max_lr", "x", "--use_wandb=true"]
+    assert rejection(*argv, "--max_steps").split("; ") == [
+        "--seed 1.5: not a whole number like 5000, 100M or 10B",
+        "unknown flag --n_layr: did you mean --n_layer?",
+        "--dtype bfloat16: here it is bf16",
+        "--max_lr x: not a number like 0.5",
+        "--use_wandb is a switch: give it alone, or --no_use_wandb",
+        "--max_steps: the value is missing (optimizer steps)",
+    ]
 
 
 if __name__ == "__main__":

@@ -76,6 +76,12 @@ def test_paths_in_a_file_are_at_the_working_directory(
         ("a.json", '{"seed": 1', "line 1"),
         ("a.toml", "qqqq = 1\n", "unknown setting qqqq: gpt2lab train --help-all lists them"),
         ("a.toml", 'instructions = "demo"\n', "has instructions, which belong to src/finetune.py"),
+        ("a.toml", "batch_size = 4\n", "line 1: unknown setting batch_size: here it is --mini_b"),
+        ("a.json", '{"learning_rate": 1}', "unknown setting learning_rate: here it is --max_lr"),
+        ("a.toml", "num_workers = 4\n", "unknown setting num_workers: here it is no setting"),
+        ("a.toml", "num_tokenz = 4\n", "unknown setting num_tokenz: did you mean max_tokens?"),
+        ("a.toml", 'dtype = "bfloat16"\n', 'line 1: dtype "bfloat16": here it is bf16'),
+        ("a.toml", "compile = true\n", "line 1: compile true: here it is on"),
         ("a.yaml", "seed: 1\n", "give a .toml or .json file"),
     ],
 )
@@ -100,7 +106,9 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
 def test_a_saved_command_line_means_the_same(name: str, tmp_path: Path) -> None:
     argv = ["--model=modern-nano", "--max_steps=7", '--sample_prompt=«"\\\n', "--min_lr=1e-05"]
     done = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)
-    assert done == (0, f"{name}: train with python src/train.py --config {name}\n", "")
+    command = f"python src/train.py --config {name}"
+    said = f"wrote {name}; nothing was trained. Train with: {command}\n"
+    assert done == (0, said, "")
     assert {path.name for path in tmp_path.iterdir()} == {name}
     assert fresh(f"--config={tmp_path / name}") == fresh(*argv)
     again = launch.call(TRAIN, *argv, f"--save_config={name}", folder=tmp_path)

@@ -230,7 +230,7 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path)
             ["hf", "--prompt", "word " * 49],
             "the prompt has 50 tokens, the model's context holds 48",
         ),
-        (["hf"], "give one of --prompt"),
+        (["hf"], "what to continue? --prompt TEXT"),
         (["hf", "--prompt=x", "--interactive"], "give one of --prompt"),
         (["hf", "--batch=in.txt"], "go together"),
         (["hf", "--prompt=x", "--out=o"], "go together"),

@@ -101,7 +101,7 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: P
         (["--preset=8xh100"], 1, "is for world size 8, one rank per GPU, and this start has 1"),
         (["--preset=1xh200"], 2, "is for world size 1, one rank per GPU, and this start has 2"),
         (["--preset=1x4090", "--model=gpt2-xl"], 1, "gpt2-xl does not fit, not even one sequence"),
-        (["--preset=3xh100"], 1, "invalid choice '3xh100'"),
+        (["--preset=3xh100"], 1, "--preset 3xh100: give one of 1x4090, "),
     ],
 )
 def test_a_preset_that_cannot_be_is_one_line(
