@@ -140,7 +140,7 @@ def _words_of(name: str) -> int | None:
         return 0
     close = difflib.get_close_matches(name, [*_OWN, *LEAVES, *Verbs.__dataclass_fields__], n=1)
     hint = f"did you mean --{close[0]}?" if close else f"see {paths.command('ablate')} --help"
-    raise ConfigError(answer(name) or f"unknown flag --{name}: {hint}")
+    raise ConfigError(f"unknown flag --{name}: {answer(name) or hint}")
 
 
 def cross(settings: dict[str, list[str]], grid: dict[str, list[str]]) -> dict[str, list[str]]:

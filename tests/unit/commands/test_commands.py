@@ -315,7 +315,7 @@ def test_a_damaged_manifest_is_shown_and_not_counted(
     path.write_text(path.read_text().replace('"tokens": 10000', '"tokens": 90000'))
     print_checkpoints(tmp_path, run_name=None, as_json=False)
     out = capsys.readouterr().out
-    assert "r: 1 checkpoints" in out
+    assert "r: 1 checkpoint," in out
     assert f"damaged, not counted: {path}: damaged" in out
     print_checkpoints(tmp_path, run_name=None, as_json=True)
     (entry,) = json.loads(capsys.readouterr().out)["runs"]
