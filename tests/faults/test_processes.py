@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +36,6 @@ def test_row_11_torchrun_restarts_and_the_run_goes_on(run: FaultRun, reference: 
     run.flags = NO_ROLLING
     once = """
 import os
-import re
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     os.environ["FAULT"] = "step:kill9@15,rank=1"
 """
