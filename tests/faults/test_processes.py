@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,4 +186,5 @@ def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> N
     warnings = [e["message"] for e in run.events("warning") if "is slow" in e["message"]]
     assert len(warnings) == 1
     assert warnings[0].startswith("rank 1 on ")
-    assert ("0.000 s waiting for data" in warnings[0]) == (where == "forward")
+    waited = float(re.search(r"\(([\d.]+) s waiting for data\)", warnings[0])[1])
+    assert (waited > 0.15 / 2) == (where == "data")  # a busy machine waits a little everywhere

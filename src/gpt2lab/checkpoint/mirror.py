@@ -269,9 +269,8 @@ class Mirror:
             while block := file.read(_BLOCK):
                 tick()
                 remote.write(block)
-                if (
-                    self._is_local
-                ):  # block by block, so that a slow disk is not taken for one that hangs
+                # Block by block, so that a slow disk is not taken for one that hangs.
+                if self._is_local:
                     remote.flush()
                     os.fsync(remote.fileno())
                 digest.update(block)
