@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 BEAT_SECONDS = 4.0
-_SLOW_STEP = 1.0  # seconds
-_SILENT_SECONDS = (10.0, 30.0)  # in a file, of slow steps and of quick ones
+_WATCHED_SECONDS = 600.0  # for which somebody may watch a file from the start of a run
+_SILENT_SECONDS = 30.0  # that a file may be without a line later
 _INDENT = 15  # of what belongs to the line above, as the labels of a start's first lines
 
 
@@ -70,9 +70,9 @@ class Console:
             self._shown = 0
 
 
-def silence_ends(silent: float, *, step_seconds: float) -> bool:
-    """Tell whether a file is told of a step after so many seconds without a line; of quick ones rarely, by choice."""
-    return silent >= _SILENT_SECONDS[step_seconds < _SLOW_STEP]
+def silence_ends(silent: float, *, since_start: float) -> bool:
+    """Tell whether a file gets a line after so many seconds without one: soon while a run is young, rarely later."""
+    return silent >= (BEAT_SECONDS if since_start < _WATCHED_SECONDS else _SILENT_SECONDS)
 
 
 def wrap(text: str, width: int) -> str:

@@ -63,7 +63,7 @@ class MetricsLogger:
         # After a flush that failed the kernel may have given up on what it could not write.
         self._last_flush_failed = False
         self._log: IO[str] | None = None
-        self._last_line = monotonic()
+        self._began = self._last_line = monotonic()
         self._tensorboard: SummaryWriter | None = None
         self._wandb: WandbMirror | None = None
         if run_dir is None:
@@ -210,11 +210,11 @@ class MetricsLogger:
         if self._log is not None:
             self._on_console(lambda console: console.show(text))
 
-    def break_silence(self, text: str, *, step_seconds: float) -> None:
+    def break_silence(self, text: str) -> None:
         """Say text where no line came for long; nothing on a terminal, whose progress line rewrites itself."""
         on_terminal = self._console is not None and self._console.is_terminal
-        silent = monotonic() - self._last_line
-        if not on_terminal and silence_ends(silent, step_seconds=step_seconds):
+        now = monotonic()
+        if not on_terminal and silence_ends(now - self._last_line, since_start=now - self._began):
             self.say(text)
 
     @contextlib.contextmanager

@@ -112,8 +112,8 @@ def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "steps", "most", "least"),
-    [(0.0005, 200_000, 3, 3), (0.5, 240, 4, 3), (4.0, 30, 12, 9), (25.0, 4, 4, 4)],
+    ("step_seconds", "young", "old"),  # lines of the first ten minutes, and of ten later ones
+    [(0.01, 149, 20), (0.9, 133, 19), (6.0, 99, 20), (60.0, 9, 10)],
 )
 def test_in_a_file_steps_break_a_long_silence(
     tmp_path: Path,
@@ -121,18 +121,20 @@ def test_in_a_file_steps_break_a_long_silence(
     capsys: pytest.CaptureFixture[str],
     *,
     step_seconds: float,
-    steps: int,
-    most: int,
-    least: int,
+    young: int,
+    old: int,
 ) -> None:
     now = 0.0
     monkeypatch.setattr("gpt2lab.runs.logger.monotonic", lambda: now)
     logger = MetricsLogger(tmp_path, attempt=1)
-    for step in range(steps):
-        now += step_seconds
-        logger.break_silence(f"step {step}", step_seconds=step_seconds)
+    told = []
+    for end in (600.0, 1200.0):
+        while now + step_seconds < end:
+            now += step_seconds
+            logger.break_silence(f"at {now}")
+        told.append(capsys.readouterr().out.count("\n"))
     logger.close()
-    assert least <= capsys.readouterr().out.count("\n") <= most
+    assert told == [pytest.approx(young, abs=1), pytest.approx(old, abs=1)]
 
 
 def test_a_run_in_a_file_tells_of_steps_between_those_of_log_freq(
