@@ -61,7 +61,7 @@ COMMANDS: dict[str, str | None] = {
     "python scripts/chat.py tuned": "--max_new_tokens=4",
     "python src/train.py --model gpt2-mini --data_dir data/my_texts --max_steps 2000": SHRINK,
     "python src/train.py --model gpt2-mini --max_steps 2000 --save_config mini.toml": "",
-    "python src/train.py --config mini.toml --seed 2": f"{SHRINK} --data_dir=data/my_texts",
+    "python src/train.py --config mini.toml --seed 2": f"{SHRINK} --data_dir=data/fineweb_edu",
     "python src/train.py --help": "",
     "make help": "",
 }
