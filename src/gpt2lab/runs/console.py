@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 BEAT_SECONDS = 4.0
 _WATCHED_SECONDS = 600.0  # for which somebody may watch a file from the start of a run
-_SILENT_SECONDS = 30.0  # that a file may be without a line later
+_SILENT_SECONDS = (5.0, 30.0)  # that a file may be without a line: while a run is young, and later
 _INDENT = 15  # of what belongs to the line above, as the labels of a start's first lines
 
 
@@ -70,9 +70,9 @@ class Console:
             self._shown = 0
 
 
-def silence_ends(silent: float, *, since_start: float) -> bool:
-    """Tell whether a file gets a line after so many seconds without one: soon while a run is young, rarely later."""
-    return silent >= (BEAT_SECONDS if since_start < _WATCHED_SECONDS else _SILENT_SECONDS)
+def silence_ends(silent: float, *, step_seconds: float, since_start: float) -> bool:
+    """Tell whether a file gets a line now: without one, another step would make the silence too long."""
+    return silent + step_seconds > _SILENT_SECONDS[since_start >= _WATCHED_SECONDS]
 
 
 def wrap(text: str, width: int) -> str:

@@ -210,11 +210,12 @@ class MetricsLogger:
         if self._log is not None:
             self._on_console(lambda console: console.show(text))
 
-    def break_silence(self, text: str) -> None:
+    def break_silence(self, text: str, *, step_seconds: float) -> None:
         """Say text where no line came for long; nothing on a terminal, whose progress line rewrites itself."""
         on_terminal = self._console is not None and self._console.is_terminal
         now = monotonic()
-        if not on_terminal and silence_ends(now - self._last_line, since_start=now - self._began):
+        silent, age = now - self._last_line, now - self._began
+        if not on_terminal and silence_ends(silent, step_seconds=step_seconds, since_start=age):
             self.say(text)
 
     @contextlib.contextmanager

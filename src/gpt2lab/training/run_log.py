@@ -92,7 +92,7 @@ class StepLog:
         short = f"step {step}/{last_step} | loss {stats.loss:.4f} | lr {lr:.1e} | {rate:,.0f} tok/s | eta {eta}"
         self._logger.show(short)
         if not (step == 1 or is_due(step, log_freq, last_step)):
-            self._logger.break_silence(short)
+            self._logger.break_silence(short, step_seconds=seconds)
         else:
             targets = "" if batch.num_targets == tokens else f" | targets {batch.num_targets:,}"
             rates = f"{lr:.1e}" + (

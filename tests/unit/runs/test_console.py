@@ -113,7 +113,7 @@ def test_a_run_on_a_terminal_of_80_columns_fits_and_rewrites_its_progress(
 
 @pytest.mark.parametrize(
     ("step_seconds", "young", "old"),  # lines of the first ten minutes, and of ten later ones
-    [(0.01, 149, 20), (0.9, 133, 19), (6.0, 99, 20), (60.0, 9, 10)],
+    [(0.01, 120, 20), (0.9, 133, 20), (1.6, 125, 21), (6.0, 99, 20), (60.0, 9, 10)],
 )
 def test_in_a_file_steps_break_a_long_silence(
     tmp_path: Path,
@@ -131,7 +131,7 @@ def test_in_a_file_steps_break_a_long_silence(
     for end in (600.0, 1200.0):
         while now + step_seconds < end:
             now += step_seconds
-            logger.break_silence(f"at {now}")
+            logger.break_silence(f"at {now}", step_seconds=step_seconds)
         told.append(capsys.readouterr().out.count("\n"))
     logger.close()
     assert told == [pytest.approx(young, abs=1), pytest.approx(old, abs=1)]
