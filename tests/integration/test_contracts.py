@@ -447,7 +447,10 @@ def test_losses_are_those_of_before(golden: dict[str, Any], place: Place, run: s
         golden.setdefault("losses", {})[run] = found
     expected = golden["losses"][run]
     assert set(found) == set(expected)
-    assert found == pytest.approx(expected, rel=RELATIVE)
+    for name, value in expected.items():
+        # A standard error is a spread of fp32 losses, and each of them is rounded.
+        rounding = 2**-23 * expected[name.removesuffix("_se")] if name.endswith("_se") else 0.0
+        assert found[name] == pytest.approx(value, rel=RELATIVE, abs=rounding), name
 
 
 def test_what_steps_trained_on_is_that_of_before(golden: dict[str, Any], place: Place) -> None:
