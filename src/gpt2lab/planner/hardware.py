@@ -21,7 +21,7 @@ from typing import Any
 from gpt2lab import paths
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, NoSourceError
 
 SHIPPED = Path(__file__).with_name("hardware.json")
 DEFAULT_PROFILE = "balanced"
@@ -114,7 +114,7 @@ class Hardware:
     def gpu(self, name: str) -> Gpu:
         """Return the card that a person means by `name`, e.g. H100, rtx4090, a100-40gb.
 
-        Raises: ConfigError with the nearest names.
+        Raises: NoSourceError with the nearest names.
         """
         plain = re.sub(r"[^a-z0-9]", "", name.lower())
         for known in self.gpus:
@@ -127,7 +127,7 @@ class Hardware:
         lowered = {known.lower(): known for known in self.gpus}
         near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.3)
         names = ", ".join(lowered[match] for match in near) or ", ".join(self.gpus)
-        raise ConfigError(
+        raise NoSourceError(
             f"gpu {name!r} is not in hardware.json; nearest: {names}. Measure it there with --measure, or add it "
             f"to {user_file()}"
         )
