@@ -242,17 +242,15 @@ class Job:
         """FLOPs to train on one token."""
         return training_flops_per_token(self.config)
 
-    def memory(
-        self, *, on_gpu: bool = False, micro_batch: int | None = None, is_trial: bool = False
-    ) -> Memory:
-        """Return the tensor bytes of a rank at the peak of a step; a trial neither accumulates nor has peers."""
+    def memory(self, *, on_gpu: bool = False, micro_batch: int | None = None) -> Memory:
+        """Return the tensor bytes of a rank at the peak of a step."""
         size = self.micro_batch if micro_batch is None else micro_batch
         return StepMemory(
             self.config.model,
             micro_batch=size,
-            accumulation=1 if is_trial else max(1, self.sequences // size),
+            accumulation=max(1, self.sequences // size),
             dtype=self.dtype,
-            world_size=1 if is_trial else self.world_size,
+            world_size=self.world_size,
             parallel=self.parallel,
             recompute=self.recompute,
             optimizer=self.config.optim.optimizer,
