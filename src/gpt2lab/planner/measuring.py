@@ -213,14 +213,16 @@ def find_batch_size(
     for n in sorted({top, *lower}):
         attempt(n)
     rates = {
-        n: t.tokens_per_second or 0.0 for n, t in trials.items() if not t.out_of_memory and n <= top
+        n: t.tokens_per_second or 0.0
+        for n, t in trials.items()
+        if n in fitting and not t.out_of_memory
     }
     best = max(rates.values())
     chosen = min(n for n, rate in rates.items() if rate >= 0.99 * best)
     say(f"mini_batch_size {chosen}: {rates[chosen]:,.0f} tokens/s")
     return {
         "mini_batch_size": chosen,
-        "largest_verified": top,
+        "largest_verified": max(rates),
         "tokens_per_second": {str(n): rate for n, rate in sorted(rates.items())},
         "memory_line": line,
     }

@@ -58,6 +58,26 @@ def test_a_trial_without_a_rate_is_no_answer(
         )
 
 
+def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose steps are long no size beyond the two of the memory's line is tried."""
+    seen: list[int] = []
+
+    def trial(job: Job, folder: Path, **_: Any) -> measuring.Trial:
+        seen.append(job.micro_batch)
+        rate = {1: 0.5, 2: 0.9}[job.micro_batch]
+        step = {"event": "step", "tokens_per_second": rate, "peak_memory_bytes": 10**6}
+        return measuring.Trial([step] * 6, {}, {}, None, out_of_memory=False)
+
+    monkeypatch.setattr(measuring, "run_trial", trial)
+    found = measuring.find_batch_size(
+        small_job(), tmp_path, max_batch=8, memory_bytes=1e12, target=0.9, on_gpu=False
+    )
+    assert seen == [1, 2]
+    assert (found["mini_batch_size"], found["largest_verified"]) == (2, 2)
+
+
 # -- the trial is the job --------------------------------------------------------------------------------------------
 
 OF_A_STEP: list[dict[str, Any]] = [
