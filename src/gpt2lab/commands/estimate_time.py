@@ -105,6 +105,8 @@ def _describe_job(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     rows = alternatives.scaling(predictor, found, profile)
     judged = verdict(found, window) if window else None
     no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
+    # A batch that nobody typed gave way to one that fits.
+    too_large = found.memory.fits is False
     options: list[str] = []
     if no_memory:
         options = alternatives.where_it_fits(found, known)
@@ -136,7 +138,7 @@ def _describe_job(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     document |= {"data_advice": advice, "batch_search": batch_search}
     document["learning_rate"] = alternatives.learning_rates(job.config)
     text = reports.describe(found, now=begins, window=window, extra=extra, warnings=warnings)
-    does_not_fit = judged in ("borderline", "does_not_fit") or no_memory
+    does_not_fit = judged in ("borderline", "does_not_fit") or too_large
     return document, text, DOES_NOT_FIT if does_not_fit else 0
 
 

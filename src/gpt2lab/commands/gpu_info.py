@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ def main(argv: list[str]) -> int:
     else:
         has_tool = shutil.which("nvidia-smi")
         why = "nvidia-smi names none" if has_tool else "nvidia-smi is not on the PATH"
+        if has_tool and "CUDA_VISIBLE_DEVICES" in os.environ:
+            why += f" that CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} leaves visible"
         print(f"no GPU: {why}; training would use the processor")
     memory = "unknown" if available is None else f"{available / GIB:.1f} GiB free"
     bf16 = "bf16 in hardware" if processor.has_bf16() else "no bf16 in hardware: fp32"
@@ -80,8 +83,10 @@ def _cells(gpu: GpuState) -> list[str]:
         gpu.name,
         gpu.capability or "n/a",
         _bf16(gpu),
-        f"{gpu.memory_free / GIB:.1f}",
-        f"{gpu.memory_total / GIB:.1f}",
+        *(
+            "n/a" if size is None else f"{size / GIB:.1f}"
+            for size in (gpu.memory_free, gpu.memory_total)
+        ),
         "n/a" if gpu.utilization is None else f"{gpu.utilization:.0f} %",
         "n/a" if gpu.clock is None else f"{gpu.clock} MHz",
         "n/a" if peak is None else f"{peak / 1e12:,.0f}",

@@ -147,6 +147,7 @@ def choose_settings(
                 max_batch=MAX_BATCH,
                 memory_bytes=min((some for some in memory if some is not None), default=None),
                 target=MEMORY_TARGET,
+                on_gpu=not seen.is_cpu,
             )
             chosen["mini_batch_size"] = int(found["mini_batch_size"])
         if wanted.fit_schedule:

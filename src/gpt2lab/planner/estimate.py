@@ -156,15 +156,16 @@ def device_memory(
     job: Job, hardware: Hardware, target: float, *, is_cpu: bool, available: float | None
 ) -> MemoryNeed:
     """Return what a rank needs and the largest micro-batch that fits into the `available` bytes."""
-    k, tensors = hardware.constants, job.memory()
+    k, tensors = hardware.constants, job.memory(on_gpu=not is_cpu)
     if is_cpu:
         fixed, fragmentation = k["cpu_process_gib"] * 2**30, k["cpu_fragmentation"]
     else:
         fixed = (k["context_gib"] + (k["nccl_gib"] if job.world_size > 1 else 0.0)) * 2**30
-        fragmentation = k["fragmentation"]
+        fragmentation = k["fragmentation_compiled" if job.compiled else "fragmentation"]
     largest = None
     if available is not None:
-        largest = job.largest_micro_batch((target * available - fixed) / (1 + fragmentation))
+        budget = (target * available - fixed) / (1 + fragmentation)
+        largest = job.largest_micro_batch(budget, on_gpu=not is_cpu)
     overhead = fixed + fragmentation * tensors.tensors
     return MemoryNeed(tensors, overhead, available, largest, target)
 
@@ -205,7 +206,7 @@ def event_costs(
     training_token = _micro_batch_seconds(job, machine, recomputes=False) / (
         job.micro_batch * model.context_length
     )
-    forward = training_token / 3 * (k["eager_factor"] if job.compiled else 1.0)
+    forward = training_token / 3 * (k["eager_eval_factor"] if job.compiled else 1.0)
     forward = training_token * known["eval"] if "eval" in known else forward
     least = model.n_layer * k["sample_seconds_per_layer"]
     sampled_token = max(

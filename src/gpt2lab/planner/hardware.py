@@ -21,7 +21,7 @@ from typing import Any
 from gpt2lab import paths
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, NoSourceError
 
 SHIPPED = Path(__file__).with_name("hardware.json")
 DEFAULT_PROFILE = "balanced"
@@ -41,10 +41,20 @@ class Gpu:
     bandwidth: float | None  # bytes/s
     link: str | None  # between the cards of a machine
     watts: float | None
+    joules_per_flop: float | None  # of a matmul at full power
     usd_per_hour: float | None
     price_source: str | None
     price_date: str | None
     note: str | None
+
+    def sustained_flops(self, fraction: float) -> float | None:
+        """Return FLOP/s of large matmuls: measured, else `fraction` of the peak and what the board's power allows."""
+        if self.matmul_flops or self.peak_flops is None:
+            return self.matmul_flops
+        flops = fraction * self.peak_flops
+        if self.watts is None or self.joules_per_flop is None:
+            return flops
+        return min(flops, self.watts / self.joules_per_flop)
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,7 @@ class Hardware:
     def gpu(self, name: str) -> Gpu:
         """Return the card that a person means by `name`, e.g. H100, rtx4090, a100-40gb.
 
-        Raises: ConfigError with the nearest names.
+        Raises: NoSourceError with the nearest names.
         """
         plain = re.sub(r"[^a-z0-9]", "", name.lower())
         for known in self.gpus:
@@ -117,7 +127,7 @@ class Hardware:
         lowered = {known.lower(): known for known in self.gpus}
         near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.3)
         names = ", ".join(lowered[match] for match in near) or ", ".join(self.gpus)
-        raise ConfigError(
+        raise NoSourceError(
             f"gpu {name!r} is not in hardware.json; nearest: {names}. Measure it there with --measure, or add it "
             f"to {user_file()}"
         )
@@ -201,6 +211,7 @@ def _parse(document: dict[str, Any]) -> Hardware:
             bandwidth=number(entry, "bandwidth_gbs", 1e9),
             link=entry.get("link"),
             watts=number(entry, "watts", 1.0),
+            joules_per_flop=number(entry, "pj_per_flop", 1e-12),
             usd_per_hour=number(entry, "usd_per_hour", 1.0),
             price_source=price[1] if price else None,
             price_date=sources[price[1]]["date"] if price else None,

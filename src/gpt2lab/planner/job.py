@@ -242,29 +242,34 @@ class Job:
         """FLOPs to train on one token."""
         return training_flops_per_token(self.config)
 
-    def memory(self, *, micro_batch: int | None = None, is_trial: bool = False) -> Memory:
-        """Return the tensor bytes of a rank at the peak of a step; a trial neither accumulates nor has peers."""
+    def memory(self, *, on_gpu: bool = False, micro_batch: int | None = None) -> Memory:
+        """Return the tensor bytes of a rank at the peak of a step."""
         size = self.micro_batch if micro_batch is None else micro_batch
         return StepMemory(
             self.config.model,
             micro_batch=size,
-            accumulation=1 if is_trial else max(1, self.sequences // size),
+            accumulation=max(1, self.sequences // size),
             dtype=self.dtype,
-            world_size=1 if is_trial else self.world_size,
+            world_size=self.world_size,
             parallel=self.parallel,
             recompute=self.recompute,
             optimizer=self.config.optim.optimizer,
             tuning=self.config.tuning,
+            fused_head=self.compiled and on_gpu,
         ).peak()
 
-    def largest_micro_batch(self, budget: float) -> int | None:
+    def largest_micro_batch(self, budget: float, *, on_gpu: bool = False) -> int | None:
         """Return the largest micro-batch whose peak fits `budget` bytes, None if one sequence does not.
 
         Memory grows with the micro-batch at any fixed accumulation; going from some accumulation to none frees less
         than one more sequence costs, except for tiny models. So it tries every divisor.
         """
         sizes = mini_batch_sizes(self.sequences)
-        fitting = [size for size in sizes if self.memory(micro_batch=size).tensors <= budget]
+
+        def need(size: int) -> int:
+            return self.memory(on_gpu=on_gpu, micro_batch=size).tensors
+
+        fitting = [size for size in sizes if need(size) <= budget]
         return max(fitting, default=None)
 
     def with_steps(self, steps: int) -> Job:

@@ -37,8 +37,8 @@ class GpuState:
 
     index: int
     name: str
-    memory_total: float  # bytes
-    memory_free: float
+    memory_total: float | None  # bytes; None of a MIG slice
+    memory_free: float | None
     utilization: float | None  # percent
     driver: str
     capability: str | None
@@ -66,7 +66,8 @@ class Seen:
     def free_memory(self, ranks: int) -> float | None:
         """Return the bytes that each of `ranks` ranks of this machine could use; None where unknown."""
         if self.gpus:
-            return min(gpu.memory_free for gpu in self.gpus)  # of the fullest card
+            known = [gpu.memory_free for gpu in self.gpus if gpu.memory_free is not None]
+            return min(known) if len(known) == len(self.gpus) else None  # of the fullest card
         available = available_memory()
         return available / ranks if available else None
 
@@ -82,34 +83,62 @@ class Seen:
 _PROC_STAT = Path("/proc/stat")
 _QUERY = (
     "index,name,memory.total,memory.free,utilization.gpu,driver_version,compute_cap,power.draw,"
-    "clocks.sm,clocks_event_reasons.active"
+    "clocks.sm,clocks_event_reasons.active,uuid"
 )
 
 
 def look() -> Seen:
-    """Ask nvidia-smi for GPUs; it sees none where there is no driver or no answer in five seconds."""
+    """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to a process.
+
+    It sees none where there is no driver or no answer in five seconds.
+    """
     text = smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
-    states = []
+    found: dict[str, GpuState] = {}  # by UUID
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) < 10 or not cells[0].isdigit():
+        if len(cells) < 11 or not cells[0].isdigit():
             continue
         number = [_number(cell) for cell in cells]
-        states.append(
-            GpuState(
-                index=int(cells[0]),
-                name=cells[1],
-                memory_total=(number[2] or 0.0) * 2**20,
-                memory_free=(number[3] or 0.0) * 2**20,
-                utilization=number[4],
-                driver=cells[5],
-                capability=_known(cells[6]),
-                power=_known(cells[7]),
-                clock=_known(cells[8]),
-                throttle=_known(cells[9]),
-            )
+        found[cells[10]] = GpuState(
+            index=int(cells[0]),
+            name=cells[1],
+            memory_total=(number[2] or 0.0) * 2**20,
+            memory_free=(number[3] or 0.0) * 2**20,
+            utilization=number[4],
+            driver=cells[5],
+            capability=_known(cells[6]),
+            power=_known(cells[7]),
+            clock=_known(cells[8]),
+            throttle=_known(cells[9]),
         )
-    return Seen(tuple(states))
+    return Seen(_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _visible(found: dict[str, GpuState], chosen: str | None) -> tuple[GpuState, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES chooses, in its order and, as CUDA does, up to the first unknown one.
+
+    A number counts cards as nvidia-smi does, which CUDA does too where they are alike. Nothing is known of a MIG slice.
+    """
+    if chosen is None or not found:
+        return tuple(found.values())
+    driver, visible = next(iter(found.values())).driver, list[GpuState]()
+    for word in (word.strip() for word in chosen.split(",")):
+        if word.startswith("MIG-"):
+            unknown = GpuState(
+                len(visible), "MIG slice", None, None, None, driver, None, None, None, None
+            )
+            visible.append(unknown)
+            continue
+        named = (
+            gpu
+            for uuid, gpu in found.items()
+            if word == str(gpu.index) or (word.startswith("GPU-") and uuid.startswith(word))
+        )
+        gpu = next(named, None)
+        if gpu is None:
+            break
+        visible.append(gpu)
+    return tuple(visible)
 
 
 def smi(*arguments: str) -> str:

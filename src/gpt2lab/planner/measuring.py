@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.config.derived import mini_batch_sizes
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import to_flat
+from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError
 from gpt2lab.files import temporary_folder
@@ -39,8 +40,11 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 
 TOO_BUSY = 0.5  # share of the machine in other hands from which no number is given
 FEWEST_STEPS = 4
-COMPILE_ALLOWANCE = 60.0  # seconds for compiling, besides the time for steps
-TRIAL_SECONDS = 12.0
+TRIAL_STEPS = 6  # of a size; the first two do not count
+STEP_SECONDS = 4.0  # longest step of a size that a search tries beyond the smallest
+_LIMIT_SECONDS = 600.0  # for the rest of a trial: start, compilation, the save at the end
+_STOP_FILE = "STOP"  # ends a run after its step (training/control.py)
+_LOOK_EVERY = 0.5  # seconds between looks at a trial
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemory", "DefaultCPUAllocator: can't allocate", "Killed")
 
 
@@ -57,7 +61,7 @@ class Trial:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """Return the step events."""
-        return [event for event in self.events if event["event"] == "step"]
+        return _steps_of(self.events)
 
     @property
     def peak_memory(self) -> int:
@@ -66,9 +70,13 @@ class Trial:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the median rate after the first two steps."""
+        """Return the median rate after the first two steps, None if there was no third."""
         rates = [event["tokens_per_second"] for event in self.steps[2:]]
         return statistics.median(rates) if rates else None
+
+
+def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == "step"]
 
 
 def measure(predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
@@ -85,6 +93,7 @@ def measure(predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any]
             max_batch=ask.max_batch,
             memory_bytes=None if predictor.gpu else seen.free_memory(job.world_size),
             target=profile.memory_target,
+            on_gpu=not predictor.is_cpu,
         )
         ask = dataclasses.replace(ask, mini_batch_size=search["mini_batch_size"])
         predictor = Predictor(ask, predictor.hardware)
@@ -103,11 +112,7 @@ def probe(predictor: Predictor, profile: Profile, *, seconds: float) -> Trial:
         micro = predictor.predict(job, profile).step.value / job.accumulation
         accumulation = max(1, min(job.accumulation, int(seconds / 15 / micro)))
     say(f"measuring: about {seconds:.0f} s of real training of {job.config.model.model} ...")
-    trial = run_trial(
-        with_accumulation(job, accumulation),
-        folder,
-        seconds=seconds + (COMPILE_ALLOWANCE if job.compiled else 0.0),
-    )
+    trial = run_trial(with_accumulation(job, accumulation), folder, seconds=seconds)
     if trial.out_of_memory:
         raise NoSourceError(
             f"mini_batch_size {job.micro_batch} does not fit this machine's memory; add --find_batch_size"
@@ -150,13 +155,19 @@ def say(text: str) -> None:
 
 
 def find_batch_size(
-    job: Job, folder: Path, *, max_batch: int, memory_bytes: float | None, target: float
+    job: Job,
+    folder: Path,
+    *,
+    max_batch: int,
+    memory_bytes: float | None,
+    target: float,
+    on_gpu: bool,
 ) -> dict[str, Any]:
     """Return the mini batch to use: the fastest near the largest that fits.
 
     A line through the memory of two trials predicts the largest; a trial verifies it.
 
-    Raises: NoSourceError if not even one sequence fits; ConfigError if the trainer fails.
+    Raises: NoSourceError if not even one sequence fits, or a trial was too short; ConfigError if the trainer fails.
     """
     sizes = mini_batch_sizes(job.sequences, at_most=max_batch)
     trials: dict[int, Trial] = {}
@@ -164,14 +175,17 @@ def find_batch_size(
     def attempt(size: int) -> Trial:
         if size not in trials:
             say(f"trying mini_batch_size {size} ...")
-            alone = dataclasses.replace(job.with_settings(mini_batch_size=size), world_size=1)
-            trials[size] = run_trial(
-                with_accumulation(alone, 1), folder, seconds=TRIAL_SECONDS, steps=6
-            )
+            trial = run_trial(trial_job(job, size), folder, steps=TRIAL_STEPS)
+            if trial.tokens_per_second is None and not trial.out_of_memory:
+                raise NoSourceError(
+                    f"mini_batch_size {size}: the trial took {len(trial.steps)} of {TRIAL_STEPS} steps, which is no "
+                    f"measure of its speed; give --mini_batch_size a number"
+                )
+            trials[size] = trial
         return trials[size]
 
     def trial_bytes(size: int) -> int:
-        return job.memory(micro_batch=size, is_trial=True).tensors
+        return trial_job(job, size).memory(on_gpu=on_gpu).tensors
 
     if attempt(sizes[0]).out_of_memory:
         raise NoSourceError(
@@ -185,13 +199,13 @@ def find_batch_size(
         slope = max(slope, trial_bytes(2) - trial_bytes(1))
         offset = trials[small].peak_memory - slope * small
         line = {"bytes_at_0": offset, "bytes_per_sequence": slope}
-        fitting = [
-            n
-            for n in sizes
-            # A trial neither accumulates nor has peers: the run needs more gradients.
-            if offset + slope * n + job.memory(micro_batch=n).tensors - trial_bytes(n)
-            <= target * memory_bytes
-        ] or sizes[:1]
+
+        def run_bytes(size: int) -> float:
+            """Return the bytes of the run: unlike a trial it accumulates, and has all its ranks."""
+            in_run = job.memory(on_gpu=on_gpu, micro_batch=size).tensors
+            return offset + slope * size + in_run - trial_bytes(size)
+
+        fitting = [n for n in sizes if run_bytes(n) <= target * memory_bytes] or sizes[:1]
     top = _within_time(job, fitting, trials)[-1]
     while attempt(top).out_of_memory and top > sizes[0]:
         top = max(n for n in fitting if n < top)
@@ -199,30 +213,39 @@ def find_batch_size(
     for n in sorted({top, *lower}):
         attempt(n)
     rates = {
-        n: t.tokens_per_second or 0.0 for n, t in trials.items() if not t.out_of_memory and n <= top
+        n: t.tokens_per_second or 0.0
+        for n, t in trials.items()
+        if n in fitting and not t.out_of_memory
     }
     best = max(rates.values())
     chosen = min(n for n, rate in rates.items() if rate >= 0.99 * best)
     say(f"mini_batch_size {chosen}: {rates[chosen]:,.0f} tokens/s")
     return {
         "mini_batch_size": chosen,
-        "largest_verified": top,
+        "largest_verified": max(rates),
         "tokens_per_second": {str(n): rate for n, rate in sorted(rates.items())},
         "memory_line": line,
     }
 
 
+def trial_job(job: Job, size: int) -> Job:
+    """Return one micro-batch of the job: on one rank, or on this machine's ranks where they share what one holds."""
+    ranks = 1
+    if job.parallel != "ddp":
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
+    alone = dataclasses.replace(job.with_settings(mini_batch_size=size), world_size=ranks)
+    return with_accumulation(alone, 1)
+
+
 def _within_time(job: Job, sizes: list[int], trials: dict[int, Trial]) -> list[int]:
-    """Leave out sizes that take too few steps in a trial: on a slow device larger is not faster."""
-    rate = max((trial.tokens_per_second or 0.0 for trial in trials.values()), default=0.0)
-    if not rate:
-        return sizes[:1]
-    most = rate * TRIAL_SECONDS / 3 / job.config.model.context_length
+    """Leave out sizes with steps longer than STEP_SECONDS: on a slow device larger is not faster."""
+    rate = max(trial.tokens_per_second or 0.0 for trial in trials.values())
+    most = rate / trial_job(job, 1).world_size * STEP_SECONDS / job.config.model.context_length
     return [n for n in sizes if n <= most] or sizes[:1]
 
 
-def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> Trial:
-    """Run the trainer on this job for so long, or so many steps, and return what it logged.
+def run_trial(job: Job, folder: Path, *, seconds: float | None = None, steps: int = 10**6) -> Trial:
+    """Run the trainer on this job for so many steps, or so long, and return what it logged.
 
     Raises: ConfigError with the trainer's own line if it fails; NoSourceError if it does not stop.
     """
@@ -234,39 +257,55 @@ def run_trial(job: Job, folder: Path, *, seconds: float, steps: int = 10**6) -> 
             launcher += [f"--nproc_per_node={job.world_size}"]
         command = [*launcher, *paths.trainer("train")]
         command += _trial_flags(job, place, data, seconds=seconds, steps=steps)
-        watch = Watch()
-        try:
-            answer = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=10 * seconds + 600,
-                cwd=place,
-                env=_without_process_group(),
-            )
-        except subprocess.TimeoutExpired:
-            raise NoSourceError(
-                f"the trainer did not stop within {10 * seconds + 600:.0f} s; is this machine swapping?"
-            ) from None
+        watch, run_dir = Watch(), place / "probe"
+        code, out, err = _run_for(command, run_dir, seconds)
         others = watch.others()
-        run_dir = place / "probe"
-        text = answer.stderr + answer.stdout
-        exhausted = answer.returncode in (-9, 137) or any(sign in text for sign in _OUT_OF_MEMORY)
-        if answer.returncode != 0 and not exhausted:
-            lines = [line for line in answer.stderr.splitlines() if line.startswith("error: ")]
-            why = (
-                lines[-1].removeprefix("error: ")
-                if lines
-                else answer.stderr.strip().splitlines()[-1:]
-            )
+        exhausted = code in (-9, 137) or any(sign in err + out for sign in _OUT_OF_MEMORY)
+        if code != 0 and not exhausted:
+            lines = [line for line in err.splitlines() if line.startswith("error: ")]
+            why = lines[-1].removeprefix("error: ") if lines else err.strip().splitlines()[-1:]
             raise ConfigError(f"the trainer rejects this run: {why}")
         return Trial(
             events=history.read_events(run_dir),
             environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
             config=read_json(run_dir / "config.json") or {},
             others=others,
-            out_of_memory=answer.returncode != 0,
+            out_of_memory=code != 0,
         )
+
+
+def _run_for(command: list[str], run_dir: Path, seconds: float | None) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of a run; a STOP file ends it `seconds` after its first step, if given.
+
+    It takes FEWEST_STEPS in any case. Not --max_hours: that keeps time free for a save at a careful guess of the disk's
+    speed, which for GPT-2 is more than a trial has.
+
+    Raises: NoSourceError if it does not stop.
+    """
+    limit = time.monotonic() + 10 * (seconds or 0.0) + _LIMIT_SECONDS
+    first_step, steps = math.inf, 0
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = _without_process_group()
+    with subprocess.Popen(command, cwd=run_dir.parent, env=environment, **pipes) as process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, err = process.communicate(timeout=_LOOK_EVERY)
+                    return process.returncode, out, err
+                now = time.monotonic()
+                if now > limit:
+                    raise NoSourceError(
+                        "the trainer did not stop in time; is this machine swapping?"
+                    )
+                if seconds is None:
+                    continue
+                if steps < FEWEST_STEPS:
+                    steps = len(_steps_of(history.read_events(run_dir)))
+                    first_step = min(first_step, now) if steps else math.inf
+                elif now - first_step > seconds:
+                    (run_dir / _STOP_FILE).touch()
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager
@@ -310,31 +349,38 @@ def data_for(config: Config, place: Path) -> list[str]:
     return ["--data_dir", str(made)]
 
 
-_SHAPE = (
-    *("n_layer", "n_head", "n_embd", "context_length", "vocab_size", "dropout"),
-    *("total_batch_size", "mini_batch_size"),
+# Settings that decide what a step computes, and how; those of the model besides. The learning rate does not.
+_OF_A_STEP = (
+    *("total_batch_size", "mini_batch_size", "optimizer", "grad_clip"),
+    *("device", "attention", "parallel", "activation_checkpointing", "ddp_bucket_mb"),
+    *("fsdp_offload", "reduce", "deterministic"),
 )
 
 
 def _flags_of(job: Job, place: Path, data: list[str], run_name: str, *names: str) -> list[str]:
-    """Return the trainer's flags for the job's shape, and for the settings in `names`."""
-    settings = to_flat(job.config)
-    flags = [f"--{name}={settings[name]}" for name in (*_SHAPE, *names)]
-    flags += [*data, f"--checkpoint_dir={place}", f"--run_name={run_name}"]
-    flags += ["--model=gpt2", f"--dtype={job.dtype}"]
+    """Return the trainer's flags for the job's model and steps, and for the settings in `names`."""
+    settings = to_flat(job.config) | {"model": "gpt2"}
+    model = [name for name, (section, _) in LEAVES.items() if section == "model"]
+    flags = []
+    for name in (*model, *_OF_A_STEP, *names):
+        value = settings[name]
+        if name == "num_tokens" or value is False:  # the data decides; a switch that is off
+            continue
+        flags.append(f"--{name}" if value is True else f"--{name}={value}")
+    flags += [*data, f"--checkpoint_dir={place}", f"--run_name={run_name}", f"--dtype={job.dtype}"]
     return [*flags, f"--compile={'on' if job.compiled else 'off'}"]
 
 
 def _trial_flags(
-    job: Job, place: Path, data: list[str], *, seconds: float, steps: int
+    job: Job, place: Path, data: list[str], *, seconds: float | None, steps: int
 ) -> list[str]:
-    """Return the flags of a short run: few tokens to evaluate, and a few checkpoints to time the disk."""
+    """Return the flags of a short run with few tokens to evaluate; one of `seconds` also times the disk."""
     tokens = job.micro_batch * job.config.model.context_length * job.world_size
     flags = _flags_of(job, place, data, "probe")
     flags += [f"--val_tokens={8 * tokens}", "--eval_freq=20", "--warmup_steps=1"]
     flags += ["--sample_freq=0", "--checkpoint_freq=0", "--keep_checkpoints=1"]
-    flags += [f"--checkpoint_minutes={seconds / 60 / 5}"]
-    flags += [f"--max_steps={max(steps, 10)}", f"--max_hours={seconds / 3600}"]
+    flags += [f"--checkpoint_minutes={(seconds or 0.0) / 60 / 5}"]
+    flags += [f"--max_steps={max(steps, 10)}"]
     return [*flags, f"--stop_after_steps={steps}"] if steps < 10**6 else flags
 
 

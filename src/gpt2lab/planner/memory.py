@@ -1,7 +1,8 @@
 """Bytes that a training step holds, in closed form: each moment of `train_step` at which memory can peak. No torch.
 
 Counted on train_step with torch's MemTracker; tests/unit/planner/test_memory.py holds the formulas to 0.5 % of it. A
-change of what a step keeps alive needs a change of the matching moment here.
+change of what a step keeps alive needs a change of the matching moment here. A step compiled for a GPU differs in the
+head; published readings of nvidia-smi say by how much (tests/unit/planner/test_published_runs.py).
 
 B sequences of T tokens, C channels, L blocks, H heads, V vocabulary rows, N parameters, A micro-batches a step,
 W ranks. All ranks need the same, up to the rows that do not divide.
@@ -107,8 +108,11 @@ class StepMemory:
         parallel: Parallel = "ddp",
         recompute: ActivationCheckpointing = "none",
         tuning: TuningConfig = PRETRAINING,
+        fused_head: bool = False,
     ) -> None:
         """Derive them from a run's settings; `recompute`: what the backward pass computes again.
+
+        `fused_head`: the step is compiled for a GPU, so that the loss is computed without a log-softmax in memory.
 
         Gradients live through the forward pass when micro-batches accumulate, and always under DDP, where they are
         views of its buckets. Fine-tuning adds masks. With adapters the optimizer holds state for them alone; the
@@ -121,6 +125,7 @@ class StepMemory:
         self.frozen = adapters > 0  # all but adapters
         self.gathers = parallel == "fsdp"  # weights are full only while they are needed
         self.recomputes = recompute != "none"
+        self.fused_head = fused_head
         self.tokens = tokens = micro_batch * model.context_length
         # Elements: of a residual stream; of the logits; of C x C, of which a block has 12; of V x C; of one block.
         self.residual, self.scores = tokens * C, tokens * model.vocab_size
@@ -192,6 +197,8 @@ def _around_the_loss(s: StepMemory) -> list[Memory]:
     saved = s.each.last_norm * s.residual + s.each.last_norm_per_token * s.tokens + s.inputs
     forward = (2 + 4 + 4 if s.bf16 else 4 + 4) * s.scores  # logits, fp32 copy, log-softmax
     backward = (4 + 4 + 4) * s.scores  # log-softmax, gradients of the loss and of the softmax
+    if s.fused_head:  # logits until the backward pass; then these in fp32 and their gradients
+        forward, backward = (2 if s.bf16 else 4) * s.scores, (4 + 4) * s.scores
     weight = 0 if s.frozen else s.vocab
     if s.bf16:  # bf16 gradients of scores, weight and input; then the weight's in fp32
         head = max(2 * s.scores + 2 * weight + 2 * s.residual, 4 * weight)

@@ -117,7 +117,8 @@ def _memory(estimate: Estimate) -> list[str]:
         f"bf16 copies {parts.bf16_weights / GIB:.1f}",
         f"overhead {need.overhead / GIB:.1f}",
     ]
-    peak = f"peak at {parts.peak_at}{', eager formula' if estimate.job.compiled else ''}"
+    is_eager = estimate.job.compiled and estimate.machine.is_cpu
+    peak = f"peak at {parts.peak_at}{', eager formula' if is_eager else ''}"
     lines = [
         _row("memory", f"{need.needed / GIB:.1f} GiB", available, ", ".join(shares)),
         _row("", "", "", peak),
@@ -321,14 +322,18 @@ def formulas(found: Estimate, known: Hardware) -> list[str]:
     ]
     gpu = on.gpu
     if gpu is not None and gpu.peak_flops:
-        best = gpu.matmul_flops
-        measured = f"measured {best / 1e12:.0f}" if best else "no measured matmul: 0.9 of it"
-        k = known.constants
+        k, compiled = known.constants, job.compiled
+        matmul = gpu.sustained_flops(k["matmul_fraction_unmeasured"]) or 0.0
+        basis = "measured" if gpu.matmul_flops else "not measured"
+        moved = 1.0 if compiled else k["eager_bytes_factor"]
+        kernels = k["kernels_per_block" if compiled else "kernels_per_block_eager"]
         text.append(
             f"roofline: FLOPs / ({k['matmul_efficiency']:g} x matmul), {gpu.name} {gpu.peak_flops / 1e12:.0f} TFLOP/s, "
-            f"{measured}; "
-            f"({k['stream_bytes_per_token_layer_channel']:g} L C + {k['stream_bytes_per_logit']:g} V) bytes / "
-            f"({k['bandwidth_efficiency']:g} x {(gpu.bandwidth or 0) / 1e9:.0f} GB/s)"
+            f"matmul {matmul / 1e12:.0f} ({basis}); "
+            f"{moved:g} x ({k['stream_bytes_per_token_layer_channel']:g} L C + {k['stream_bytes_per_logit']:g} V) "
+            f"bytes / ({k['bandwidth_efficiency']:g} x {(gpu.bandwidth or 0) / 1e9:.0f} GB/s) + "
+            f"{k['stream_seconds_per_token_layer_channel'] * 1e12:g} ps x L C; "
+            f"{kernels:g} kernels a block x {k['launch_seconds'] * 1e6:g} us"
         )
     for kind, units, rate in zip(KINDS, job.work, on.rates.seconds_per_unit, strict=True):
         text.append(f"  {kind:<10} {units:.4g} x {rate:.4g} s = {units * rate * 1000:,.2f} ms")

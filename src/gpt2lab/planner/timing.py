@@ -126,29 +126,35 @@ class Rates:
 
 
 def roofline(gpu: Gpu, hardware: Hardware, *, compiled: bool) -> Rates:
-    """Return a GPU's rates: FLOPs at a share of its best matmul, bytes at a share of its bandwidth.
+    """Return a GPU's rates: FLOPs at a share of its sustained matmul, bytes at a share of its bandwidth.
+
+    Two costs do not shrink on a faster card, so that it is the less efficient the smaller the work: a latency of the
+    kernels between the matrix products, and the launches of a block's kernels in each micro-batch.
 
     Raises: ConfigError if a number that this needs has no source.
     """
-    if gpu.peak_flops is None or gpu.bandwidth is None:
+    k = hardware.constants
+    matmul = gpu.sustained_flops(k["matmul_fraction_unmeasured"])
+    if gpu.peak_flops is None or matmul is None or gpu.bandwidth is None:
         why = f" ({gpu.note})" if gpu.note else ""
         raise ConfigError(f"gpu {gpu.name}: no bf16 rate with a source{why}; --measure it there")
-    k = hardware.constants
-    matmul = gpu.matmul_flops or k["matmul_fraction_unmeasured"] * gpu.peak_flops
     per_flop = 1 / (k["matmul_efficiency"] * matmul)
     per_byte = 1 / (k["bandwidth_efficiency"] * gpu.bandwidth)
-    eager = 1.0 if compiled else k["eager_factor"]
+    # Without the compiler each operation between matrix products reads and writes memory.
+    moved = per_byte * (1.0 if compiled else k["eager_bytes_factor"])
     sigma = k["sigma_roofline"] if gpu.matmul_flops else k["sigma_roofline_unmeasured"]
     return Rates(
         seconds_per_unit=(
-            eager * per_flop,
-            eager * per_flop,
-            eager * per_byte * k["stream_bytes_per_token_layer_channel"],
-            eager * per_byte * k["stream_bytes_per_logit"],
+            per_flop,
+            per_flop,
+            moved * k["stream_bytes_per_token_layer_channel"]
+            + k["stream_seconds_per_token_layer_channel"],
+            moved * k["stream_bytes_per_logit"],
             per_byte * k["optimizer_bytes_per_parameter"],
-            0.0,
+            k["kernels_per_block" if compiled else "kernels_per_block_eager"] * k["launch_seconds"],
         ),
-        covariance=np.full((6, 6), sigma**2),  # one common error
+        # One common error; launches depend on a host that nobody named.
+        covariance=np.full((6, 6), sigma**2) + np.diag([0.0] * 5 + [k["sigma_launch"] ** 2]),
         source="roofline-prior",
     )
 

@@ -67,7 +67,7 @@ def test_only_the_cut_changes_and_it_fits_the_card(
 
 
 def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data: Path) -> None:
-    large = ("--model=gpt2-large", "--preset=1x4090")
+    large = ("--model=gpt2-large", "--n_layer=42", "--preset=1x4090")
     _, start = settled(data, *large, world=1)
     job = job_of(start)
     assert job.recompute != "none"

@@ -127,7 +127,7 @@ def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path: Path) ->
 
 
 REFUSALS = {
-    "unknown gpu": (["--gpu=H1000"], 2, "H100"),
+    "unknown gpu": (["--gpu=H1000"], 4, "H100"),
     "negative tokens": (["--tokens=-5"], 2, "--tokens"),
     "tokens in words": (["--tokens=many"], 2, "--tokens"),
     "absurd tokens": (["--tokens=1e30"], 2, "--tokens"),
@@ -158,6 +158,7 @@ REFUSALS = {
     "report nowhere": (["--gpu=H100", "--report=/nonexistent/x.json"], 2, "--report"),
     "fits no window": (["--gpu=RTX-4090", "--tokens=100B", "--deadline=1h"], 3, ""),
     "fits no memory": (["--gpu=RTX-4090", "--model=gpt2-xl"], 3, ""),
+    "typed batch too large": (["--gpu=RTX-4090", "--mini_batch_size=32"], 3, ""),
 }
 
 
@@ -173,7 +174,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     monkeypatch.setattr(sys, "argv", ["estimate_time.py", *flags])
     assert run(lambda argv: estimate_time.answer(run_tyro(Ask, argv))) == code
     out, err = capsys.readouterr()
-    if code == 2:
+    if code in (2, 4):
         assert out == ""
         assert err.startswith("error: ")
         assert err.count("\n") == 1

@@ -36,7 +36,17 @@ def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.Monk
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA L4", "L4"),
         ("Tesla T4", "T4"),
-        ("NVIDIA A10G", None),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA A16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
@@ -46,6 +56,13 @@ def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.Monk
 def test_a_device_name_means_its_card_or_none(device: str, name: str | None) -> None:
     found = KNOWN.recognise(device)
     assert (found.name if found else None) == name
+
+
+def test_every_card_with_a_rate_has_a_memory() -> None:
+    """Else no forecast could say whether a batch fits."""
+    rated = [gpu for gpu in KNOWN.gpus.values() if gpu.peak_flops]
+    assert len(rated) >= 25
+    assert [gpu.name for gpu in rated if not (gpu.memory_bytes and gpu.bandwidth)] == []
 
 
 def test_every_number_has_a_source_with_a_date() -> None:

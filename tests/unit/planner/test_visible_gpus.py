@@ -1,0 +1,87 @@
+"""The GPUs that nvidia-smi lists and those that CUDA_VISIBLE_DEVICES leaves to a process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2lab.commands import gpu_info
+from gpt2lab.planner import machine
+
+# Answers any --query-gpu with the columns that it asks for: a full card of another job, and two free ones.
+FAKE = """#!{python}
+import sys
+cards = [
+    {{"index": 0, "name": "NVIDIA A100-SXM4-80GB", "memory.free": 500, "uuid": "GPU-aaaa-0"}},
+    {{"index": 1, "name": "NVIDIA H100 80GB HBM3", "memory.free": 80000, "uuid": "GPU-abbb-1"}},
+    {{"index": 2, "name": "NVIDIA H100 80GB HBM3", "memory.free": 70000, "uuid": "GPU-cccc-2"}},
+]
+asked = [word for word in sys.argv if word.startswith("--query-gpu=")]
+for card in cards if asked else []:
+    card |= {{"memory.total": 81559, "utilization.gpu": 99 - 49 * card["index"]}}
+    card |= {{"driver_version": "570.1", "compute_cap": "9.0"}}
+    columns = asked[0].partition("=")[2].split(",")
+    print(", ".join(str(card.get(column, "[N/A]")) for column in columns))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _three_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(FAKE.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen", "free_mib"),
+    [
+        (None, [0, 1, 2], 500),
+        ("1,2", [1, 2], 70_000),
+        ("2", [2], 70_000),
+        ("2,1", [2, 1], 70_000),
+        (" 1 ", [1], 80_000),
+        ("GPU-abbb-1", [1], 80_000),
+        ("GPU-cccc", [2], 70_000),
+        ("1,7,2", [1], 80_000),
+    ],
+)
+def test_a_process_counts_the_cards_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, seen: list[int], free_mib: int
+) -> None:
+    """In the order that CUDA numbers them; the full card of another job is not looked at."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    found = machine.look()
+    assert [gpu.index for gpu in found.gpus] == seen
+    assert found.free_memory(len(seen)) == free_mib * 2**20
+    assert found.busiest_gpu == (99 - 49 * min(seen)) / 100
+
+
+@pytest.mark.parametrize("chosen", ["", "-1", "NoDevFiles"])
+def test_hidden_cards_leave_the_processor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], chosen: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert machine.look().is_cpu
+    assert gpu_info.main([]) == 0
+    assert f"CUDA_VISIBLE_DEVICES={chosen} leaves visible" in capsys.readouterr().out
+
+
+def test_of_a_mig_slice_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its memory is a part of the card's, and nvidia-smi's rows are cards."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234-5678")
+    found = machine.look()
+    assert (len(found.gpus), found.is_cpu, found.native_bf16) == (1, False, True)
+    assert found.free_memory(1) is None
+    gpu_info.main(["--json"])
+    (card,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert (card["memory_free"], card["memory_total"], card["peak_flops"]) == (None, None, None)
+    gpu_info.main([])
+    assert "n/a" in capsys.readouterr().out
