@@ -25,7 +25,6 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.loss import token_losses
 from gpt2lab.tokenizers.interface import Tokenizer
 
 
@@ -200,8 +199,7 @@ class Validation:
         windows = self._reader.read(*self._order.locate(self.samples[rows]))
         tokens = torch.from_numpy(windows.astype(np.int64)).to(self._runtime.device)  # (B, T + 1)
         with torch.inference_mode(), self._strategy.autocast():
-            scores = model.masked_logits(model.hidden(tokens[:, :-1]))  # (B, T, V)
-            losses = token_losses(scores, tokens[:, 1:])  # (B, T)
+            losses = model.losses_of(model.hidden(tokens[:, :-1]), tokens[:, 1:])  # (B, T)
         self._parts.fill(of_parts, rows, losses.double().cpu().numpy())  # sync
         table = self._bytes_per_token
         num_bytes = table[windows[:, 1:]].sum(axis=1) if table is not None else np.zeros(len(rows))

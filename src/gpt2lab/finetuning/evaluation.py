@@ -21,7 +21,6 @@ from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.loss import token_losses
 
 MOST_TOKENS = 256  # of an answer
 
@@ -76,7 +75,7 @@ class AnswerLoss:
         owner = self._owner[rows][:, 1:]  # (B, T)
         with torch.inference_mode(), self._strategy.autocast():
             hidden = hidden_of_rows(model, ids[:, :-1], self._tokenizer.end_of_text)
-            losses = token_losses(model.masked_logits(hidden), ids[:, 1:])
+            losses = model.losses_of(hidden, ids[:, 1:])
         is_answer = owner != NO_OWNER
         np.add.at(nats, owner[is_answer], losses.double().cpu().numpy()[is_answer])  # sync
 

@@ -19,7 +19,11 @@ from gpt2lab.model.loss import (
     has_compiled_form,
     head_cross_entropy_sum,
     padding_bias,
+    token_losses,
 )
+
+# Of the fp32 logits that an evaluation holds at a time; their log-softmax takes as much again.
+LOGITS_BYTES = 2**28
 
 RotaryAngles = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
 
@@ -237,6 +241,19 @@ class GPT(nn.Module):
         """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf: of no text, in no loss."""
         weight = self.wte.weight
         return F.linear(hidden, weight, padding_bias(weight, self.config.num_tokens))
+
+    def losses_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each target in nats, (...) float32, given its hidden state (..., C); 0 for target -1.
+
+        For evaluation: logits are computed for some rows at a time. Those of 64 x 1,024 targets would take 13 GB.
+        """
+        rows, flat = hidden.flatten(0, -2), targets.flatten()  # (N, C), (N,)
+        parts = math.ceil(4 * self.config.vocab_size * len(flat) / LOGITS_BYTES)
+        losses = [
+            token_losses(self.masked_logits(some), wanted)
+            for some, wanted in zip(rows.chunk(parts), flat.chunk(parts), strict=True)
+        ]
+        return torch.cat(losses).view_as(targets)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets.
