@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from benchmarks.live_bytes import peak_of_call, peak_of_step
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
@@ -47,10 +50,9 @@ def runtime() -> Runtime:
     return runtime
 
 
-@pytest.fixture
-def validation(strategy: Strategy, runtime: Runtime, tmp_path: Path) -> MeasuresLoss:
+def open_windows(folder: Path, strategy: Strategy, runtime: Runtime) -> MeasuresLoss:
     """Return two batches of windows, the last one not full."""
-    data = open_data(write_shards(tmp_path / "data", train=(99,), val=(900,)), vocab_size=50304)
+    data = open_data(folder, vocab_size=50304)
     return open_validation(
         data,
         validation_orders(data, context_length=T),
@@ -60,6 +62,12 @@ def validation(strategy: Strategy, runtime: Runtime, tmp_path: Path) -> Measures
         strategy=strategy,
         runtime=runtime,
     )
+
+
+@pytest.fixture
+def validation(strategy: Strategy, runtime: Runtime, tmp_path: Path) -> MeasuresLoss:
+    folder = write_shards(tmp_path / "data", train=(99,), val=(900,))
+    return open_windows(folder, strategy, runtime)
 
 
 @pytest.fixture
@@ -113,3 +121,37 @@ def test_each_loss_keeps_its_bits(dtype: str, model: GPT, monkeypatch: pytest.Mo
     assert (found[0] == 0).sum() == T // 2
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_array_equal(found[2], found[0])
+
+
+def test_a_compiled_validation_compiles_one_shape_and_gives_the_same_numbers(
+    model: GPT, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to rounding: compiled attention on a CPU is two matrix products."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    data = write_shards(tmp_path / "data", train=(99,), val=(900,))
+    torch._dynamo.reset()
+    found = {}
+    for compiles in (False, True):
+        monkeypatch.setattr(Strategy, "compiles_evaluation", compiles)
+        validation = open_windows(data, Strategy(runtime, SystemConfig(dtype="fp32")), runtime)
+        before = counters["stats"]["unique_graphs"]
+        for _ in range(2):
+            model.train()
+            found[compiles] = validation.measure(model)
+        assert counters["stats"]["unique_graphs"] - before == int(compiles)
+    each = [found[compiles].results.per_unit["val_loss"] for compiles in (True, False)]
+    np.testing.assert_allclose(*each, rtol=1e-6)
+
+
+def test_only_a_compiled_run_on_a_gpu_compiles_its_evaluations(runtime: Runtime) -> None:
+    runtime.is_distributed = True
+    cases = {
+        ("cpu", "on", "ddp"): False,
+        ("cuda", "on", "ddp"): True,
+        ("cuda", "on", "zero1"): True,
+    }
+    cases |= {("cuda", "off", "ddp"): False, ("cuda", "on", "fsdp"): False}
+    for (device, compile, parallel), expected in cases.items():
+        runtime.device = torch.device(device)
+        system: Any = {"compile": compile, "parallel": parallel, "dtype": "bf16"}
+        assert Strategy(runtime, SystemConfig(**system)).compiles_evaluation == expected
