@@ -21,6 +21,7 @@ from gpt2lab.evaluation.hellaswag_items import STYLES, Style
 from gpt2lab.evaluation.hellaswag_tokens import Questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
@@ -94,7 +95,11 @@ class HellaSwag:
                     return None
                 mine = self._batches[first : first + world][self._runtime.rank :][:1]
                 for batch in mine:  # one, or none in the last round
-                    with torch.inference_mode(), self._strategy.autocast():
+                    with (
+                        torch.inference_mode(),
+                        self._strategy.autocast(),
+                        for_changing_shapes(),
+                    ):
                         slots, scores = score(model, batch)
                     sums[slots] = scores
         finally:

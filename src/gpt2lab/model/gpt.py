@@ -77,15 +77,16 @@ _MATMUL_UP_TO = 512
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Map queries (B, H, T, D) and keys and values (B, H, S, D) to (B, H, T, D).
 
-    Position t attends to positions up to t, or to those where `mask` (B, 1, T, S) is true. A compiled CPU step takes
-    a form that CPUs compute faster, equal up to rounding; all else takes torch's own, so --compile off is the plain
-    reference, with its bits and its memory.
+    Position t attends to positions up to t, or to those where `mask` (B, 1, T, S) is true; a single query is the last
+    position and attends to all. A compiled CPU step takes a form that CPUs compute faster, equal up to rounding; all
+    else takes torch's own, so --compile off is the plain reference, with its bits and its memory.
     """
     is_plain = mask is None and dropout == 0.0 and q.size(2) == k.size(2) <= _MATMUL_UP_TO
     if torch.compiler.is_compiling() and q.device.type == "cpu" and is_plain:
         return causal_by_matmul(q, k, v)
+    is_causal = mask is None and q.size(2) > 1
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout
+        q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout
     )
 
 
@@ -224,7 +225,7 @@ class GPT(nn.Module):
         begin, T = caches[0].length, tokens.size(1)
         positions = torch.arange(begin, begin + T, device=tokens.device)  # (T,)
         mask = None
-        if begin > 0:
+        if begin > 0 and T > 1:
             seen = torch.arange(begin + T, device=tokens.device)  # (S,)
             mask = (positions[:, None] >= seen)[None]  # (1, T, S)
         return self.hidden(tokens, positions, mask, caches)
