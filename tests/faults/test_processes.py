@@ -46,6 +46,25 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     run.assert_equals(reference(2))
 
 
+def test_row_11_a_process_is_killed_after_its_update(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """Its survivor meets the error when both have the weights of step 10: saved as those of step 10, not of step 9."""
+    run.flags = NO_ROLLING
+    program = python_program(
+        tmp_path,
+        "import os, signal\nfrom gpt2lab.training.ranks import Stragglers\nplain = Stragglers.note\n"
+        "def note(self, step, **k):\n"
+        "    if step == 10 and os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    plain(self, step, **k)\nStragglers.note = note",
+    )
+    assert run.finish(world=2, program=program) != 0
+    assert run.saved() == [10], run.errors()
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Reference) -> None:
     """As an out-of-memory error would: its traceback is the last thing that torchrun shows."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Literal
@@ -54,6 +55,8 @@ class Trainer:
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = self.first_step = self.state.step
+        # Held while the weights are not those of `state`.
+        self.busy = threading.Lock()
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         if self.start.last_save_seconds is not None:
             self.progress.record_event("checkpoint", self.start.last_save_seconds)
@@ -93,10 +96,10 @@ class Trainer:
                     return reason
         except (GPT2LabError, TornUpdateError):
             raise
-        except Exception as error:  # the weights are those of the last complete step
+        except Exception as error:
             if (lost := self.check_folder()) is not None:
                 raise lost from error
-            saved = self.saved_step == self.state.step or self.rescue()
+            saved = self.rescue()
             if not is_lost_peer(error):
                 raise
             raise PeerError(
@@ -159,7 +162,9 @@ class Trainer:
         def accept(loss: float, norm: float) -> bool:
             nonlocal aside
             aside = self.histograms.gradients(number)
-            return accepts(loss, norm, self.state, policy)
+            accepted = accepts(loss, norm, self.state, policy)
+            self.busy.acquire()  # until the state has advanced; for good after an error on the way
+            return accepted
 
         stats = train_step(
             self.components.trained,
@@ -172,12 +177,10 @@ class Trainer:
             accept=accept,
         )
         self.runtime.synchronize()
-        self.stragglers.note(
-            number, work_seconds=strategy.work_seconds(), wait_seconds=batch.wait_seconds
-        )
         seconds = time.monotonic() - began - aside + batch.wait_seconds
         spiked = is_spike(stats.loss, self.state.recent_losses)
         if spiked and policy == "rewind" and self.rewind(batch, stats.loss):
+            self.busy.release()
             return False
         self.state = self.state.advance(
             samples=batch.samples,
@@ -186,6 +189,7 @@ class Trainer:
             loss=stats.loss,
             skip_reason=None if stats.updated else "spike" if spiked else NOT_FINITE,
         )
+        self.busy.release()
         self.last_loss = stats.loss
         self.progress.record_step(seconds)
         self.control.margin_seconds = self.progress.stop_seconds(
@@ -194,6 +198,9 @@ class Trainer:
         cpu_seconds = time.process_time() - cpu_began
         self.log.record(self.state, batch, stats, lr=lr, seconds=seconds, cpu_seconds=cpu_seconds)
         report_health(self.state, stats, batch, self.logger, spiked=spiked)
+        self.stragglers.note(
+            number, work_seconds=strategy.work_seconds(), wait_seconds=batch.wait_seconds
+        )
         return True
 
     def rewind(self, batch: GlobalBatch, loss: float) -> bool:
@@ -328,7 +335,14 @@ class Trainer:
             self.warn_of_grace()
 
     def rescue(self) -> bool:
-        """Save the last complete step without communication; return whether that worked."""
+        """Save the last complete step without communication; return whether it is on disk.
+
+        It does nothing once an update has begun whose state is not known. Training does not go on afterwards.
+        """
+        if not self.busy.acquire(blocking=False):
+            return False
+        if self.saved_step == self.state.step:
+            return True
         try:
             unverified = self.loader.reader.unverified()
         except DataError:
