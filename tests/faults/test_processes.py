@@ -141,8 +141,34 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     assert "in train_step" in errors, "the stacks show where this process waited"
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert "rank 1" in run.status()["reason"]
+    assert run.saved() == [5, 10, 14], "the last complete step"
+    assert "the last complete step is saved" in run.status()["reason"]
+    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
+    assert [event["from_step"] for event in run.events("resume")] == [14]
+    run.assert_equals(reference(2))
+
+
+def test_row_29_a_hang_within_an_update_saves_nothing(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """The weights are then those of no step: the watching thread leaves them alone."""
+    program = python_program(
+        tmp_path,
+        "import os, time, torch\nplain, calls = torch.optim.AdamW.step, 0\n"
+        "def step(self, *a, **k):\n    global calls\n    calls += 1\n"
+        "    if calls == 13:\n"
+        "        self.param_groups[0]['params'][0].data.add_(1)\n"
+        "        time.sleep(600)\n"
+        "    return plain(self, *a, **k)\ntorch.optim.AdamW.step = step",
+    )
+    code = run.finish(
+        "--hang_seconds=1", world=2, torchrun=("--shutdown-timeout=2",), program=program
+    )
+    assert code != 0
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
+    assert "is saved" not in run.status()["reason"]
     assert run.saved() == [5, 10]
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 

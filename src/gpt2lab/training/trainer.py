@@ -55,7 +55,7 @@ class Trainer:
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = self.first_step = self.state.step
-        # Held while the weights are not those of `state`.
+        # Held while the weights are not those of `state`, and while a checkpoint is written.
         self.busy = threading.Lock()
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         if self.start.last_save_seconds is not None:
@@ -84,6 +84,7 @@ class Trainer:
         """
         self.warn_of_grace()
         self.control.signals.answer = self.answer
+        self.heartbeat.rescue = self.rescue
         try:
             self.catch_up()
             while True:
@@ -327,7 +328,8 @@ class Trainer:
         check_drift(self.components.model, self.runtime, self.state.step)  # rank 0 saves for all
         self.heartbeat.enter("saving", self.state.step)
         self.logger.show(f"step {self.state.step}/{self.last_step} | saving")
-        saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
+        with self.busy:  # a second thread must not write the same files
+            saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
         if saved:
             self.saved_step = self.state.step
@@ -337,7 +339,8 @@ class Trainer:
     def rescue(self) -> bool:
         """Save the last complete step without communication; return whether it is on disk.
 
-        It does nothing once an update has begun whose state is not known. Training does not go on afterwards.
+        The heartbeat's thread calls this too, when this one hangs. It does nothing once an update has begun whose
+        state is not known, or while a checkpoint is written. Training does not go on afterwards.
         """
         if not self.busy.acquire(blocking=False):
             return False
