@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +146,24 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     assert "the last complete step is saved" in run.status()["reason"]
     assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [14]
+    run.assert_equals(reference(2))
+
+
+def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(
+    run: FaultRun, reference: Reference
+) -> None:
+    """As over NCCL, where a peer's death is no error: torchrun asks to stop, waits, and kills."""
+    process = run.start(
+        world=2, torchrun=("--shutdown-timeout=30",), FAULT=f"{PACE};step:freeze@15,rank=1"
+    )
+    run.wait_for(process, "step", 14)
+    frozen = Path(f"/proc/{run.workers(process)[1]}/stat")
+    run.wait_until(process, lambda: ") T " in frozen.read_text(), "rank 1 to freeze")
+    process.send_signal(signal.SIGTERM)
+    assert run.end_of(process) != 0
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
+    assert run.saved() == [5, 10, 14]
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 

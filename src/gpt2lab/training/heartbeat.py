@@ -51,11 +51,11 @@ class Heartbeat:
         hang_seconds: float,
         tell: Callable[[str], None] = lambda report: None,
     ) -> None:
-        """`hang_seconds` 0: no watch. `tell` receives the report before the process ends.
-
-        `rescue`, set later, saves the last complete step from another thread than the one that hangs.
-        """
+        """`hang_seconds` 0: no watch. `tell` receives the report before the process ends."""
+        # Set by the loop: saves the last complete step, in another thread than the one that hangs.
         self.rescue: Callable[[], bool] = lambda: False
+        # Set by the loop: tells that the launcher, which asked to stop, will soon kill this process.
+        self.is_out_of_time: Callable[[], bool] = lambda: False
         self._folder, self._rank, self._world_size = run_dir / FOLDER, rank, world_size
         self._hang_seconds, self._tell = hang_seconds, tell
         self._pause = min(_BEAT_SECONDS, hang_seconds / 4)
@@ -118,8 +118,10 @@ class Heartbeat:
             lasts = self._clock() - since
             with suppress(OSError):
                 self._write(step, phase, lasts)
+            is_late = lasts > self.limit_seconds(phase)
+            is_late |= phase == "training" and self.is_out_of_time()
             # What was seen may be over: writing takes its time on a slow disk.
-            if lasts > self.limit_seconds(phase) and seen is self._now:
+            if is_late and seen is self._now:
                 report = self.report()
                 print(f"error: rank {self._rank}: {report}", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)

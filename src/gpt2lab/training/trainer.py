@@ -60,7 +60,7 @@ class Trainer:
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         if self.start.last_save_seconds is not None:
             self.progress.record_event("checkpoint", self.start.last_save_seconds)
-        self.grace = launcher_grace_seconds(os.environ)
+        self.grace, self.told_of_grace = launcher_grace_seconds(os.environ), False
         self.log = StepLog(components, session)
         self.stragglers = Stragglers(self.runtime, self.logger)
         self.histograms = Histograms(
@@ -84,7 +84,7 @@ class Trainer:
         """
         self.warn_of_grace()
         self.control.signals.answer = self.answer
-        self.heartbeat.rescue = self.rescue
+        self.heartbeat.rescue, self.heartbeat.is_out_of_time = self.rescue, self.is_out_of_time
         try:
             self.catch_up()
             while True:
@@ -100,6 +100,7 @@ class Trainer:
         except Exception as error:
             if (lost := self.check_folder()) is not None:
                 raise lost from error
+            self.heartbeat.enter("saving", self.state.step)
             saved = self.rescue()
             if not is_lost_peer(error):
                 raise
@@ -107,6 +108,17 @@ class Trainer:
                 f"another rank of this run died after step {self.state.step}; "
                 f"{'that step is saved' if saved else 'it was not saved'}, go on with --resume latest"
             ) from error
+
+    def is_out_of_time(self) -> bool:
+        """Tell whether torchrun has asked to stop so long ago that this step should have ended and been saved.
+
+        Over NCCL a step whose peer has died never ends, and torchrun kills the survivors some time after it has asked.
+        """
+        signals = self.control.signals
+        if self.grace is None or signals.level == 0 or self.state.step == self.first_step:
+            return False  # the first step may compile, and nothing is lost with it
+        waited = time.monotonic() - signals.asked_at
+        return waited > max(self.grace / 2, self.control.margin_seconds)
 
     def train_on(self, batches: Iterator[GlobalBatch]) -> str | None:
         """Train on batches in order; return why that ended: None at the end, `rewind`, or the reason of a stop."""
@@ -377,14 +389,14 @@ class Trainer:
     def warn_of_grace(self) -> None:
         """Say once if a stop would take longer than the launcher waits before it kills."""
         needed = self.progress.stop_seconds()
-        if self.grace is None or needed <= self.grace:
+        if self.grace is None or self.told_of_grace or needed <= self.grace:
             return
         self.logger.warn(
             f"a clean stop takes about {needed:.0f} s, torchrun kills after {self.grace:.0f} s: the newest checkpoint "
             f"would then be all that is left; start it with --shutdown-timeout {2 * math.ceil(needed)}",
             self.state.step,
         )
-        self.grace = None
+        self.told_of_grace = True
 
     # -- the end -------------------------------------------------------------------------------------------------
 
