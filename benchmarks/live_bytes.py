@@ -1,8 +1,10 @@
-"""Count the bytes of tensors that a training step holds at its peak, on a CPU."""
+"""Count the bytes of tensors that a training step, or any other call, holds at its peak, on a CPU."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -41,17 +43,18 @@ def peak_of_step(
         for value in state.values()
     ]
     held += [micro.tokens for micro in batch.micro_batches]
+    return sum(_here(tensor).nbytes for tensor in held) + peak_of_call(lambda: step(batch))
+
+
+def peak_of_call(call: Callable[[], object]) -> int:
+    """Make a call and return the most bytes of tensors that it held at a time, besides those that were there."""
     with torch.profiler.profile(profile_memory=True) as profiler:
-        step(batch)
+        call()
     events = profiler.profiler.kineto_results.events()
     changes = [event for event in events if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
-    now = peak = sum(_here(tensor).nbytes for tensor in held)
-    for event in changes:
-        now += event.nbytes()
-        peak = max(peak, now)
     assert changes
-    return peak
+    return max(0, *itertools.accumulate(event.nbytes() for event in changes))
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:

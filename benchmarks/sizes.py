@@ -16,7 +16,6 @@ VariantName = Literal[
     "micro_half",
     "micro_double",
     "autotune",
-    "cuda_graphs",
     "muon",
     "micro_quarter",
     "expandable",
@@ -106,7 +105,6 @@ VARIANTS: dict[VariantName, Variant] = {
     "autotune": Variant(
         environment={"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "1", "ENABLE_PERSISTENT_TMA_MATMUL": "1"}
     ),
-    "cuda_graphs": Variant(environment={"TORCHINDUCTOR_CUDAGRAPHS": "1"}),
     "muon": Variant({"optimizer": "muon"}),
     "micro_quarter": Variant(micro_batch=0.25),
     "expandable": Variant(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),

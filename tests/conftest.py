@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.planner import hardware
 from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
 from whole_run import LAST, Run
@@ -50,8 +49,11 @@ def tiny_flags(tiny_data: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepare a few dozen short documents; treat as read-only."""
+    import corpora  # needs tqdm, which the tests of a GPU do without
+
     folder = tmp_path_factory.mktemp("prepared")
-    run_prepare(write_jsonl(folder / "tiny.jsonl", TEXTS), folder / "tiny", val_tokens=100)
+    source = corpora.write_jsonl(folder / "tiny.jsonl", corpora.TEXTS)
+    corpora.run_prepare(source, folder / "tiny", val_tokens=100)
     return folder / "tiny"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,25 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     code = run.finish("--resume=auto", world=2, torchrun=("--max-restarts=1",), program=program)
     assert code == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [14]
+    run.assert_equals(reference(2))
+
+
+def test_row_11_a_process_is_killed_after_its_update(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """Its survivor meets the error when both have the weights of step 10: saved as those of step 10, not of step 9."""
+    run.flags = NO_ROLLING
+    program = python_program(
+        tmp_path,
+        "import os, signal\nfrom gpt2lab.training.ranks import Stragglers\nplain = Stragglers.note\n"
+        "def note(self, step, **k):\n"
+        "    if step == 10 and os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    plain(self, step, **k)\nStragglers.note = note",
+    )
+    assert run.finish(world=2, program=program) != 0
+    assert run.saved() == [10], run.errors()
+    assert run.finish("--resume=latest", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -122,8 +142,52 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     assert "in train_step" in errors, "the stacks show where this process waited"
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert "rank 1" in run.status()["reason"]
-    assert run.saved() == [5, 10]
+    assert run.saved() == [5, 10, 14], "the last complete step"
+    assert "the last complete step is saved" in run.status()["reason"]
+    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
+    assert [event["from_step"] for event in run.events("resume")] == [14]
+    run.assert_equals(reference(2))
+
+
+def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(
+    run: FaultRun, reference: Reference
+) -> None:
+    """As over NCCL, where a peer's death is no error: torchrun asks to stop, waits, and kills."""
+    process = run.start(
+        world=2, torchrun=("--shutdown-timeout=30",), FAULT=f"{PACE};step:freeze@15,rank=1"
+    )
+    run.wait_for(process, "step", 14)
+    frozen = Path(f"/proc/{run.workers(process)[1]}/stat")
+    run.wait_until(process, lambda: ") T " in frozen.read_text(), "rank 1 to freeze")
+    process.send_signal(signal.SIGTERM)
+    assert run.end_of(process) != 0
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
+    assert run.saved() == [5, 10, 14]
     assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
+def test_row_29_a_hang_within_an_update_saves_nothing(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """The weights are then those of no step: the watching thread leaves them alone."""
+    program = python_program(
+        tmp_path,
+        "import os, time, torch\nplain, calls = torch.optim.AdamW.step, 0\n"
+        "def step(self, *a, **k):\n    global calls\n    calls += 1\n"
+        "    if calls == 13:\n"
+        "        self.param_groups[0]['params'][0].data.add_(1)\n"
+        "        time.sleep(600)\n"
+        "    return plain(self, *a, **k)\ntorch.optim.AdamW.step = step",
+    )
+    code = run.finish(
+        "--hang_seconds=1", world=2, torchrun=("--shutdown-timeout=2",), program=program
+    )
+    assert code != 0
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
+    assert "is saved" not in run.status()["reason"]
+    assert run.saved() == [5, 10]
+    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 

@@ -17,8 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 import launch
 from gpt2lab.config.schema import AttentionBackend, ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.data.mixture import validation_orders
+from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.evaluation.by_source import open_validation
+from gpt2lab.evaluation.generation import draw
 from gpt2lab.model import attention_backend
 from gpt2lab.model.attention_backend import choose
 from gpt2lab.model.gpt import build_model
@@ -257,6 +261,18 @@ def test_the_compiled_step_starts_the_chosen_kernel(
     assert found == {wanted}, names
 
 
+def test_a_growing_text_starts_no_kernel_of_cudnn(alone: Runtime) -> None:
+    """It would build a plan for each length."""
+    strategy = Strategy(alone, SystemConfig(dtype="bf16"))
+    model = build_model(MODEL, seed=1, device=alone.device).eval()
+    with strategy.autocast(), profile(activities=[ProfilerActivity.CUDA]) as seen:
+        drawn = draw(
+            model, [1, 2], max_new_tokens=8, generators=[torch.Generator()], end_of_text=511
+        )
+        assert len(list(drawn)) > 1
+    assert not [e.key for e in seen.key_averages() if KERNELS["cudnn"] in e.key]
+
+
 # -- speed, memory -----------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +312,39 @@ def test_adamw_is_fused_and_counts_its_steps_on_the_gpu(alone: Runtime) -> None:
         weights.append([parameter.detach().cpu() for parameter in model.parameters()])
     for one, other in zip(*weights, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_validation_needs_less_memory_than_a_compiled_step(
+    alone: Runtime, tmp_path: Path
+) -> None:
+    config, B, T = ModelConfig(n_layer=2, n_head=2, n_embd=128), 16, 1024
+    data = open_data(write_shards(tmp_path, train=(2000,), val=(60_000,)), vocab_size=50304)
+    strategy = Strategy(alone, SystemConfig(compile="on", dtype="bf16"))
+    model = build_model(config, seed=1, device=alone.device)
+    wrapped = strategy.prepare(model)
+    optimizers = build_optimizers(model, OptimConfig(), device=alone.device)
+    validation = open_validation(
+        data,
+        validation_orders(data, context_length=T),
+        config,
+        val_tokens=40 * T,
+        batch_size=B,
+        strategy=strategy,
+        runtime=alone,
+    )
+    ids = torch.randint(0, 50257, (B, T), device=alone.device)
+    batch = GlobalBatch((MicroBatch(ids, ids, 0, True),), B * T, 0, 0, B, None, 0.0)
+    how: Any = {"strategy": strategy, "grad_clip": 1.0, "seed": 1}
+    peaks = []
+    for call in (
+        lambda: train_step(wrapped, optimizers, batch, 1e-3, **how),
+        lambda: validation.measure(model),
+    ):
+        call()  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] < peaks[0], peaks
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

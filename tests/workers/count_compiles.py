@@ -1,19 +1,25 @@
-"""Train as src/train.py does, and count the graphs that torch.compile makes: after the first step and at the end."""
+"""Train as src/train.py does, and count the graphs that torch.compile makes: after the first step and at the end.
+
+With COMPILE_EVALUATION the validation is compiled too, as on a GPU.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
+import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
 import gpt2lab.training.trainer
 from gpt2lab.config.command_line import parse
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.train_step import StepStats, train_step
 
@@ -33,6 +39,9 @@ def counted_step(*args: Any, **kwargs: Any) -> StepStats:
 nn.Module.compile = functools.partialmethod(  # type: ignore[method-assign,assignment]
     nn.Module.compile, backend="eager"
 )
+torch.compile = functools.partial(torch.compile, backend="eager")
+if "COMPILE_EVALUATION" in os.environ:
+    Strategy.compiles_evaluation = True  # type: ignore[method-assign,assignment]
 gpt2lab.training.trainer.train_step = counted_step
 pretrain(parse(sys.argv[1:]))
 graphs = counters["stats"]["unique_graphs"]

@@ -60,7 +60,7 @@ class Strategy:
         apply_activation_checkpointing(model, self._system.activation_checkpointing)
         if self._system.compile == "on":
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
-            # call model.hidden and model.head, so their shapes never recompile the step.
+            # call model.hidden and model.head, which never recompile the step.
             trained.compile()
         if self._parallel == "fsdp":
             fsdp.shard(model, trained, self._mesh, offload=self._system.fsdp_offload)
@@ -90,6 +90,33 @@ class Strategy:
             yield fsdp.gather_model(model, self._bare, self.device)
         else:
             yield model
+
+    @property
+    def compiles_evaluation(self) -> bool:
+        """Tell whether evaluations run compiled.
+
+        Not on a CPU, where the numbers are those of scripts/evaluate.py to the bit; not under fsdp, where each one
+        gathers a model of its own.
+        """
+        is_on_gpu = self._system.compile == "on" and self.device.type == "cuda"
+        return is_on_gpu and self._parallel != "fsdp"
+
+    def for_evaluation(
+        self, function: Callable[..., torch.Tensor], *, batch_size: int
+    ) -> Callable[..., torch.Tensor]:
+        """Return `function` of a model and ids (B, T), B up to `batch_size`, compiled where the step on a GPU is.
+
+        A smaller batch is filled up with id 0 and its result cut, so that one shape is compiled, once.
+        """
+        if not self.compiles_evaluation:
+            return function
+        compiled = torch.compile(function, dynamic=False)
+
+        def filled(model: GPT, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+            missing = batch_size - len(ids)
+            return compiled(model, nn.functional.pad(ids, (0, 0, 0, missing)), *more)[: len(ids)]
+
+        return filled
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Scale the global gradient to at most `max_norm`, and return its L2 norm before, ()."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -36,7 +37,8 @@ def draw(
     fresh, caches = ids[:, -T:], model.new_caches()
     ended = [False] * len(generators)
     for _ in range(max_new_tokens):
-        hidden = model.extend(fresh.to(device), caches)[:, -1]  # (B, C)
+        with for_changing_shapes():
+            hidden = model.extend(fresh.to(device), caches)[:, -1]  # (B, C)
         logits = model.head(hidden)[:, :real].float().cpu()  # (B, V_real)
         drawn = [
             end_of_text if over else _pick(row, generator, temperature, top_k, top_p)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from gpt2lab.config.schema import HellaSwagMetrics
 from gpt2lab.distributed.runtime import Runtime
@@ -22,13 +21,13 @@ from gpt2lab.evaluation.hellaswag_items import STYLES, Style
 from gpt2lab.evaluation.hellaswag_tokens import Questions
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
-# Tokens of one forward pass, padding included, and targets of one projection onto the vocabulary (4 bytes x 50304
-# each). Fixed by the device, never by the world size: the same batches everywhere, hence the same sums.
+# Tokens of one forward pass, padding included. Fixed by the device, never by the world size: the same batches
+# everywhere, hence the same sums.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
-_HEAD_ROWS = {"cpu": 1024, "cuda": 4096}
 _SHORTEST = 0.85  # of a batch's longest row: below, the padding would cost more than a batch more
 _MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths that masked attention kernels like
 
@@ -96,7 +95,11 @@ class HellaSwag:
                     return None
                 mine = self._batches[first : first + world][self._runtime.rank :][:1]
                 for batch in mine:  # one, or none in the last round
-                    with torch.inference_mode(), self._strategy.autocast():
+                    with (
+                        torch.inference_mode(),
+                        self._strategy.autocast(),
+                        for_changing_shapes(),
+                    ):
                         slots, scores = score(model, batch)
                     sums[slots] = scores
         finally:
@@ -174,12 +177,7 @@ def score(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
     )  # (B, width, C)
     picked = hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(sources)).to(device)]  # (P, C)
     ids = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)  # (P,)
-    size = _HEAD_ROWS[device.type]
-    losses = [
-        F.cross_entropy(model.masked_logits(some).float(), wanted, reduction="none")
-        for some, wanted in zip(torch.split(picked, size), torch.split(ids, size), strict=True)
-    ]
-    nats = torch.cat(losses).double().cpu().numpy()  # (P,); sync
+    nats = model.losses_of(picked, ids).double().cpu().numpy()  # (P,); sync
     sums = -np.bincount(np.concatenate(owners), weights=nats, minlength=len(slots))
     return np.array(slots), sums
 

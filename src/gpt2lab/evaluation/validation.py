@@ -25,7 +25,6 @@ from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.loss import token_losses
 from gpt2lab.tokenizers.interface import Tokenizer
 
 
@@ -125,6 +124,7 @@ class Validation:
         """`tokenizer`: of the ids; None where their text is not known. `end_of_text`: the id between documents."""
         self._order, self._reader, self._batch_size = order, reader, batch_size
         self._strategy, self._runtime = strategy, runtime
+        self._hidden = strategy.for_evaluation(GPT.hidden, batch_size=batch_size)
         self._bytes_per_token: np.ndarray | None = None  # of each id's text
         if tokenizer is not None:
             with contextlib.suppress(DataError):  # no vocabulary: training does not need it
@@ -200,8 +200,7 @@ class Validation:
         windows = self._reader.read(*self._order.locate(self.samples[rows]))
         tokens = torch.from_numpy(windows.astype(np.int64)).to(self._runtime.device)  # (B, T + 1)
         with torch.inference_mode(), self._strategy.autocast():
-            scores = model.masked_logits(model.hidden(tokens[:, :-1]))  # (B, T, V)
-            losses = token_losses(scores, tokens[:, 1:])  # (B, T)
+            losses = model.losses_of(self._hidden(model, tokens[:, :-1]), tokens[:, 1:])  # (B, T)
         self._parts.fill(of_parts, rows, losses.double().cpu().numpy())  # sync
         table = self._bytes_per_token
         num_bytes = table[windows[:, 1:]].sum(axis=1) if table is not None else np.zeros(len(rows))

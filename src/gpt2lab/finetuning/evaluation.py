@@ -21,7 +21,6 @@ from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.finetuning.packed import hidden_of_rows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows, last_exchanges
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.loss import token_losses
 
 MOST_TOKENS = 256  # of an answer
 
@@ -39,6 +38,7 @@ class AnswerLoss:
         runtime: Runtime,
     ) -> None:
         self._batch_size, self._strategy, self._runtime = batch_size, strategy, runtime
+        self._hidden = strategy.for_evaluation(hidden_of_rows, batch_size=batch_size)
         total, T = len(rows), rows.ids.shape[1] - 1
         chosen = min(total, max(1, val_tokens // T))
         places = np.arange(chosen, dtype=np.int64) * total // chosen
@@ -75,8 +75,8 @@ class AnswerLoss:
         ids = torch.from_numpy(self._ids[rows].astype(np.int64)).to(self._runtime.device)
         owner = self._owner[rows][:, 1:]  # (B, T)
         with torch.inference_mode(), self._strategy.autocast():
-            hidden = hidden_of_rows(model, ids[:, :-1], self._tokenizer.end_of_text)
-            losses = token_losses(model.masked_logits(hidden), ids[:, 1:])
+            hidden = self._hidden(model, ids[:, :-1], self._tokenizer.end_of_text)
+            losses = model.losses_of(hidden, ids[:, 1:])
         is_answer = owner != NO_OWNER
         np.add.at(nats, owner[is_answer], losses.double().cpu().numpy()[is_answer])  # sync
 

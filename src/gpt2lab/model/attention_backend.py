@@ -79,6 +79,11 @@ def choose(
     return found
 
 
+def for_changing_shapes() -> AbstractContextManager[None]:
+    """Keep attention within off cuDNN's kernel, which builds a plan for each new shape: generation has one a token."""
+    return sdpa_kernel([backend for name, backend in _BACKENDS.items() if name != "cudnn"])
+
+
 def backend_that_runs(
     model: GPT,
     *,

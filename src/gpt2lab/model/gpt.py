@@ -19,7 +19,11 @@ from gpt2lab.model.loss import (
     has_compiled_form,
     head_cross_entropy_sum,
     padding_bias,
+    token_losses,
 )
+
+# Of the fp32 logits that an evaluation holds at a time; their log-softmax takes as much again.
+LOGITS_BYTES = 2**28
 
 RotaryAngles = tuple[Tensor, Tensor]  # cosines and sines, (T, D/2) or (B, 1, T, D/2)
 
@@ -73,15 +77,16 @@ _MATMUL_UP_TO = 512
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Map queries (B, H, T, D) and keys and values (B, H, S, D) to (B, H, T, D).
 
-    Position t attends to positions up to t, or to those where `mask` (B, 1, T, S) is true. A compiled CPU step takes
-    a form that CPUs compute faster, equal up to rounding; all else takes torch's own, so --compile off is the plain
-    reference, with its bits and its memory.
+    Position t attends to positions up to t, or to those where `mask` (B, 1, T, S) is true; a single query is the last
+    position and attends to all. A compiled CPU step takes a form that CPUs compute faster, equal up to rounding; all
+    else takes torch's own, so --compile off is the plain reference, with its bits and its memory.
     """
     is_plain = mask is None and dropout == 0.0 and q.size(2) == k.size(2) <= _MATMUL_UP_TO
     if torch.compiler.is_compiling() and q.device.type == "cpu" and is_plain:
         return causal_by_matmul(q, k, v)
+    is_causal = mask is None and q.size(2) > 1
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout
+        q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout
     )
 
 
@@ -220,7 +225,7 @@ class GPT(nn.Module):
         begin, T = caches[0].length, tokens.size(1)
         positions = torch.arange(begin, begin + T, device=tokens.device)  # (T,)
         mask = None
-        if begin > 0:
+        if begin > 0 and T > 1:
             seen = torch.arange(begin + T, device=tokens.device)  # (S,)
             mask = (positions[:, None] >= seen)[None]  # (1, T, S)
         return self.hidden(tokens, positions, mask, caches)
@@ -237,6 +242,19 @@ class GPT(nn.Module):
         """Map hidden states (..., C) to logits (..., V); those of padding ids are -inf: of no text, in no loss."""
         weight = self.wte.weight
         return F.linear(hidden, weight, padding_bias(weight, self.config.num_tokens))
+
+    def losses_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each target in nats, (...) float32, given its hidden state (..., C); 0 for target -1.
+
+        For evaluation: logits are computed for some rows at a time. Those of 64 x 1,024 targets would take 13 GB.
+        """
+        rows, flat = hidden.flatten(0, -2), targets.flatten()  # (N, C), (N,)
+        parts = math.ceil(4 * self.config.vocab_size * len(flat) / LOGITS_BYTES)
+        losses = [
+            token_losses(self.masked_logits(some), wanted)
+            for some, wanted in zip(rows.chunk(parts), flat.chunk(parts), strict=True)
+        ]
+        return torch.cat(losses).view_as(targets)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets.

@@ -94,8 +94,11 @@ class GradientInForward(torch.autograd.Function):
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the negative log-likelihood of each target in nats, (B, T) float32; 0 where the target is -1."""
+    """Return the negative log-likelihood of each target (...) in nats, float32; 0 where the target is -1.
+
+    `logits` (..., V).
+    """
     losses = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="none"
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=-1, reduction="none"
     )
     return losses.view_as(targets)

