@@ -105,10 +105,11 @@ class Strategy:
         """
         if not isinstance(model, DistributedDataParallel):
             return
-        ids = torch.zeros(batch_size, context_length, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(batch_size, context_length, dtype=torch.int64, device=self.device)
+        targets = tokens.clone()  # one tensor as both would be a case of its own for torch.compile
         for _ in range(2):
             with self.autocast():
-                loss = model(ids, ids)
+                loss = model(tokens, targets)
             loss.backward()
         self.clear_gradients(model)
 
