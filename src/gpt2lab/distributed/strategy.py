@@ -132,7 +132,10 @@ class Strategy:
         DDP's are views of its buckets and are set to zero instead of None: else the micro-batches before the last would
         sum into memory of their own, as much again.
         """
-        model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
+        if isinstance(model, DistributedDataParallel):
+            torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
+        else:
+            model.zero_grad()
 
     def begin_work(self) -> None:
         """Start timing this rank's own work; in the rest of a step ranks wait for each other."""
