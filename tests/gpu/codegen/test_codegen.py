@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(what_is_missing() is not None, reason=str(what_is_missing())),
 ]
+TENSORS = {layers: 4 + 12 * layers for layers in (2, 4)}  # of parameters
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,15 @@ def test_only_the_loss_indexes_in_int64(counted: list[dict[str, Any]]) -> None:
     """Its logits are 3.3e9 numbers; all else is below 2**31, where int32 does."""
     wide = {k["group"] for k in report.kernels_of(counted) if k["index"] == "int64"}
     assert wide == {"cross-entropy"}
+
+
+def test_operators_outside_the_graphs_do_not_grow_with_the_layers(
+    counted: list[dict[str, Any]],
+) -> None:
+    """But for one: autograd adds each gradient of a further micro-batch by itself."""
+    outside = [dict(case["outside"]) for case in counted]
+    assert [names.pop("add_") for names in outside] == list(TENSORS.values())
+    assert outside[0] == outside[1]
 
 
 def test_the_command_prints_what_it_counts(tmp_path: Path) -> None:
