@@ -61,6 +61,7 @@ class Strategy:
         if self._system.compile == "on":
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
             # call model.hidden and model.head, so their shapes never recompile the step.
+            self._configure_compiler()
             trained.compile()
         if self._parallel == "fsdp":
             fsdp.shard(model, trained, self._mesh, offload=self._system.fsdp_offload)
@@ -69,6 +70,17 @@ class Strategy:
                 trained, gradient_as_bucket_view=True, bucket_cap_mb=self._system.ddp_bucket_mb
             )
         return trained
+
+    def _configure_compiler(self) -> None:
+        """Set options of Inductor, which reads the environment only when it is imported: before a run is known."""
+        from torch._inductor import config as inductor_config  # slow; evaluation compiles nothing
+
+        # Compiled GELUs of a CPU take half the time with tanh written as an exponential. It is off by default for its
+        # relative error near 0, which 1 + tanh does not see.
+        inductor_config.cpp.use_decompose_tanh = True
+        if self._system.deterministic:
+            # Inductor otherwise times kernels, some of which add in another order, and takes the fastest.
+            inductor_config.deterministic = True
 
     def shard_optimizer_state(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
