@@ -1,5 +1,6 @@
 """Measure this machine, side by side with other ways of doing the same. One verb per measurement.
 
+gpt2lab benchmark codegen
 gpt2lab benchmark data
 gpt2lab benchmark hellaswag --hellaswag_path hellaswag_val.jsonl
 gpt2lab benchmark parallel
@@ -21,6 +22,23 @@ from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
 from gpt2lab.config.command_line import option, run_tyro
 from gpt2lab.config.schema import ModelName
 from gpt2lab.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Codegen:
+    """Count what torch.compile makes of GPT-2's step for a GPU, without one: kernels, bytes, registers."""
+
+    architecture: tuple[Literal["sm_80", "sm_90"], ...] = option(
+        ("sm_80", "sm_90"), "A100's and H100's, each a table of its own"
+    )
+    micro_batch: tuple[int, ...] = option((64, 32), "sequences of one forward pass, each a table")
+    attention: Literal["cudnn", "flash", "efficient"] = option("cudnn", "kernel that is called")
+    ddp_bucket_mb: float | None = option(
+        None, "as a rank of several under DDP, with buckets of so many MiB; default one process"
+    )
+    layers: tuple[int, int] = option((2, 4), "layers that are compiled, to extrapolate from")
+    n_layer: int = option(12, "layers to extrapolate to")
+    json: Path | None = option(None, "also write the numbers to this file")
 
 
 @dataclass(frozen=True)
@@ -134,6 +152,7 @@ class Gpu(Cpu):
 Command = (
     Annotated[Cpu, tyro.conf.subcommand("cpu")]
     | Annotated[Gpu, tyro.conf.subcommand("gpu")]
+    | Annotated[Codegen, tyro.conf.subcommand("codegen")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
     | Annotated[Sharing, tyro.conf.subcommand("parallel")]
@@ -151,6 +170,7 @@ def main(argv: list[str]) -> int:
     measures: dict[type, Callable[[Any], tuple[dict[str, Any], str]]] = {
         Cpu: _measure_trainers,
         Gpu: _measure_trainers,
+        Codegen: _count_generated_code,
         Data: _measure_data,
         HellaSwag: _measure_hellaswag,
         Planner: _measure_planner,
@@ -202,6 +222,29 @@ def _measure_trainers(flags: Cpu) -> tuple[dict[str, Any], str]:
             raise ConfigError("torch sees no GPU; check the driver and nvidia-smi, or measure cpu")
     end_contestants_on_sigterm()
     return trainers.compare(plan, say=lambda line: print(line, flush=True)), ""
+
+
+def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
+    from benchmarks.cuda_codegen import report
+
+    low, high = flags.layers
+    if not 1 <= low < high:
+        raise ConfigError(f"--layers {low} {high} must be two numbers from 1 up, the second larger")
+    if not flags.micro_batch or min(flags.micro_batch) < 1:
+        raise ConfigError("--micro_batch must be one or more numbers from 1 up")
+    if not flags.architecture:
+        raise ConfigError("--architecture must be sm_80, sm_90 or both")
+    if flags.ddp_bucket_mb is not None and flags.ddp_bucket_mb < 1:
+        raise ConfigError(f"--ddp_bucket_mb {flags.ddp_bucket_mb:g} must be at least 1")
+    result = report.count(
+        architectures=flags.architecture,
+        micro_batches=flags.micro_batch,
+        layers=flags.layers,
+        n_layer=flags.n_layer,
+        attention=flags.attention,
+        ddp_bucket_mb=flags.ddp_bucket_mb,
+    )
+    return result, report.describe(result)
 
 
 def _measure_data(flags: Data) -> tuple[dict[str, Any], str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 # Read when torch is imported, so they must be those of the process that imports it for all.
-_BEFORE_IMPORT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH": "1"}
+_BEFORE_IMPORT = {"OMP_NUM_THREADS": "1"}
 _GRACE_SECONDS = 30.0  # torchrun's, between SIGTERM and SIGKILL
 
 _forks = multiprocessing.get_context("forkserver")

@@ -305,7 +305,9 @@ class SystemConfig:
         "none",
         "what the backward pass recomputes instead of storing: full blocks, or all but their matrix products",
     )
-    ddp_bucket_mb: float = free(25.0, "MiB of gradients per all-reduce of ddp and zero1", above=0)
+    ddp_bucket_mb: float = free(
+        25.0, "MiB of gradients per all-reduce of ddp and zero1", least=1, most=1_000_000
+    )
     fsdp_offload: bool = free(
         False, "fsdp, CUDA only: keep weights and optimizer state in the CPU's memory (slow)"
     )

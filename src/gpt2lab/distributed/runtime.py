@@ -63,9 +63,6 @@ class Runtime:
         """
         if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
             _keep_freed_memory()
-            # Compiled GELUs are faster with tanh written as an exponential. It is off by default for its relative
-            # error near 0, which 1 + tanh does not see. Inductor reads it when it is imported.
-            os.environ.setdefault("TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH", "1")
             _use_deterministic_kernels()  # free on a CPU; without it compiled code adds atomically
             return
         if not torch.cuda.is_available():
@@ -84,8 +81,6 @@ class Runtime:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if system.deterministic:
             _use_deterministic_cublas()
-            # Inductor otherwise times kernels, some of which add in another order, and takes the fastest.
-            os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
             _use_deterministic_kernels()
 
     def on_rank_zero(self, act: Callable[[], T]) -> T:

@@ -61,6 +61,7 @@ class Strategy:
         if self._system.compile == "on":
             # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
             # call model.hidden and model.head, which never recompile the step.
+            self._configure_compiler()
             trained.compile()
         if self._parallel == "fsdp":
             fsdp.shard(model, trained, self._mesh, offload=self._system.fsdp_offload)
@@ -69,6 +70,17 @@ class Strategy:
                 trained, gradient_as_bucket_view=True, bucket_cap_mb=self._system.ddp_bucket_mb
             )
         return trained
+
+    def _configure_compiler(self) -> None:
+        """Set options of Inductor, which reads the environment only when it is imported: before a run is known."""
+        from torch._inductor import config as inductor_config  # slow; evaluation compiles nothing
+
+        # Compiled GELUs of a CPU take half the time with tanh written as an exponential. It is off by default for its
+        # relative error near 0, which 1 + tanh does not see.
+        inductor_config.cpp.use_decompose_tanh = True
+        if self._system.deterministic:
+            # Inductor otherwise times kernels, some of which add in another order, and takes the fastest.
+            inductor_config.deterministic = True
 
     def shard_optimizer_state(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
@@ -132,10 +144,11 @@ class Strategy:
         """
         if not isinstance(model, DistributedDataParallel):
             return
-        ids = torch.zeros(batch_size, context_length, dtype=torch.int64, device=self.device)
+        tokens = torch.zeros(batch_size, context_length, dtype=torch.int64, device=self.device)
+        targets = tokens.clone()  # one tensor as both would be a case of its own for torch.compile
         for _ in range(2):
             with self.autocast():
-                loss = model(ids, ids)
+                loss = model(tokens, targets)
             loss.backward()
         self.clear_gradients(model)
 
@@ -158,7 +171,10 @@ class Strategy:
         DDP's are views of its buckets and are set to zero instead of None: else the micro-batches before the last would
         sum into memory of their own, as much again.
         """
-        model.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
+        if isinstance(model, DistributedDataParallel):
+            torch._foreach_zero_([p.grad for p in model.parameters() if p.grad is not None])
+        else:
+            model.zero_grad()
 
     def begin_work(self) -> None:
         """Start timing this rank's own work; in the rest of a step ranks wait for each other."""

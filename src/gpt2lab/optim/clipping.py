@@ -16,9 +16,8 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     whose error is below 1e-6, and in one kernel for all gradients.
     """
     if gradients and gradients[0].device.type == "cuda":
-        norms = list(torch._foreach_norm(list(gradients)))
-    else:
-        norms = [g if g.dim() < 2 else torch.linalg.vector_norm(g, dim=-1) for g in gradients]
+        return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
+    norms = [g if g.dim() < 2 else torch.linalg.vector_norm(g, dim=-1) for g in gradients]
     return torch.stack([n.double().square().sum() for n in norms]).sum()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.cuda_codegen import report
 from gpt2lab.config.presets import preset
+from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import checkpoint_bytes
 from launch import REPOSITORY, call, script
 
@@ -79,7 +82,7 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give a verb: cpu, gpu, data, hellaswag, parallel, planner, sample or save"),
+        ([], "give a verb: cpu, gpu, codegen, data, hellaswag, parallel, planner, sample or save"),
         (["cpus"], "unknown verb 'cpus'"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
         (["data", "--num_workers", "0"], "num_workers must be"),
@@ -114,6 +117,9 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (["cpu", "--dtype", "fp16"], "fp16 needs loss scaling"),
+        (["codegen", "--layers", "4", "2"], "--layers 4 2 must be two numbers"),
+        (["codegen", "--micro_batch", "0"], "--micro_batch must be one or more numbers from 1"),
+        (["codegen", "--ddp_bucket_mb", "0.5"], "--ddp_bucket_mb 0.5 must be at least 1"),
     ],
 )
 def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
@@ -121,3 +127,9 @@ def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
     assert (code, said) == (2, "")
     assert error.splitlines()[-1].startswith("error: ")
     assert message in error
+
+
+def test_code_for_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"codegen: no Triton \(pip install triton==3.7.1\)"):
+        report.generate("sm_90", [])

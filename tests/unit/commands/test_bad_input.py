@@ -197,7 +197,12 @@ CASES = {
         ["--attention=cudnn"],
         ("attention cudnn: is a GPU's kernel", "no GPU", "--attention auto"),
     ),
-    "bucket of nothing": Case(["--ddp_bucket_mb=0"], ("ddp_bucket_mb 0.0 must be above 0",)),
+    "bucket of half a MiB": Case(
+        ["--ddp_bucket_mb=0.5"], ("ddp_bucket_mb 0.5 must be at least 1",)
+    ),
+    "bucket beyond all memory": Case(
+        ["--ddp_bucket_mb=1e15"], ("ddp_bucket_mb 1000000000000000.0 must be at most 1000000",)
+    ),
     "timeout of nothing": Case(
         ["--pg_timeout_minutes=0"], ("pg_timeout_minutes 0 must be above 0",)
     ),

@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from gpt2lab.config.command_line import parse
-from gpt2lab.config.schema import SystemConfig, TuningConfig
+from gpt2lab.config.schema import ModelConfig, SystemConfig, TuningConfig
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import resolve_compile
+from gpt2lab.distributed.strategy import Strategy, resolve_compile
 from gpt2lab.errors import ConfigError
 from gpt2lab.model import attention_backend
-from gpt2lab.model.gpt import build_model
+from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.training import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
 
-SET = ("TORCHINDUCTOR_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
+SET = ("CUBLAS_WORKSPACE_CONFIG",)
 
 
 @pytest.fixture
@@ -60,8 +61,18 @@ def test_fp32_stays_fp32_where_a_container_says_tf32(gpu: None) -> None:
 
 def test_deterministic_mode_is_set_before_anything_reads_it(gpu: None) -> None:
     use(deterministic=True)
-    assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_compiler_gets_what_the_run_needs(deterministic: bool) -> None:
+    """As attributes: the environment is read when torch's compiler is imported, which is before a run is known."""
+    model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=16))
+    system = SystemConfig(compile="on", deterministic=deterministic)
+    with inductor_config.patch({"deterministic": False, "cpp.use_decompose_tanh": False}):
+        Strategy(Runtime(), system).prepare(model)
+        assert inductor_config.deterministic is deterministic
+        assert inductor_config.cpp.use_decompose_tanh
 
 
 @pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])

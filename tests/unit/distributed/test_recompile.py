@@ -30,6 +30,5 @@ def test_the_step_is_compiled_once(world: int, evaluation: str, tmp_path: Path) 
     for kind in ("eval", "hellaswag", "sample"):
         assert {event["step"] for event in launch.events(tmp_path / "run", kind)} >= {2, 4, 6}
     counts = [line for line in done.stdout.splitlines() if line.startswith("graphs")]
-    graphs = 1 if world == 1 else 2  # DDP cuts the step into a graph for each of its buckets
-    graphs += evaluation == "compiled"
+    graphs = 1 + (evaluation == "compiled")
     assert counts == [f"graphs after step 1: {graphs}, at the end: {graphs}"] * world

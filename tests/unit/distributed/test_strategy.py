@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import launch
 from gpt2lab.config.command_line import parse
-from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Parallel
+from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Parallel, SystemConfig
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
@@ -228,6 +233,36 @@ def test_compiled_and_recomputing_processes_agree_with_a_plain_one(
     more = ("--compile=on", "--activation_checkpointing=selective", "--parallel=fsdp")
     train(tiny_data, tmp_path, *more, world=2)
     assert_same_curve(tmp_path / "run", alone)
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_ddp_clears_its_buckets_in_one_operator() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = build_model(MODEL, seed=1, device=torch.device("cpu"))
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        ids = torch.zeros(2, 16, dtype=torch.int64)
+        ddp(ids, ids).backward()
+        before = [parameter.grad for parameter in model.parameters()]
+        with Operators() as ran:
+            Strategy(Runtime(), SystemConfig()).clear_gradients(ddp)
+        assert [name for name in ran.names if "zero" in name] == ["aten::_foreach_zero_"]
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is gradient, "no longer a view of its bucket"
+            assert not gradient.any()
+    finally:
+        dist.destroy_process_group()
 
 
 # -- activation checkpointing ------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""What Inductor writes for a graph: kernels, bytes, library calls; and what machine code needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DEFINITION = re.compile(
+    r"async_compile\.triton\('(?P<name>\w+)', '''(?P<source>.*?)''', device_str", re.S
+)
+_BYTES = re.compile(r"'kernel_num_gb': (?P<gb>[\d.e+-]+)")
+_RUN = re.compile(r"^ +(triton_\w+)\.run\(", re.M)
+_LIBRARY = re.compile(r"^ +(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.(]", re.M)
+_USED = re.compile(r"Used (\d+) registers")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_GROUPS = (  # the first that a kernel's name contains
+    ("cross-entropy", ("log_softmax", "nll_loss", "cross_entropy")),
+    ("GELU", ("gelu", "tanh")),
+    ("LayerNorm", ("layer_norm",)),
+    ("embedding", ("embedding",)),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A generated kernel, and how often the graph runs it."""
+
+    name: str
+    group: str
+    runs: int
+    bytes: int  # read and written by one run, each element once
+    index: str  # int32 or int64
+    source: str
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One compiled graph."""
+
+    is_backward: bool
+    kernels: list[Kernel]
+    library: dict[str, int]  # matrix products and attention: calls by operator
+
+
+def read_graph(module: str, *, is_backward: bool) -> Graph:
+    """Return what a module of Inductor's runs when called once."""
+    body = module[module.index("def call(") :]
+    runs = Counter(_RUN.findall(body))
+    kernels = []
+    for found in _DEFINITION.finditer(module):
+        name, source = found["name"], found["source"]
+        size = _BYTES.search(source)
+        assert size is not None, f"{name}: Inductor does not say its bytes"
+        index = "int64" if "numel': 'i64'" in source else "int32"
+        moved = round(1e9 * float(size["gb"]))
+        kernels.append(Kernel(name, _group(name), runs.pop(name), moved, index, source))
+    assert not runs, f"kernels of another form: {sorted(runs)}"
+    return Graph(is_backward, kernels, dict(Counter(_LIBRARY.findall(body))))
+
+
+def _group(name: str) -> str:
+    for group, words in _GROUPS:
+        if any(word in name for word in words):
+            return group
+    return "other"
+
+
+def resources(kernel_name: str, source: str) -> list[dict[str, Any]]:
+    """Return registers, stack and spills by Triton's ptxas, one row per launch setting.
+
+    A GPU would time these settings and keep the fastest.
+    """
+    import triton.backends.nvidia
+    from torch._inductor.codecache import PyCodeCache
+
+    tuner = getattr(PyCodeCache.load(source), kernel_name)
+    tuner.precompile(warm_cache_only=True)
+    assembler = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    rows = []
+    for compiled in tuner.compile_results:
+        with tempfile.TemporaryDirectory() as folder:
+            ptx = Path(folder) / "kernel.ptx"
+            ptx.write_text(compiled.kernel.asm["ptx"])
+            target = re.search(r"^\.target (\w+)", compiled.kernel.asm["ptx"], re.M)
+            assert target is not None
+            command = [str(assembler), "-v", f"--gpu-name={target[1]}", str(ptx)]
+            command += ["-o", str(Path(folder) / "kernel.cubin")]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers, frame = _USED.search(said), _FRAME.search(said)
+        assert registers is not None, said
+        assert frame is not None, said
+        rows.append(
+            {
+                "settings": {**compiled.config.kwargs, "num_warps": compiled.config.num_warps},
+                "registers": int(registers[1]),
+                "stack_bytes": int(frame[1]),
+                "spill_bytes": int(frame[2]) + int(frame[3]),
+            }
+        )
+    return rows

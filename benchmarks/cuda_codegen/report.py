@@ -1,0 +1,172 @@
+"""Count the training step of GPT-2 124M as torch.compile makes it for a GPU, and print it as a table. No torch.
+
+Kernels and bytes grow linearly with the layers, so two small numbers of layers give those of any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.cuda_codegen.device import CARDS, Architecture, build
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.errors import ConfigError
+
+Kernel = Literal["cudnn", "flash", "efficient"]
+GROUPS = ("cross-entropy", "LayerNorm", "GELU", "embedding", "other")
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step: GPT-2 124M cut to `n_layer` layers, bf16 by autocast, two micro-batches."""
+
+    n_layer: int
+    micro_batch: int
+    attention: Kernel = "cudnn"
+    ddp_bucket_mb: float | None = None  # as inside DDP; None: one process
+    machine_code: bool = False  # also registers, stack and spills
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's settings."""
+        return ModelConfig(n_layer=self.n_layer)
+
+
+def generate(architecture: Architecture, cases: list[Case]) -> list[dict[str, Any]]:
+    """Count the cases in a process of its own, whose torch believes in a GPU.
+
+    Raises: ConfigError if something is missing or the process fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("device.so", "cases.json", "result.json")
+        library, asked, result = (Path(folder) / name for name in names)
+        build(library)
+        asked.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+        environment = {**os.environ, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'src'}"}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = folder
+        command = [sys.executable, "-m", "benchmarks.cuda_codegen.generate", architecture]
+        command += [str(library), str(asked), str(result)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip() or "no message").splitlines()[-1]
+            raise ConfigError(f"codegen: the compiling process failed: {last}")
+        counted: list[dict[str, Any]] = json.loads(result.read_text())
+    return counted
+
+
+def summary(counted: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of one case that grow linearly with the layers; those of graphs are per micro-batch."""
+    found: dict[str, float] = {"launches outside": sum(counted["outside"].values())}
+    for direction in ("forward", "backward"):
+        graphs = [g for g in counted["graphs"] if g["is_backward"] == (direction == "backward")]
+        kernels = [kernel for graph in graphs for kernel in graph["kernels"]]
+        found[f"{direction} graphs"] = len(graphs)
+        found[f"{direction} kernels"] = sum(k["runs"] for k in kernels)
+        found[f"{direction} library calls"] = sum(sum(g["library"].values()) for g in graphs)
+        found[f"{direction} bytes"] = sum(k["runs"] * k["bytes"] for k in kernels)
+        for group in GROUPS:
+            size = sum(k["runs"] * k["bytes"] for k in kernels if k["group"] == group)
+            found[f"{direction} bytes, {group}"] = size
+    return found
+
+
+def extrapolate(small: dict[str, Any], large: dict[str, Any], n_layer: int) -> dict[str, float]:
+    """Return the summary at `n_layer` layers by the line through two cases."""
+    a, b = small["case"]["n_layer"], large["case"]["n_layer"]
+    low, high = summary(small), summary(large)
+    return {name: low[name] + (n_layer - a) * (high[name] - low[name]) / (b - a) for name in low}
+
+
+def kernels_of(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all kernels of some cases."""
+    return [kernel for case in cases for graph in case["graphs"] for kernel in graph["kernels"]]
+
+
+def count(
+    *,
+    architectures: tuple[Architecture, ...],
+    micro_batches: tuple[int, ...],
+    layers: tuple[int, int],
+    n_layer: int,
+    attention: Kernel,
+    ddp_bucket_mb: float | None,
+) -> dict[str, Any]:
+    """Count every architecture and micro-batch size."""
+    tables = []
+    for architecture in architectures:
+        cases = [
+            Case(layer, B, attention, ddp_bucket_mb, machine_code=layer == layers[0])
+            for B in micro_batches
+            for layer in layers
+        ]
+        counted = generate(architecture, cases)
+        for at, B in enumerate(micro_batches):
+            pair = counted[2 * at : 2 * at + 2]
+            code = [row for k in kernels_of(pair[:1]) for row in k["machine_code"]]
+            tables.append(
+                {
+                    "architecture": architecture,
+                    "card": CARDS[architecture].name,
+                    "micro_batch": B,
+                    "attention": attention,
+                    "ddp_bucket_mb": ddp_bucket_mb,
+                    "n_layer": n_layer,
+                    "counted": extrapolate(pair[0], pair[1], n_layer),
+                    "graph_breaks": max(case["graph_breaks"] for case in pair),
+                    "recompiles": max(case["recompiles"] for case in pair),
+                    "int64": [k["name"] for k in kernels_of(pair[:1]) if k["index"] == "int64"],
+                    **{
+                        f"most_{name}": max(row[name] for row in code)
+                        for name in ("registers", "stack_bytes", "spill_bytes")
+                    },
+                    "cases": pair,
+                }
+            )
+    return {"layers": layers, "tables": tables}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Return the tables as Markdown."""
+    return "\n\n".join(_describe_one(table, result["layers"]) for table in result["tables"])
+
+
+def _describe_one(table: dict[str, Any], layers: tuple[int, int]) -> str:
+    counted, bucket = table["counted"], table["ddp_bucket_mb"]
+
+    def row(title: str, name: str, show: Callable[[float], str] = "{:,.0f}".format) -> str:
+        forward, backward = counted[f"forward {name}"], counted[f"backward {name}"]
+        return f"| {title} | {show(forward)} | {show(backward)} | {show(forward + backward)} |"
+
+    def gigabytes(size: float) -> str:
+        return f"{size / 1e9:.1f}"
+
+    lines = [
+        f"GPT-2 124M, {table['n_layer']} layers (from {layers[0]} and {layers[1]}), B {table['micro_batch']}, "
+        f"T 1024, bf16, {table['attention']} attention, {table['architecture']} ({table['card']})"
+        + (f", in DDP with buckets of {bucket:g} MiB:" if bucket else ":"),
+        "",
+        "| per micro-batch | forward | backward | both |",
+        "|---|---|---|---|",
+        row("graphs", "graphs"),
+        row("generated kernels", "kernels"),
+        row("library calls (products, attention)", "library calls"),
+        row("GB moved by generated kernels", "bytes", gigabytes),
+        *(row(f"- {group}", f"bytes, {group}", gigabytes) for group in GROUPS),
+        "",
+        f"graph breaks {table['graph_breaks']}, recompiles in the second step {table['recompiles']}; "
+        f"{counted['launches outside']:,.0f} operators outside graphs in a step of two micro-batches",
+        f"at most {table['most_registers']} registers, {table['most_stack_bytes']} bytes of stack, "
+        f"{table['most_spill_bytes']} bytes of spills a thread",
+        f"kernels that index in int64: {len(table['int64'])}",
+        *(f"- {name}" for name in table["int64"]),
+    ]
+    return "\n".join(lines)
