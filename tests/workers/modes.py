@@ -31,7 +31,10 @@ from gpt2lab.training.train_step import StepStats, train_step
 
 # Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.
 CONFIG = ModelConfig(n_layer=2, n_head=1, n_embd=7, context_length=2, vocab_size=11)
-OPTIM = {"adamw": OptimConfig(weight_decay=0.5)}
+OPTIM = {
+    "adamw": OptimConfig(weight_decay=0.5),
+    "muon": OptimConfig(weight_decay=0.5, optimizer="muon"),
+}
 
 
 class Trained:

@@ -89,7 +89,7 @@ class Strategy:
         if self._parallel == "zero1":
             return zero1.shard_optimizer_state(model, optimizers, self._mesh)
         if self._parallel == "fsdp":
-            return [sharded(o, o.param_groups) for o in optimizers]
+            return [sharded(o, o.param_groups, self._mesh) for o in optimizers]
         return optimizers
 
     @contextlib.contextmanager

@@ -68,7 +68,7 @@ def _sharded(
         for each in exchanges:
             each()
 
-    result = sharded(optimizer, groups, gradient)
+    result = sharded(optimizer, groups, mesh, gradient)
     result.register_step_post_hook(exchange)
     return result
 

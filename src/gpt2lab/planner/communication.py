@@ -30,8 +30,8 @@ def step_bytes(
 ) -> dict[Collective, int]:
     """Return the bytes of full tensors that a step's collectives sum, gather and scatter.
 
-    It assumes rows that all ranks share evenly and leaves out scalars such as the loss. A rank sends and receives
-    `wire_share` of these bytes.
+    It assumes rows that all ranks share evenly and leaves out scalars such as the loss, and the matrices that Muon
+    shares out. A rank sends and receives `wire_share` of these bytes.
     """
     gradients = 4 * count_parameters(model)
     blocks = 4 * model.n_layer * count_block_parameters(model)
