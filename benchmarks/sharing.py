@@ -59,7 +59,12 @@ def compare_modes(
     found = {mode: measure(world, mode) for mode in MODES}
     after = measure(1, "ddp")
     for mode, result in found.items():
-        result["expected_bytes"] = step_bytes(config, parallel=mode, accumulation=micro_steps)  # type: ignore[arg-type]
+        result["expected_bytes"] = step_bytes(
+            config,
+            parallel=mode,  # type: ignore[arg-type]
+            accumulation=micro_steps,
+            on_gpu=False,
+        )
     return {
         "model": model_name,
         "processes": world,

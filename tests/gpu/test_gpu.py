@@ -123,8 +123,9 @@ def test_modes_of_sharing_agree_on_gpus(world: int, tmp_path: Path) -> None:
     extra = {**ALONE, "MASTER_PORT": "29518"} if world == 1 else {}
     done = launch.train(words, world=world, program=MODES, **extra)
     assert done.returncode == 0, done.stderr
-    for mode in ("zero1", "fsdp", "fsdp offloaded"):
-        assert done.stdout.count(f"{mode} agrees") == world
+    for mode in ("zero1", "zero1 scattered", "fsdp", "fsdp offloaded"):
+        for optimizer in ("adamw", "muon"):
+            assert done.stdout.count(f"{mode} agrees with {optimizer}") == world
 
 
 @pytest.mark.parametrize("more", [("--parallel=fsdp",), ("--parallel=fsdp", "--fsdp_offload")])

@@ -48,7 +48,7 @@ CASES = [
 runtime = Runtime()
 runtime.use(SystemConfig(device="cpu"))
 for config, B, A, dtype, optimizer in CASES:
-    for parallel in ("ddp",) if optimizer == "muon" else get_args(Parallel):
+    for parallel in get_args(Parallel):
         for recompute in get_args(ActivationCheckpointing):
             if recompute != "none" and (config, A) != (CASES[0][0], 1):
                 continue

@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import cast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import safetensors.torch
 import torch
 
+from benchmarks.sharing_worker import Traffic
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConfig
@@ -29,21 +31,27 @@ from gpt2lab.training.train_step import StepStats, train_step
 
 # Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.
 CONFIG = ModelConfig(n_layer=2, n_head=1, n_embd=7, context_length=2, vocab_size=11)
-OPTIM = OptimConfig(weight_decay=0.5)
+OPTIM = {
+    "adamw": OptimConfig(weight_decay=0.5),
+    "muon": OptimConfig(weight_decay=0.5, optimizer="muon"),
+}
 
 
 class Trained:
     """A model in one mode, and everything that a step of it needs."""
 
-    def __init__(self, runtime: Runtime, mode: str, *, seed: int = 0) -> None:
+    def __init__(self, runtime: Runtime, mode: str, optimizer: str, *, seed: int = 0) -> None:
         self.runtime = runtime
-        parallel = cast(Parallel, mode.removesuffix(" offloaded"))
-        self.strategy = Strategy(
-            runtime, SystemConfig(dtype="fp32", parallel=parallel, fsdp_offload=mode != parallel)
+        parallel, _, more = mode.partition(" ")
+        system = SystemConfig(
+            dtype="fp32", parallel=cast(Parallel, parallel), fsdp_offload=more == "offloaded"
         )
+        self.strategy = Strategy(runtime, system)
+        if more == "scattered":  # as always on GPUs
+            self.strategy._scatters = True
         self.model = build_model(CONFIG, seed=seed, device=runtime.device)
         self.wrapped = self.strategy.prepare(self.model)
-        optimizers = build_optimizers(self.model, OPTIM, device=runtime.device)
+        optimizers = build_optimizers(self.model, OPTIM[optimizer], device=runtime.device)
         self.optimizers = self.strategy.shard_optimizer_state(self.model, optimizers)
         self.strategy.warm_up_reducer(self.wrapped, batch_size=1, context_length=2)
 
@@ -88,12 +96,19 @@ def main(folder: Path, device: str = "cpu") -> None:
     runtime = Runtime()
     if device == "cuda":
         runtime.use(SystemConfig(device="cuda"))
-    plain = Trained(runtime, "ddp")
+    for optimizer in OPTIM:
+        compare_modes(folder / optimizer, runtime, optimizer)
+    runtime.close()
+
+
+def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
+    plain = Trained(runtime, "ddp", optimizer)
     stats = [plain.step(number) for number in (1, 2, 3)]
     assert stats[0].grad_norm > 0.1, "the clip must bite"
     expected = plain.weights()
     content = store.collect(plain.model, plain.optimizers, keep=runtime.rank == 0)
     if runtime.rank == 0:
+        folder.mkdir()
         store.save(
             folder, kind="rolling", content=content, state=TrainState(3), rng_states=[], facts={}
         )
@@ -103,8 +118,8 @@ def main(folder: Path, device: str = "cpu") -> None:
     runtime.gather(None)
     saved = folder / "step_00000003"
 
-    for mode in ("zero1", "fsdp", "fsdp offloaded"):
-        here = Trained(runtime, mode)
+    for mode in ("zero1", "zero1 scattered", "fsdp", "fsdp offloaded"):
+        here = Trained(runtime, mode, optimizer)
         for number, other in zip((1, 2, 3), stats, strict=True):
             before = here.weights()
             here.step(number, accepted=False)  # a rejected update leaves nothing behind
@@ -126,18 +141,33 @@ def main(folder: Path, device: str = "cpu") -> None:
         )
         total = sum(value.numel() for name, value in expected.items() if "/" in name)
         assert held < 0.8 * total or runtime.world_size == 1, "this process holds all of the state"
+        if mode == "zero1 scattered":
+            check_traffic(here)
         if mode == "fsdp offloaded":
             assert all(p.to_local().device.type == "cpu" for p in here.model.parameters())
 
         # In and out again: the same files, byte for byte, from weights that began elsewhere.
-        again = Trained(runtime, mode, seed=1)
+        again = Trained(runtime, mode, optimizer, seed=1)
         again.step(1)
         store.load(saved, model=again.model, optimizers=again.optimizers)
         out = store.collect(again.model, again.optimizers, keep=True)
         assert safetensors.torch.save(out.model) == (saved / "model.safetensors").read_bytes()
         assert safetensors.torch.save(out.optimizer) == (saved / "optim.safetensors").read_bytes()
-        sys.stdout.write(f"{mode} agrees\n")  # one write, where print makes two
-    runtime.close()
+        # One write, where print makes two.
+        sys.stdout.write(f"{mode} agrees with {optimizer}\n")
+
+
+def check_traffic(trained: Trained) -> None:
+    """Compare what a step sends with what it must: each gradient to the rank that needs it, each new weight to all."""
+    world = trained.runtime.world_size
+    padded = sum(
+        4 * world * math.ceil(len(p) / world) * p[0].numel() for p in trained.model.parameters()
+    )
+    with Traffic() as traffic:
+        trained.step(4)
+    loss_and_norm = 4 + 8
+    sent = {"reduce_scatter": padded, "all_gather": padded, "all_reduce": loss_and_norm}
+    assert dict(traffic.bytes) == sent, traffic.bytes
 
 
 def content_of(trained: Trained) -> dict[str, torch.Tensor]:

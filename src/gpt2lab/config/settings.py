@@ -275,10 +275,6 @@ def find_problems(config: Config) -> list[str]:
             "reduce exact sums full gradients, which no rank has under fsdp; use --parallel ddp or zero1",
         ),
         (
-            flat["optimizer"] != "adamw" and parallel != "ddp",
-            f"optimizer {flat['optimizer']} updates full matrices, which --parallel {parallel} shards; use ddp",
-        ),
-        (
             run_name is not None and not _is_folder_name(run_name),
             f"run_name {run_name!r} must be a plain folder name: printable, without a slash, not beginning "
             "with . or -; put the folder above it in --checkpoint_dir",

@@ -12,15 +12,13 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gpt2lab.distributed.sharding import full_tensor
+from gpt2lab.distributed.sharding import clip_rows, full_tensor
 from gpt2lab.model.gpt import GPT
-from gpt2lab.optim.clipping import scale_gradients, sum_of_squares
 
 
 def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
@@ -50,11 +48,7 @@ def keep_unsharded(model: nn.Module, *, after_backward: bool) -> None:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients to at most `max_norm`; return their L2 norm before, (), over the rows of all ranks."""
     rows = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
-    squares = sum_of_squares(rows)
-    dist.all_reduce(squares)  # offloaded gradients reduce by gloo: the group has both backends
-    norm = squares.sqrt()
-    scale_gradients(rows, norm, max_norm)
-    return norm.float()
+    return clip_rows(rows, max_norm)
 
 
 def skeleton(model: GPT) -> GPT:

@@ -5,9 +5,14 @@ Rank r of W holds the r-th chunk of ceil(n / W) of the n rows, as torch.chunk di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from gpt2lab.optim.clipping import scale_gradients, sum_of_squares
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -15,10 +20,17 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the first row and the number of rows that a rank holds; it may be none of a small tensor."""
+    chunk = -(-rows // world_size)
+    begin = min(rank * chunk, rows)
+    return begin, min(chunk, rows - begin)
+
+
 def local_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's rows of a full tensor as a view; a rank may have no rows of a small tensor."""
-    chunks, rank = tensor.chunk(mesh.size()), mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else tensor[:0]
+    """Return this rank's rows of a full tensor as a view."""
+    place = row_range(len(tensor), rank=mesh.get_local_rank(), world_size=mesh.size())
+    return tensor.narrow(0, *place)
 
 
 def from_local_rows(rows: torch.Tensor, mesh: DeviceMesh, like: torch.Tensor) -> DTensor:
@@ -48,3 +60,12 @@ def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return tensor
     rows = local_rows(tensor, target.device_mesh).clone()
     return from_local_rows(rows, target.device_mesh, tensor).to(target.to_local().device)
+
+
+def clip_rows(rows: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale this rank's rows of the gradients to a global L2 norm of at most `max_norm`; return the norm before, ()."""
+    squares = sum_of_squares(rows)
+    dist.all_reduce(squares)  # offloaded gradients reduce by gloo: the group has both backends
+    norm = squares.sqrt()
+    scale_gradients(rows, norm, max_norm)
+    return norm.float()

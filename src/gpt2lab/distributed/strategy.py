@@ -23,6 +23,7 @@ from gpt2lab.config.schema import SystemConfig
 from gpt2lab.distributed import fsdp, zero1
 from gpt2lab.distributed.exact_reduction import ExactReduction
 from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.sharded_optimizers import sharded
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.gpt import GPT
@@ -32,12 +33,20 @@ from gpt2lab.optim.clipping import clip_grad_norm
 class Strategy:
     """Activation checkpointing, compilation, then distribution; and the points of a step where ranks communicate."""
 
-    def __init__(self, runtime: Runtime, system: SystemConfig) -> None:
-        """`system`: with dtype decided; it compiles only where `compile` is on. One rank needs no `parallel`."""
+    def __init__(
+        self, runtime: Runtime, system: SystemConfig, *, full_gradients: bool = False
+    ) -> None:
+        """`system`: with dtype decided; it compiles only where `compile` is on. One rank needs no `parallel`.
+
+        `full_gradients`: under zero1 every rank gets all of them, for histograms.
+        """
         self.device = runtime.device
         self._runtime, self._system = runtime, system
         self._parallel = system.parallel if runtime.is_distributed else "ddp"
         self._exact = ExactReduction(runtime) if system.reduce == "exact" else None
+        # Gradients are then summed only in this rank's rows; zero1.py says why not between CPUs.
+        needs_rows = self._parallel == "zero1" and self._exact is None and not full_gradients
+        self._scatters = needs_rows and self.device.type == "cuda"
         # DDP and FSDP average gradients over ranks; a loss scaled up by this yields their sum.
         self.averaged_over = 1 if self._exact else runtime.world_size
         self._marks: list[Any] = []
@@ -66,9 +75,12 @@ class Strategy:
         if self._parallel == "fsdp":
             fsdp.shard(model, trained, self._mesh, offload=self._system.fsdp_offload)
         elif self._runtime.is_distributed and self._exact is None:
-            return DistributedDataParallel(
+            replicated = DistributedDataParallel(
                 trained, gradient_as_bucket_view=True, bucket_cap_mb=self._system.ddp_bucket_mb
             )
+            if self._scatters:
+                zero1.scatter_gradients(replicated, self._mesh)
+            return replicated
         return trained
 
     def _configure_compiler(self) -> None:
@@ -85,14 +97,11 @@ class Strategy:
     def shard_optimizer_state(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
-        """Return fresh optimizers of the prepared model, set up to hold only this rank's state.
-
-        Raises: ConfigError for an optimizer that this mode cannot shard.
-        """
+        """Return optimizers that hold only this rank's state, in place of fresh ones of the prepared model."""
         if self._parallel == "zero1":
-            zero1.shard_optimizer_state(model, optimizers, self._mesh)
-        elif self._parallel == "fsdp":
-            zero1.check_elementwise(optimizers, "fsdp")
+            return zero1.shard_optimizer_state(model, optimizers, self._mesh)
+        if self._parallel == "fsdp":
+            return [sharded(o, o.param_groups, self._mesh) for o in optimizers]
         return optimizers
 
     @contextlib.contextmanager
@@ -134,6 +143,8 @@ class Strategy:
         """Scale the global gradient to at most `max_norm`, and return its L2 norm before, ()."""
         if self._parallel == "fsdp":
             return fsdp.clip_grad_norm(model, max_norm)
+        if self._scatters:
+            return zero1.clip_grad_norm(model, max_norm, self._mesh)
         return clip_grad_norm(model, max_norm)
 
     def warm_up_reducer(self, model: nn.Module, *, batch_size: int, context_length: int) -> None:

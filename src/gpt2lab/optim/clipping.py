@@ -13,7 +13,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     On a CPU torch's own norm adds a whole tensor in fp32: 2.7e-3 off for a dense (50304, 768). Here fp32 adds within a
     row alone, which no sharding divides, and rows are added in fp64 without a copy of the gradient. GPUs add in trees,
-    whose error is below 1e-6, and in one kernel for all gradients.
+    whose error is below 1e-6, and in a few kernels for all gradients.
     """
     if gradients and gradients[0].device.type == "cuda":
         return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()

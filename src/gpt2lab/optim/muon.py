@@ -7,10 +7,11 @@ matrix at a time, at the cost of a hundred small kernels a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 # Of x, x^3 and x^5: steep at 0, so that few rounds suffice.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -43,40 +44,57 @@ class Muon(torch.optim.Optimizer):
     Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        gradient: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: parameter.grad,
+    ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "parts": 1})
+        self._gradient = gradient
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        by_shape: dict[tuple[int, int], list[tuple[torch.Tensor, dict[str, Any]]]] = {}
+        by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if self._gradient(parameter) is not None:
                     shape = (parameter.size(0) // group["parts"], parameter.size(1))
                     by_shape.setdefault(shape, []).append((parameter, group))
         for (rows, columns), entries in by_shape.items():
             self._update(rows, columns, entries)
 
     def _update(
-        self, rows: int, columns: int, entries: list[tuple[torch.Tensor, dict[str, Any]]]
+        self, rows: int, columns: int, entries: list[tuple[nn.Parameter, dict[str, Any]]]
     ) -> None:
         """Update the parameters whose matrices have one shape; memory is freed before the next shape."""
-        # bf16 suffices on a GPU; on a CPU fp32 costs little, and losses stay the same at any world size.
-        dtype = torch.bfloat16 if entries[0][0].is_cuda else torch.float32
-        stack = torch.cat([self._direction(parameter) for parameter, _ in entries]).to(dtype)
-        updates = iter(orthogonalize(stack.view(-1, rows, columns)))
+        updates = self._orthogonal([parameter for parameter, _ in entries], rows, columns)
         scale = 0.2 * math.sqrt(max(rows, columns))
-        for parameter, group in entries:
+        for (parameter, group), update in zip(entries, updates, strict=True):
             lr, decay = group["lr"], group["weight_decay"]
-            for weight in torch.split(parameter, rows):
-                weight.mul_(1 - lr * decay).add_(next(updates), alpha=-lr * scale)
+            self._held(parameter).mul_(1 - lr * decay).add_(update, alpha=-lr * scale)
 
-    def _direction(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _orthogonal(
+        self, parameters: list[nn.Parameter], rows: int, columns: int
+    ) -> Sequence[torch.Tensor]:
+        """Return the directions of parameters whose matrices have one shape, made orthogonal."""
+        # bf16 suffices on a GPU; on a CPU fp32 costs little, and losses stay the same at any world size.
+        dtype = torch.bfloat16 if parameters[0].is_cuda else torch.float32
+        stack = torch.cat([self._direction(parameter) for parameter in parameters]).to(dtype)
+        updates = orthogonalize(stack.view(-1, rows, columns)).reshape(-1, columns)
+        return torch.split(updates, [len(parameter) for parameter in parameters])
+
+    def _direction(self, parameter: nn.Parameter) -> torch.Tensor:
         """Add the gradient to the momentum, and return the Nesterov direction."""
-        state, gradient = self.state[parameter], parameter.grad
+        state, gradient = self.state[parameter], self._gradient(parameter)
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+        momentum = self._held(state["momentum_buffer"]).lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of a weight or its momentum: all of it."""
+        return tensor

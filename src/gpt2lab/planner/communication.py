@@ -5,7 +5,7 @@ and used for all collectives. `step_bytes` counts what real steps send. The over
 
 ddp: buckets of gradients travel during the last micro-batch's backward, except the one with the token embedding: the
 head shares its weight, so that its gradient is complete only when backward ends.
-zero1: the same; then all new weights, which nothing hides.
+zero1: the same, reduce-scattered; then all new weights, which nothing hides.
 fsdp: a block's weights travel while the block before computes, forward and backward, its gradients while the next one
 does; nothing hides the first block's weights, nor the weights and gradients outside the blocks.
 """
@@ -26,12 +26,12 @@ SLOWDOWN = 0.03  # of the overlapped time: NCCL's kernels take multiprocessors f
 
 
 def step_bytes(
-    model: ModelConfig, *, parallel: Parallel, accumulation: int
+    model: ModelConfig, *, parallel: Parallel, accumulation: int, on_gpu: bool = True
 ) -> dict[Collective, int]:
     """Return the bytes of full tensors that a step's collectives sum, gather and scatter.
 
-    It assumes rows that all ranks share evenly and leaves out scalars such as the loss. A rank sends and receives
-    `wire_share` of these bytes.
+    It assumes rows that all ranks share evenly and leaves out scalars such as the loss, and the matrices that Muon
+    shares out. A rank sends and receives `wire_share` of these bytes.
     """
     gradients = 4 * count_parameters(model)
     blocks = 4 * model.n_layer * count_block_parameters(model)
@@ -43,7 +43,8 @@ def step_bytes(
             "reduce_scatter": around + accumulation * blocks,
         }
     if parallel == "zero1":
-        return {"all_reduce": gradients, "all_gather": gradients}
+        # gloo cannot reduce-scatter; see distributed/zero1.py.
+        return {"reduce_scatter" if on_gpu else "all_reduce": gradients, "all_gather": gradients}
     return {"all_reduce": gradients}
 
 
@@ -85,8 +86,9 @@ def exposed(
     embedding = 4.0 * model.vocab_size * model.n_embd
     rest = 4.0 * count_parameters(model) - embedding
     bucket = min(rest, BUCKET_BYTES)
-    last = seconds("all_reduce", embedding, embedding)
-    hidden = seconds("all_reduce", rest, bucket)
+    reduction: Collective = "reduce_scatter" if parallel == "zero1" else "all_reduce"
+    last = seconds(reduction, embedding, embedding)
+    hidden = seconds(reduction, rest, bucket)
     after = 0.0
     if parallel == "zero1":
         after = seconds("all_gather", embedding, embedding) + seconds("all_gather", rest, bucket)

@@ -154,17 +154,17 @@ class StepMemory:
         self.shard = 4 * trained // share  # gradients that a rank holds after their reduction
         muon = 12 * C * C * L if optimizer == "muon" else 0  # weights with one moment
         self.optimizer = (8 * trained - 4 * muon) // (1 if parallel == "ddp" else W)
-        self.rounds = (
-            4 * 4 * muon // 3
-        )  # of Muon: four times the matrices of one shape, a third of all
+        # Of Muon: four times the matrices of one shape, a third of all; sharded, a rank's share of them.
+        self.rounds = 4 * 4 * muon // 3 // (1 if parallel == "ddp" else W)
         # Gradients alive during the forward pass.
         self.kept = self.shard if accumulation > 1 or (W > 1 and not self.gathers) else 0
         if self.gathers and accumulation > 1 and not adapters:
             # Gradients outside the blocks stay full until the last micro-batch.
             self.kept += around - around // W
         embedding = 0 if adapters else 4 * self.vocab
-        # New weights that zero1 sends at once.
-        self.sent = min(4 * trained, max(embedding, BUCKET_BYTES)) if parallel == "zero1" else 0
+        # New weights that zero1 sends at once: of one optimizer.
+        at_most = min(4 * max(muon, trained - muon), max(embedding, BUCKET_BYTES))
+        self.sent = at_most if parallel == "zero1" else 0
         # An fsdp buffer that the micro-batch before left.
         self.stale = 4 * self.in_block if accumulation > 1 else 0
         self.copies = 2 * count_matmul_parameters(model) if self.bf16 else 0
@@ -279,5 +279,6 @@ def _at_the_end(s: StepMemory) -> list[Memory]:
     gathered, sent = s.around + 4 * s.in_block, 2 * s.sent + s.sent // s.world_size
     return [
         _moment("backward of the embedding", s, gathered=gathered, gradients=gradients),
-        _moment("optimizer step", s, rounds=s.rounds, gradients=s.shard, head=sent),
+        _moment("optimizer step", s, rounds=s.rounds, gradients=s.shard),
+        _moment("exchange of weights", s, gradients=s.shard, head=sent),
     ]

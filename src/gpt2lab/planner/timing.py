@@ -78,7 +78,7 @@ def work(
     streamed = 4 / 3 if recompute != "none" else 1.0
     return (
         6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens
-        + (muon_flops(model) if optimizer == "muon" else 0.0),
+        + (muon_flops(model) / updaters if optimizer == "muon" else 0.0),
         12.0 * twice * L * C * T * tokens,
         streamed * tokens * C * L,
         1.0 * tokens * model.vocab_size,
@@ -88,7 +88,7 @@ def work(
 
 
 def muon_flops(model: ModelConfig) -> float:
-    """Return the FLOPs of a step's Newton-Schulz rounds, on every rank.
+    """Return the FLOPs of a step's Newton-Schulz rounds, of all matrices.
 
     A round of an (r, c) matrix, r <= c, is two products of 2 r^2 c and one of 2 r^3. A block has four of (C, C) and two
     of (C, 4C): 60 C^3.

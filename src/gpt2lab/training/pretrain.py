@@ -210,7 +210,8 @@ def build(start: Start, runtime: Runtime, model: GPT, recipe: Recipe) -> Compone
     """
     config, facts = start.config, facts_of(start, runtime)
     rng.seed_everything(config.data.seed)
-    strategy = Strategy(runtime, config.system)
+    full_gradients = config.log.histogram_freq > 0
+    strategy = Strategy(runtime, config.system, full_gradients=full_gradients)
     trained = strategy.prepare(model, lambda model: recipe.to_train(model, start.data))
     optimizers = strategy.shard_optimizer_state(
         model, build_optimizers(model, config.optim, device=runtime.device)

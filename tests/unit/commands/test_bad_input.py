@@ -189,9 +189,6 @@ CASES = {
     "exact sums under fsdp": Case(
         ["--parallel=fsdp", "--reduce=exact"], ("reduce exact", "use --parallel ddp or zero1")
     ),
-    "matrices split for Muon": Case(
-        ["--parallel=zero1", "--optimizer=muon"], ("optimizer muon", "--parallel zero1 shards")
-    ),
     "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
     "a GPU's kernel on a CPU": Case(
         ["--attention=cudnn"],

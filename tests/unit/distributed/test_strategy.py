@@ -30,7 +30,7 @@ STEPS = 20
 WORKERS = Path(__file__).parents[2] / "workers"
 # 257 rows of the embedding, which two processes cannot share evenly.
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=257)
-Runs = Callable[[str], tuple[Path, dict[str, Any]]]
+Runs = Callable[..., tuple[Path, dict[str, Any]]]
 
 
 def flags(data: Path, folder: Path, *more: str) -> list[str]:
@@ -75,17 +75,18 @@ def alone(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def by_two(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return the run of two processes in a mode, and what the collectives of its last step carried."""
-    known: dict[str, tuple[Path, dict[str, Any]]] = {}
+    known: dict[tuple[str, str], tuple[Path, dict[str, Any]]] = {}
 
-    def run(mode: str) -> tuple[Path, dict[str, Any]]:
-        if mode not in known:
+    def run(mode: str, optimizer: str = "adamw") -> tuple[Path, dict[str, Any]]:
+        if (mode, optimizer) not in known:
             folder = tmp_path_factory.mktemp(mode)
+            words = (f"--parallel={mode}", f"--optimizer={optimizer}")
             counter = WORKERS / "count_traffic.py"
-            said = train(tiny_data, folder, f"--parallel={mode}", world=2, program=counter).stdout
+            said = train(tiny_data, folder, *words, world=2, program=counter).stdout
             counted = [json.loads(line[8:]) for line in said.splitlines() if line[:8] == "counted "]
             assert len(counted) == 2
-            known[mode] = folder / "run", counted[0]
-        return known[mode]
+            known[mode, optimizer] = folder / "run", counted[0]
+        return known[mode, optimizer]
 
     return run
 
@@ -98,9 +99,10 @@ def test_two_processes_train_as_one(mode: str, by_two: Runs, alone: Path) -> Non
 
 
 @pytest.mark.slow
-def test_zero1_trains_as_ddp_bit_by_bit(by_two: Runs) -> None:
-    """The update of a number needs no other one, so who makes it cannot matter."""
-    one, other = by_two("ddp")[0], by_two("zero1")[0]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_zero1_trains_as_ddp_bit_by_bit(optimizer: str, by_two: Runs) -> None:
+    """The update of a number, or of a matrix, needs no other one, so who makes it cannot matter."""
+    one, other = by_two("ddp", optimizer)[0], by_two("zero1", optimizer)[0]
     assert launch.losses(one) == launch.losses(other)
     files = [
         json.loads((run / f"step_{STEPS:08d}" / "manifest.json").read_text())["files"]
@@ -143,7 +145,7 @@ def test_fsdp_sends_blocks_for_each_micro_batch_and_the_rest_once(by_two: Runs) 
 def test_the_planner_computes_what_travels(mode: Parallel, by_two: Runs) -> None:
     """Up to the embedding's 258th row, at most twice, and the loss and the norm."""
     _, counted = by_two(mode)
-    computed = step_bytes(MODEL, parallel=mode, accumulation=2)
+    computed = step_bytes(MODEL, parallel=mode, accumulation=2, on_gpu=False)
     for kind, size in counted["bytes"].items():
         assert 0 <= size - computed.get(kind, 0) <= 2 * 4 * MODEL.n_embd + 8, kind
 
@@ -180,6 +182,22 @@ def test_a_run_wanders_through_modes_and_worlds(
 
 
 @pytest.mark.slow
+def test_muon_wanders_through_modes_and_worlds(
+    by_two: Runs, tiny_data: Path, tmp_path: Path
+) -> None:
+    """2 x ddp, 4 x fsdp, one process, 2 x zero1: the owners of matrices change, their momentum goes along."""
+    muon, run = "--optimizer=muon", tmp_path / "run"
+    pretrain(parse([*flags(tiny_data, tmp_path / "alone"), muon]))
+    shutil.copytree(by_two("ddp", "muon")[0], run)
+    fsdp = ("--parallel=fsdp", "--mini_batch_size=1", "--stop_after_steps=10")
+    train(tiny_data, tmp_path, muon, "--resume=5", *fsdp, world=4)
+    pretrain(parse([*flags(tiny_data, tmp_path), muon, "--resume=latest", "--stop_after_steps=15"]))
+    train(tiny_data, tmp_path, muon, "--resume=latest", "--parallel=zero1", world=2)
+    assert [event["step"] for event in launch.events(run, "resume")] == [5, 10, 15]
+    assert_same_curve(run, tmp_path / "alone" / "run")
+
+
+@pytest.mark.slow
 def test_steps_norms_rejections_and_files_are_those_of_ddp(tmp_path: Path) -> None:
     """Of weights whose rows no number of processes divides; see workers/modes.py for what is compared.
 
@@ -187,8 +205,9 @@ def test_steps_norms_rejections_and_files_are_those_of_ddp(tmp_path: Path) -> No
     """
     done = launch.train_in_forks([str(tmp_path)], world=3, program=WORKERS / "modes.py")
     assert done.returncode == 0, done.stderr
-    for mode in ("zero1", "fsdp", "fsdp offloaded"):
-        assert done.stdout.count(f"{mode} agrees") == 3
+    for mode in ("zero1", "zero1 scattered", "fsdp", "fsdp offloaded"):
+        for optimizer in ("adamw", "muon"):
+            assert done.stdout.count(f"{mode} agrees with {optimizer}") == 3
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2lab.optim.clipping import clip_grad_norm, sum_of_squares
 
@@ -44,3 +46,23 @@ def test_gradients_are_scaled_to_the_bound_or_left_as_they_are() -> None:
     assert torch.equal(module.p0.grad, matrix)
     clip_grad_norm(module, 0.5)
     assert clip_grad_norm(module, 100.0).item() == pytest.approx(0.5, rel=1e-5)
+
+
+class _Calls(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_is_given_no_more_calls_for_more_gradients() -> None:
+    """Each is a kernel that the CPU starts between backward and update."""
+    found = []
+    for count in (10, 148):
+        with FakeTensorMode():
+            gradients = [torch.empty(4, 8, device="cuda") for _ in range(count)]
+            with _Calls() as calls:
+                sum_of_squares(gradients)
+        found.append(calls.number)
+    assert found[0] == found[1] < 10

@@ -59,8 +59,9 @@ def test_work_hides_what_travels_beside_it_but_never_all(mode: Parallel) -> None
 def test_modes_that_send_more_take_longer_where_the_link_is_slow() -> None:
     ddp, zero1, fsdp = (seconds(mode, window=0.5)[0] for mode in MODES)
     assert ddp < zero1 < fsdp
-    weights = 4 * 124_475_904 / 1e9  # zero1 sends them to all, after the update
-    assert zero1 - ddp == pytest.approx(0.75 * weights)
+    # zero1 sends as much, but less of it can hide: the new weights travel after the update.
+    ddp, zero1, _ = (seconds(mode, window=0.0)[0] for mode in MODES)
+    assert zero1 == pytest.approx(ddp)
 
 
 def test_one_process_and_an_unknown_link_send_nothing_that_is_predicted() -> None:

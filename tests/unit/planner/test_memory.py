@@ -295,24 +295,29 @@ def real_peak(
 def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None:
     """All modes and all ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
 
-    fsdp's buffers come and go with gloo's threads, up to 8 % either way, so a case may take four runs to show it.
+    fsdp's buffers, and those of Muon's all-to-all, come and go with gloo's threads, up to 8 % either way, so a case may
+    take four runs to show it.
     """
     missed: set[str] = set()
     for attempt in range(4):
         done = launch.train_in_forks([], world=2, program=launch.WORKERS / "live_bytes.py")
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
-        assert len(lines) == 19
+        assert len(lines) == 21
         missed_now = set()
         for case in lines:
             peak = case.pop("peak")
             if not _is_predicted(case, peak):
-                assert case["parallel"] == "fsdp", (case, peak)
+                assert _comes_and_goes(case), (case, peak)
                 missed_now.add(json.dumps(case))
         missed = missed_now if attempt == 0 else missed & missed_now
         if not missed:
             return
     assert not missed
+
+
+def _comes_and_goes(case: dict[str, Any]) -> bool:
+    return case["parallel"] == "fsdp" or (case["parallel"], case["optimizer"]) == ("zero1", "muon")
 
 
 def _is_predicted(case: dict[str, Any], peak: float) -> bool:
@@ -323,7 +328,7 @@ def _is_predicted(case: dict[str, Any], peak: float) -> bool:
         parallel=case["parallel"],
         recompute=case["recompute"],
     )
-    margin = 0.05 if case["parallel"] == "fsdp" else 0.01
+    margin = 0.05 if _comes_and_goes(case) else 0.01
     return memory.tensors == pytest.approx(peak, rel=margin)
 
 

@@ -1,0 +1,163 @@
+"""AdamW and Muon of weights sharded by rows: the same updates, computed on this rank's rows.
+
+Weights and moments are DTensors, so that checkpoints are those of any mode. Arithmetic runs on the plain rows: sent
+through DTensor, each operation on each weight costs the CPU microseconds, 18 ms a step for 148 weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.adamw import adamw
+
+from gpt2lab.distributed.sharding import row_range
+from gpt2lab.optim.muon import Muon, orthogonalize
+
+Gradient = Callable[[nn.Parameter], torch.Tensor | None]  # this rank's rows of a weight's gradient
+
+
+def gradient_rows(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's rows of the gradient of a sharded weight."""
+    return None if parameter.grad is None else rows_of(parameter.grad)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a sharded tensor; the same memory."""
+    return tensor.to_local()  # type: ignore[attr-defined]
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW over rows; bit by bit that of full weights where rows fill a CPU's vectors."""
+
+    def __init__(self, groups: list[dict[str, Any]], gradient: Gradient = gradient_rows) -> None:
+        """`groups`: those of a fresh AdamW, with sharded weights."""
+        super().__init__(groups)
+        self._gradient = gradient
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the rows of all weights that have a gradient."""
+        for group in self.param_groups:
+            rows, gradients, means, squares, steps = [], [], [], [], []
+            for parameter in group["params"]:
+                gradient = self._gradient(parameter)
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    device = parameter.device if group["fused"] else "cpu"
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                gradients.append(gradient)
+                rows.append(rows_of(parameter))
+                means.append(rows_of(state["exp_avg"]))
+                squares.append(rows_of(state["exp_avg_sq"]))
+                steps.append(state["step"])
+            beta1, beta2 = group["betas"]
+            adamw(
+                rows,
+                gradients,
+                means,
+                squares,
+                [],
+                steps,
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+class ShardedMuon(Muon):
+    """Muon over rows: one rank makes a matrix orthogonal; the others send it their rows, and it returns the update.
+
+    The matrices travel once each way in all, 2/W of what gathering them on every rank would send. Momentum stays with
+    the rows. On a CPU the weights are bit by bit Muon's, on GPUs up to the order of sums in products of fewer matrices.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], mesh: DeviceMesh, gradient: Gradient = gradient_rows
+    ) -> None:
+        """`groups`: those of a fresh Muon, with sharded weights."""
+        super().__init__(groups, lr=groups[0]["lr"], gradient=gradient)
+        self._mesh = mesh
+        self._owners = _owners(self.param_groups, mesh.size())
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        return rows_of(tensor)
+
+    def _orthogonal(
+        self, parameters: list[nn.Parameter], rows: int, columns: int
+    ) -> Sequence[torch.Tensor]:
+        world_size, rank = self._mesh.size(), self._mesh.get_local_rank()
+        ranks = range(world_size)
+        device = self._mesh.device_type  # also of rows that are offloaded
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+        parameters_of = [[p for p in parameters if self._owners[p] == r] for r in ranks]
+        in_order = [parameter for owned in parameters_of for parameter in owned]
+
+        def numbers(parameter: nn.Parameter, of: int) -> int:
+            return columns * row_range(len(parameter), rank=of, world_size=world_size)[1]
+
+        mine = parameters_of[rank]
+        to_owners = [sum(numbers(p, rank) for p in owned) for owned in parameters_of]
+        to_me = [sum(numbers(p, r) for p in mine) for r in ranks]
+
+        def exchange(message: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+            result = message.new_empty(sum(received))
+            dist.all_to_all_single(result, message, received, sent, group=self._mesh.get_group())
+            return result
+
+        message = torch.cat([self._direction(p).flatten() for p in in_order])
+        message = exchange(message.to(device, dtype), to_me, to_owners)
+        if mine:
+            by_rank = torch.split(message, [numbers(p, r) for r in ranks for p in mine])
+            stack = torch.cat(
+                [chunk for i in range(len(mine)) for chunk in by_rank[i :: len(mine)]]
+            )
+            del message, by_rank  # a third of the memory at the peak
+            updates = orthogonalize(stack.view(-1, rows, columns)).flatten()
+            by_matrix = torch.split(updates, [numbers(p, r) for p in mine for r in ranks])
+            message = torch.cat([chunk for r in ranks for chunk in by_matrix[r::world_size]])
+        message = exchange(message, to_owners, to_me).to(self._held(parameters[0]).device)
+        chunks = torch.split(message, [numbers(p, rank) for p in in_order])
+        found = {p: c.view(-1, columns) for p, c in zip(in_order, chunks, strict=True)}
+        return [found[parameter] for parameter in parameters]
+
+
+def _owners(groups: list[dict[str, Any]], world_size: int) -> dict[nn.Parameter, int]:
+    """Return the rank that computes each weight's update: the costliest first, to the rank with the least to do."""
+    costs = {}
+    for group in groups:
+        for parameter in group["params"]:
+            sides = sorted((len(parameter) // group["parts"], parameter.size(1)))
+            costs[parameter] = group["parts"] * sides[0] ** 2 * sides[1]
+    loads, owners = [0] * world_size, {}
+    for parameter in sorted(costs, key=costs.__getitem__, reverse=True):
+        owners[parameter] = loads.index(min(loads))
+        loads[owners[parameter]] += costs[parameter]
+    return owners
+
+
+def sharded(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    mesh: DeviceMesh,
+    gradient: Gradient = gradient_rows,
+) -> torch.optim.Optimizer:
+    """Return the same optimizer over rows; `groups` are its groups with sharded weights."""
+    if isinstance(optimizer, Muon):
+        return ShardedMuon(groups, mesh, gradient)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    return ShardedAdamW(groups, gradient)
