@@ -149,11 +149,6 @@ REFUSALS = {
     "run of another name": (["--run_name=nobody"], 2, "nobody"),
     "measure elsewhere": (["--measure", "--gpu=H100"], 2, "--measure"),
     "sharing alone": (["--gpu=H100", "--parallel=fsdp"], 2, "--gpus"),
-    "matrices in pieces": (
-        ["--gpu=H100", "--gpus=8", "--model=modern-small", "--parallel=fsdp"],
-        2,
-        "muon",
-    ),
     "free price": (["--gpu=H100", "--price=0"], 2, "--price"),
     "report nowhere": (["--gpu=H100", "--report=/nonexistent/x.json"], 2, "--report"),
     "fits no window": (["--gpu=RTX-4090", "--tokens=100B", "--deadline=1h"], 3, ""),
