@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -279,17 +279,29 @@ class Log:
     def _read(self, name: str) -> np.ndarray:
         """Return a column of all steps."""
         values = np.empty(self._starts[-1], log_index.dtype_of(name))
-        for start, chunk in zip(self._starts, self._chunks, strict=False):
-            values[start : start + chunk.rows] = self._column_of(chunk, name)
+        with self._index() as index:
+            for start, chunk in zip(self._starts, self._chunks, strict=False):
+                values[start : start + chunk.rows] = self._column_of(chunk, name, index)
         return values
 
     def _value(self, name: str, row: int) -> float:
         chunk = bisect.bisect_right(self._starts, row) - 1
-        return float(self._column_of(self._chunks[chunk], name)[row - self._starts[chunk]])
+        with self._index() as index:
+            column = self._column_of(self._chunks[chunk], name, index)
+        return float(column[row - self._starts[chunk]])
 
-    def _column_of(self, chunk: Chunk, name: str) -> np.ndarray:
+    def _index(self) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+        """Open the index; None where there is none, or none any more."""
+        if self._run_dir is not None:
+            with contextlib.suppress(OSError):
+                return log_index.open_index(self._run_dir)
+        return contextlib.nullcontext()
+
+    def _column_of(self, chunk: Chunk, name: str, index: IO[bytes] | None) -> np.ndarray:
         try:
-            return chunk.column(name, self._run_dir)
+            if index is None and chunk.payload is None:
+                raise FileNotFoundError(log_index.INDEX)
+            return chunk.column(name, index)
         except (OSError, ValueError, zlib.error):  # the index is damaged, or was replaced since
             block = self._block(chunk)
             if zlib.crc32(block) != chunk.crc:

@@ -62,8 +62,8 @@ class Chunk:
     at: int  # of the first column in the index
     payload: bytes | None = None  # the columns of a chunk that is not in the index
 
-    def column(self, name: str, run_dir: Path | None) -> np.ndarray:
-        """Return one number for each step.
+    def column(self, name: str, index: IO[bytes] | None) -> np.ndarray:
+        """Return one number for each step; `index` is the open index of a chunk that is in one.
 
         Raises: OSError, ValueError or zlib.error if the index is not what it was.
         """
@@ -72,9 +72,8 @@ class Chunk:
         if self.payload is not None:
             data = self.payload[at : at + size]
         else:
-            assert run_dir is not None
-            with open_regular(run_dir / INDEX, flags=_READ) as file:
-                data = os.pread(file.fileno(), size, self.at + at)
+            assert index is not None
+            data = os.pread(index.fileno(), size, self.at + at)
         if zlib.crc32(data) != self.sums[number]:
             raise ValueError(f"{INDEX}: not the column {name}")
         length = self.rows * np.dtype(dtype_of(name)).itemsize
@@ -82,6 +81,14 @@ class Chunk:
         if len(content) != length:
             raise ValueError(f"{INDEX}: not {self.rows} steps")
         return np.frombuffer(content, dtype_of(name))
+
+
+def open_index(run_dir: Path) -> IO[bytes]:
+    """Open the index of a run's log.
+
+    Raises: OSError.
+    """
+    return open_regular(run_dir / INDEX, flags=_READ)
 
 
 def dtype_of(name: str) -> str:

@@ -138,6 +138,23 @@ def test_a_damaged_index_is_not_believed(run_dir: Path, damage: Callable[[bytes]
     assert_says_what_the_log_says(run_dir)
 
 
+def test_an_index_is_opened_once_for_a_column(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_chunks(run_dir)
+    log = read_log(run_dir)
+    opened: list[Path] = []
+    plain = log_index.open_regular
+
+    def count(path: Path, *args: Any, **options: Any) -> Any:
+        opened.append(path)
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr(log_index, "open_regular", count)
+    assert len(log.column("loss")) > 0
+    assert opened == [run_dir / INDEX]
+
+
 @pytest.mark.parametrize("kept", [0, 100, 5000, 200_000])
 def test_an_index_of_another_log_is_made_again(run_dir: Path, kept: int) -> None:
     """As after a power cut that took the end of the log, or another log in its place."""
