@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
@@ -266,21 +267,27 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def check_that_buckets_are_cleared() -> None:
+    model = build_model(MODEL, seed=1, device=torch.device("cpu"))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    ddp(ids, ids).backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    with Operators() as ran:
+        Strategy(Runtime(), SystemConfig()).clear_gradients(ddp)
+    assert [name for name in ran.names if "zero" in name] == ["aten::_foreach_zero_"]
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient, "no longer a view of its bucket"
+        assert not gradient.any()
+
+
 def test_ddp_clears_its_buckets_in_one_operator() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = build_model(MODEL, seed=1, device=torch.device("cpu"))
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        ids = torch.zeros(2, 16, dtype=torch.int64)
-        ddp(ids, ids).backward()
-        before = [parameter.grad for parameter in model.parameters()]
-        with Operators() as ran:
-            Strategy(Runtime(), SystemConfig()).clear_gradients(ddp)
-        assert [name for name in ran.names if "zero" in name] == ["aten::_foreach_zero_"]
-        for parameter, gradient in zip(model.parameters(), before, strict=True):
-            assert parameter.grad is gradient, "no longer a view of its bucket"
-            assert not gradient.any()
+        check_that_buckets_are_cleared()
     finally:
+        # DDP must go first: the last owner of the group waits for threads, and DDP would keep Python's lock from them.
+        gc.collect()
         dist.destroy_process_group()
 
 
