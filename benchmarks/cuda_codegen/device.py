@@ -54,7 +54,7 @@ CARDS: dict[Architecture, Card] = {
 def what_is_missing() -> str | None:
     """Return what this machine lacks to compile for an absent GPU, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "no Triton (pip install triton==3.7.1)"
+        return "no Triton (the extra codegen: pip install triton==3.7.1)"
     if shutil.which(_COMPILER) is None:
         return f"no C++ compiler {_COMPILER} on the PATH"
     if not re.search(r"^cuda\b.*= None$", (_torch_folder() / "version.py").read_text(), re.M):

@@ -131,5 +131,7 @@ def test_a_wrong_call_is_one_line(words: list[str], message: str) -> None:
 
 def test_code_for_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"codegen: no Triton \(pip install triton==3.7.1\)"):
+    with pytest.raises(
+        ConfigError, match=r"codegen: no Triton \(the extra codegen: pip install triton==3.7.1\)"
+    ):
         report.generate("sm_90", [])
