@@ -11,9 +11,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch._dynamo.utils import calculate_time_spent, counters
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
 from gpt2lab import paths
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -24,6 +21,8 @@ def use_cache_folder() -> None:
 
     If that folder cannot be written, torch's default stays.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow
+
     # torch sets the variable to its default when it is imported: that is not the user's choice.
     if os.environ.get(_VARIABLE, default_cache_dir()) != default_cache_dir():
         return
@@ -47,6 +46,11 @@ def _processor() -> str:
 
 def compiled_so_far() -> dict[str, Any]:
     """Return the seconds and graphs so far, as torch counts them: the fields of a run's `compile` event."""
+    from torch._dynamo.utils import (
+        calculate_time_spent,
+        counters,
+    )  # slow; only compiled runs need it
+
     hits, *others = (counters["inductor"][f"fxgraph_cache_{e}"] for e in ("hit", "miss", "bypass"))
     return {
         "compile_seconds": calculate_time_spent()["total_wall_time"],

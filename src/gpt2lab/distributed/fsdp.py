@@ -10,15 +10,17 @@ unsharded until the last pass of a step.
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from gpt2lab.distributed.sharding import clip_rows, full_tensor
+from gpt2lab.distributed.sharding import clip_rows, full_tensor, is_sharded
 from gpt2lab.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
@@ -27,6 +29,8 @@ def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) ->
     `trained` is the model or contains it: the module whose forward is the full pass. `offload`: rows, gradients and
     optimizer state live in CPU memory, the GPU holds only the weights in use.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # slow
+
     # Pinned memory lets a GPU copy while it computes; torch cannot pin without a GPU.
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
@@ -40,14 +44,14 @@ def keep_unsharded(model: nn.Module, *, after_backward: bool) -> None:
 
     Gradients that stay are summed over the ranks in the last pass only.
     """
-    assert isinstance(model, FSDPModule)
-    model.set_reshard_after_backward(not after_backward, recurse=False)
-    model.set_requires_gradient_sync(not after_backward, recurse=False)
+    sharded = cast("FSDPModule", model)
+    sharded.set_reshard_after_backward(not after_backward, recurse=False)
+    sharded.set_requires_gradient_sync(not after_backward, recurse=False)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients to at most `max_norm`; return their L2 norm before, (), over the rows of all ranks."""
-    rows = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    rows = [p.grad.to_local() for p in model.parameters() if is_sharded(p.grad)]
     return clip_rows(rows, max_norm)
 
 

@@ -1,23 +1,29 @@
 """Tensors sharded over the ranks by rows: torch's DTensor with one placement, Shard(0).
 
-Rank r of W holds the r-th chunk of ceil(n / W) of the n rows, as torch.chunk divides them.
+Rank r of W holds the r-th chunk of ceil(n / W) of the n rows, as torch.chunk divides them. DTensor's module takes
+seconds to import, so it is imported where a tensor is sharded.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from gpt2lab.optim.clipping import scale_gradients, sum_of_squares
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+
+def is_sharded(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
     """Tell whether this rank holds only its rows of the tensor."""
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: nothing is sharded
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
@@ -35,6 +41,8 @@ def local_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def from_local_rows(rows: torch.Tensor, mesh: DeviceMesh, like: torch.Tensor) -> DTensor:
     """Return a sharded tensor of the shape of `like` made of every rank's rows, on the mesh's device; sends nothing."""
+    from torch.distributed.tensor import DTensor, Shard
+
     return DTensor.from_local(
         rows, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -45,7 +53,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     Offloaded rows are gathered on the GPUs.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor
     on_mesh: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
     return on_mesh.full_tensor()
@@ -56,7 +64,7 @@ def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
     Scalars, such as an optimizer's step count, are never sharded.
     """
-    if not isinstance(target, DTensor) or tensor.shape != target.shape:
+    if not is_sharded(target) or tensor.shape != target.shape:
         return tensor
     rows = local_rows(tensor, target.device_mesh).clone()
     return from_local_rows(rows, target.device_mesh, tensor).to(target.to_local().device)

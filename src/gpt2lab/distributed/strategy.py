@@ -90,9 +90,8 @@ class Strategy:
         # Compiled GELUs of a CPU take half the time with tanh written as an exponential. It is off by default for its
         # relative error near 0, which 1 + tanh does not see.
         inductor_config.cpp.use_decompose_tanh = True
-        if self._system.deterministic:
-            # Inductor otherwise times kernels, some of which add in another order, and takes the fastest.
-            inductor_config.deterministic = True
+        # Inductor otherwise times kernels, some of which add in another order, and takes the fastest.
+        inductor_config.deterministic = torch.are_deterministic_algorithms_enabled()
 
     def shard_optimizer_state(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]

@@ -182,15 +182,23 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """Return an embedding with uninitialized weights (rows, width).
+
+    The constructor's own random numbers would be discarded, and on the meta device they import torch.compile's tracer.
+    """
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class GPT(nn.Module):
     """Token ids in, summed loss or logits out."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head: tied
+        self.wte = embedding(config.vocab_size, config.n_embd)  # also the head: tied
         if config.positions == "learned":
-            self.wpe = nn.Embedding(config.context_length, config.n_embd)
+            self.wpe = embedding(config.context_length, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = build_norm(config)
 
@@ -273,8 +281,12 @@ def empty_model(config: ModelConfig) -> GPT:
     """Build a GPT on the CPU with uninitialized weights."""
     with torch.device("meta"):  # no memory, no random numbers
         model = GPT(config)
-    assert not list(model.buffers()), "a buffer would be left uninitialized by to_empty"
-    return model.to_empty(device="cpu")
+    assert not list(model.buffers()), "a buffer would stay on the meta device"
+    for module in model.modules():  # as to_empty, which imports a computer algebra system
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            weights = torch.empty(parameter.shape, device="cpu")
+            setattr(module, name, nn.Parameter(weights))
+    return model
 
 
 def build_model(config: ModelConfig, *, seed: int, device: torch.device) -> GPT:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from gpt2lab.config.schema import OptimConfig
+from gpt2lab.optim.adamw import AdamW, skip_tracer
 from gpt2lab.optim.muon import Muon
 from gpt2lab.optim.schedule import muon_scale
 
@@ -34,9 +35,10 @@ def build_optimizers(
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
     fused = device.type in ("cuda", "cpu")
+    skip_tracer()
     betas = (config.beta1, config.beta2)
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=config.max_lr, betas=betas, eps=EPS, fused=fused)
+        AdamW(groups, lr=config.max_lr, betas=betas, eps=EPS, fused=fused)
     ]
     if hidden:
         scale = muon_scale(config)

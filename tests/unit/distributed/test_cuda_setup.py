@@ -68,11 +68,15 @@ def test_deterministic_mode_is_set_before_anything_reads_it(gpu: None) -> None:
 def test_the_compiler_gets_what_the_run_needs(deterministic: bool) -> None:
     """As attributes: the environment is read when torch's compiler is imported, which is before a run is known."""
     model = GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=16))
-    system = SystemConfig(compile="on", deterministic=deterministic)
-    with inductor_config.patch({"deterministic": False, "cpp.use_decompose_tanh": False}):
-        Strategy(Runtime(), system).prepare(model)
-        assert inductor_config.deterministic is deterministic
-        assert inductor_config.cpp.use_decompose_tanh
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
+    try:
+        with inductor_config.patch({"deterministic": False, "cpp.use_decompose_tanh": False}):
+            Strategy(Runtime(), SystemConfig(compile="on")).prepare(model)
+            assert inductor_config.deterministic is deterministic
+            assert inductor_config.cpp.use_decompose_tanh
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 @pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])

@@ -1,0 +1,59 @@
+"""torch's AdamW, started without torch.compile's tracer.
+
+torch._dynamo takes longer to import than the rest of an uncompiled start, and torch.optim imports it at the first call
+of several methods, to mark them as not to be traced. No optimizer here is ever traced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.optim.adamw import adamw
+
+
+class AdamW(torch.optim.AdamW):
+    """The same arithmetic, groups and state; `step` calls the same function."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            weights: list[torch.Tensor] = []
+            gradients: list[torch.Tensor] = []
+            means: list[torch.Tensor] = []
+            squares: list[torch.Tensor] = []
+            steps: list[torch.Tensor] = []
+            self._init_group(group, weights, gradients, means, squares, [], steps)  # type: ignore[no-untyped-call]
+            beta1, beta2 = group["betas"]
+            adamw(
+                weights,
+                gradients,
+                means,
+                squares,
+                [],
+                steps,
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+            )
+
+
+def skip_tracer() -> None:
+    """Let the methods of torch.optim.Optimizer run as they are; called before the first optimizer is made.
+
+    Their wrapper looks for this attribute before it imports the tracer (torch/_compile.py). With a torch that looks
+    for another, starts only take longer.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None and "torch._dynamo" not in sys.modules:
+            setattr(method, "__dynamo_disable", method)

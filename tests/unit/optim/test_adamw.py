@@ -1,0 +1,95 @@
+"""AdamW is torch's, bit by bit, and neither it nor a start of a run imports torch.compile's tracer."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import launch
+from gpt2lab.config.schema import OptimConfig
+from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
+from tiny import flags_of, write_items, write_shards
+
+SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+
+
+def steps_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Take five steps with other gradients and another rate in each."""
+    generator = torch.Generator().manual_seed(3)
+    for step in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        set_learning_rate([optimizer], 1e-2 / (step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_and_state_are_those_of_torch(fused: bool) -> None:
+    torch.manual_seed(1)
+    ours = nn.Sequential(nn.Linear(19, 23), nn.LayerNorm(23), nn.Linear(23, 5))
+    theirs = copy.deepcopy(ours)
+    (mine,) = build_optimizers(ours, OptimConfig(), device=torch.device("cpu" if fused else "xpu"))
+    groups = [
+        {key: group[key] for key in ("weight_decay", "lr_scale")}
+        | {"params": [p for p in theirs.parameters() if (p.dim() >= 2) == (index == 0)]}
+        for index, group in enumerate(mine.param_groups)
+    ]
+    reference = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    steps_of(mine, ours)
+    steps_of(reference, theirs)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+    states = [mine.state_dict()["state"], reference.state_dict()["state"]]
+    assert list(states[0]) == list(states[1])
+    for mine_of, theirs_of in zip(states[0].values(), states[1].values(), strict=True):
+        assert list(mine_of) == list(theirs_of)
+        assert all(torch.equal(mine_of[key], theirs_of[key]) for key in mine_of)
+
+
+def test_an_update_that_is_found_infinite_leaves_weights_and_steps() -> None:
+    model = nn.Linear(4, 3)
+    (optimizer,) = build_optimizers(model, OptimConfig(), device=torch.device("cpu"))
+    steps_of(optimizer, model)
+    before = copy.deepcopy([*model.parameters()])
+    steps = [state["step"].item() for state in optimizer.state.values()]
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    steps_of(optimizer, model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [state["step"].item() for state in optimizer.state.values()] == steps
+
+
+def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path: Path) -> None:
+    """These modules take longer to import than the rest of a start."""
+    write_shards(tmp_path / "data", train=(2000,), val=(650,))
+    write_items(tmp_path / "items.jsonl", 4)
+    train = flags_of(tmp_path, "run")
+    evaluate = ["run", f"--checkpoint_dir={tmp_path / 'runs'}", "--val_tokens=320"]
+    program = f"""
+import runpy, sys
+sys.path.insert(0, "src"); sys.path.insert(0, "scripts")
+for name, flags in (("src/train.py", {train}), ("scripts/evaluate.py", {evaluate})):
+    sys.argv = [name, *flags]
+    try:
+        runpy.run_path(name, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=launch.REPOSITORY,
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        timeout=launch.HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
