@@ -73,7 +73,7 @@ def reject_on_device(
 
     The fused kernel decides, as for torch.amp.GradScaler: nothing waits for the device. The step counts stay too.
     """
-    are_finite = torch.stack([torch.isfinite(number) for number in numbers]).all()
+    are_finite = torch.isfinite(torch.stack(numbers)).all()
     for optimizer in optimizers:
         optimizer.found_inf = 1.0 - are_finite.float()  # type: ignore[attr-defined]
 

@@ -40,7 +40,7 @@ S = 8  # windows a step
 TIMES = {
     *("time", "seconds", "step_seconds", "tokens_per_second", "data_wait_seconds", "cpu_seconds"),
     *("peak_memory_bytes", "elapsed_seconds", "remaining_seconds", "created", "path"),
-    *("remaining_low", "remaining_high", "checkpoint", "bytes"),
+    *("on_track", "checkpoint", "bytes"),
 }
 OnStep = Callable[[int], None]
 
@@ -95,6 +95,8 @@ class Both:
     def assert_equal(self) -> None:
         """Compare logs, checkpoints, labels and status, all but what a clock says and the order's own line."""
         one, other = (_facts(run) for run in self.runs)
+        for event, same in zip(one["events"], other["events"], strict=True):
+            assert event == same
         assert one == other
         assert one["checkpoints"]
 
