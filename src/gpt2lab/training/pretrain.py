@@ -222,10 +222,9 @@ def build(start: Start, runtime: Runtime, model: GPT, recipe: Recipe) -> Compone
     if start.checkpoint is not None:
         state = runtime.on_all_ranks(lambda: load_state(start, model, optimizers, runtime))
         check = runtime.on_rank_zero(lambda: check_resume(start, state, batches.loader, facts))
-    host_decides = why_host_decides(config, optimizers, runtime)
     return Components(
         *(start, runtime, strategy, facts, model, trained, optimizers, batches, state, check),
-        host_decides,
+        host_decides=why_host_decides(config, optimizers, runtime),
     )
 
 

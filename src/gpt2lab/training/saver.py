@@ -62,7 +62,7 @@ class Saver:
             self.logger.warn(f"{failure}; training goes on, the next is due as planned", state.step)
         return failure is None, time.monotonic() - began
 
-    def rescue(self, state: TrainState, *, has_moved: Callable[[], bool]) -> bool:
+    def rescue(self, state: TrainState, has_moved: Callable[[], bool]) -> bool:
         """Save the last complete step when an error ends this rank, without communication; return whether it worked.
 
         Sharded state cannot be saved this way. The rank that holds the run's lock writes: rank 0, or a survivor of its

@@ -229,9 +229,10 @@ class Trainer:
         if policy == "rewind" and is_spike(step.stats.loss, self.state.recent_losses):
             self.busy.acquire()  # for good after an error on the way
             went_back = self.rewind(step.batch, step.stats.loss)
-            self.busy.release()
             if went_back:
                 self.launched.clear()
+            self.busy.release()
+            if went_back:
                 return False
         with self.busy:
             spiked = self.record(step)
@@ -258,7 +259,7 @@ class Trainer:
             loss=stats.loss,
             skip_reason=None if stats.updated else "spike" if spiked else NOT_FINITE,
         )
-        self.launched.remove(step)
+        del self.launched[0]
         self.finished_at, self.last_loss = now, stats.loss
         self.progress.record_step(seconds)
         self.control.margin_seconds = self.stop_seconds(
@@ -447,7 +448,7 @@ class Trainer:
         except (DataError, RuntimeError):  # RuntimeError: of the device
             return False
         state = dataclasses.replace(self.state, unverified=unverified)
-        return self.saver.rescue(state, has_moved=self.has_begun_update)
+        return self.saver.rescue(state, self.has_begun_update)
 
     def has_begun_update(self) -> bool:
         """Tell whether the device may have begun the next update: its numbers, copied before it, have arrived."""
