@@ -114,7 +114,7 @@ def _answer_for_torch(card: Card) -> None:
         "_is_compiled": lambda: True,
         "_lazy_init": _nothing(),
         "set_device": _nothing(),
-        "synchronize": _nothing(),
+        "synchronize": lambda *unused: _wait("synchronize"),
         "manual_seed": _nothing(),
         "manual_seed_all": _nothing(),
         "get_rng_state": lambda *unused: torch.get_rng_state(),
@@ -131,7 +131,15 @@ def _answer_for_torch(card: Card) -> None:
         setattr(torch._C, name, lambda *unused: 0)
     # The device guard above suffices; torch's own no-op would replace it.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
-    FakeTensor.item = lambda self: 1.0  # type: ignore[method-assign]
+    FakeTensor.item = lambda self: _wait("item")  # type: ignore[method-assign]
+
+
+waits: list[str] = []  # for the card, by the function that would have waited
+
+
+def _wait(name: str) -> float:
+    waits.append(name)
+    return 1.0
 
 
 def _nothing() -> Callable[..., None]:
@@ -160,6 +168,10 @@ class _Event:
 
     def record(self) -> None:
         """Mark nothing."""
+
+    def synchronize(self) -> None:
+        """Note that it was waited for."""
+        _wait("Event.synchronize")
 
 
 def _answer_for_triton(card: Card) -> None:

@@ -63,10 +63,18 @@ def take_steps(case: Case) -> dict[str, Any]:
         micro = [MicroBatch(x.clone(), x.clone(), i, i == 1) for i, x in enumerate(ids)]
         batch = GlobalBatch(tuple(micro), 2 * ids[0].numel(), 0, 0, 2 * case.micro_batch, None)
         after: list[int] = []
+        device.waits.clear()
         for _ in range(_STEPS):
             with _inside_ddp(case.ddp_bucket_mb), _Launches() as launches:
                 train_step(
-                    trained, optimizers, batch, 1e-4, strategy=strategy, grad_clip=1.0, seed=0
+                    trained,
+                    optimizers,
+                    batch,
+                    1e-4,
+                    strategy=strategy,
+                    grad_clip=1.0,
+                    seed=0,
+                    accept=None,  # pipelined, as the trainer's
                 )
             after.append(counters["stats"]["unique_graphs"])
     return {
@@ -74,6 +82,7 @@ def take_steps(case: Case) -> dict[str, Any]:
         "graphs": [dataclasses.asdict(graph) for graph in graphs],
         "graph_breaks": sum(counters["graph_break"].values()),
         "recompiles": after[-1] - after[0],
+        "waits": list(device.waits),
         "outside": dict(launches.counted.most_common()),
     }
 
@@ -152,7 +161,7 @@ def _inside_ddp(bucket_mb: float | None) -> Iterator[None]:
 
 
 class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators that run outside compiled graphs; views and fresh memory launch nothing."""
+    """Counts operators outside compiled graphs (views and fresh memory launch nothing); notes copies that wait."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,6 +176,9 @@ class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if func.namespace == "aten" and not func.is_view and not name.startswith("empty"):
             self.counted[name] += 1
+        options = kwargs or {}
+        if name == "_to_copy" and str(options.get("device")) == "cpu":
+            device.waits.extend([] if options.get("non_blocking") else ["copy to the CPU"])
         return func(*args, **(kwargs or {}))
 
 

@@ -32,6 +32,40 @@ def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Referen
     run.assert_equals(reference(2))
 
 
+def pipelined(folder: Path) -> Path:
+    """Return a trainer that launches a step before it has read the loss of the one before, as on a GPU."""
+    return python_program(
+        folder, "from gpt2lab.distributed.runtime import Runtime\nRuntime.runs_ahead = True"
+    )
+
+
+def test_row_11_a_process_is_killed_while_a_step_is_in_flight(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """The survivor counts step 14, whose loss it had not read, logs it and saves it."""
+    run.flags, program = NO_ROLLING, pipelined(tmp_path)
+    assert run.finish(world=2, program=program, FAULT=f"{PACE};step:kill9@15,rank=1") != 0
+    assert run.saved() == [14]
+    assert "another rank of this run died after step 14; that step is saved" in run.errors()
+    assert max(run.losses()) == 14
+    assert run.finish("--resume=latest", world=2, program=program) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
+def test_row_29_a_process_freezes_while_a_step_is_in_flight(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """The watching thread does that for the thread that hangs."""
+    program = pipelined(tmp_path)
+    frozen = {"world": 2, "program": program, "FAULT": f"{PACE};step:freeze@15,rank=1"}
+    code = run.finish("--hang_seconds=1.5", torchrun=("--shutdown-timeout=2",), **frozen)
+    assert code != 0
+    assert run.saved() == [5, 10, 14]
+    assert "the last complete step is saved" in run.status()["reason"]
+    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
+    run.assert_equals(reference(2))
+
+
 def test_row_11_torchrun_restarts_and_the_run_goes_on(run: FaultRun, reference: Reference) -> None:
     """The same command line, started again by torchrun itself, finds its run."""
     run.flags = NO_ROLLING

@@ -83,6 +83,11 @@ class Runtime:
             _use_deterministic_cublas()
             _use_deterministic_kernels()
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Tell whether this process goes on while its device computes what it was asked to."""
+        return self.device.type == "cuda"
+
     def on_rank_zero(self, act: Callable[[], T]) -> T:
         """Run `act` on rank 0; return its result, or raise its error, on all ranks."""
         answer: list[Any] = [_attempt(act) if self.rank == 0 else None]

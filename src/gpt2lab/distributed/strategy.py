@@ -10,6 +10,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,43 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.clipping import clip_grad_norm
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a GPU's queue of work; a CPU has passed it when it is set."""
+
+    _moment: float
+    _event: torch.cuda.Event | None
+
+    def has_passed(self) -> bool:
+        """Tell whether all work before it is done."""
+        return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait until all work before it is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Return the seconds between two marks that have passed, by the GPU's clock: launching kernels is not work."""
+        if self._event is None or earlier._event is None:
+            return self._moment - earlier._moment
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class Numbers:
+    """Numbers on their way from the device."""
+
+    def __init__(self, values: list[torch.Tensor], arrived: Mark) -> None:
+        """`values`: each () on the host, complete once `arrived` has passed."""
+        self._values, self.arrived = values, arrived
+
+    @functools.cached_property
+    def values(self) -> list[float]:
+        """The numbers; waits for them."""
+        self.arrived.wait()
+        return [value.item() for value in self._values]
 
 
 class Strategy:
@@ -49,7 +87,6 @@ class Strategy:
         self._scatters = needs_rows and self.device.type == "cuda"
         # DDP and FSDP average gradients over ranks; a loss scaled up by this yields their sum.
         self.averaged_over = 1 if self._exact else runtime.world_size
-        self._marks: list[Any] = []
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
@@ -186,27 +223,18 @@ class Strategy:
         else:
             model.zero_grad()
 
-    def begin_work(self) -> None:
-        """Start timing this rank's own work; in the rest of a step ranks wait for each other."""
-        self._marks = [self._mark()]
-
-    def end_work(self) -> None:
-        """Stop the timing, before the backward pass that reduces gradients."""
-        self._marks.append(self._mark())
-
-    def work_seconds(self) -> float:
-        """Return the seconds of this rank's own work in the last step; synchronize the GPU first."""
-        begin, end = self._marks
-        if self.device.type == "cuda":
-            return begin.elapsed_time(end) / 1000
-        return end - begin
-
-    def _mark(self) -> Any:
+    def mark(self) -> Mark:
+        """Mark where the device's queue ends now."""
         if self.device.type != "cuda":
-            return time.monotonic()
+            return Mark(time.monotonic(), None)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()  # on the GPU's clock: launching kernels is not work
-        return event
+        event.record()
+        return Mark(time.monotonic(), event)
+
+    def send_to_host(self, *values: torch.Tensor) -> Numbers:
+        """Begin to copy numbers, each (), to the host."""
+        on_host = [value.to("cpu", non_blocking=True) for value in values]  # from a GPU: pinned
+        return Numbers(on_host, self.mark())
 
     def autocast(self) -> torch.autocast:
         """Run matrix products in the run's dtype; weights and sums stay fp32."""

@@ -63,6 +63,23 @@ def assert_partition(
     )
 
 
+def can_reject_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `reject_on_device` works: for torch's own fused AdamW, not for what is derived from it."""
+    return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
+
+
+def reject_on_device(
+    optimizers: list[torch.optim.Optimizer], numbers: tuple[torch.Tensor, ...]
+) -> None:
+    """Let the next `step` change nothing if one of the numbers, each (), is not finite.
+
+    The fused kernel decides, as for torch.amp.GradScaler: nothing waits for the device. The step counts stay too.
+    """
+    are_finite = torch.isfinite(torch.stack(numbers)).all()
+    for optimizer in optimizers:
+        optimizer.found_inf = 1.0 - are_finite.float()  # type: ignore[attr-defined]
+
+
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
     """Set every group's learning rate for the coming step."""
     for optimizer in optimizers:

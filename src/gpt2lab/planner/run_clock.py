@@ -88,15 +88,15 @@ class Progress:
             self._stale_from = self._seen + 1 + len(self._steps) // 50
         return self._pace
 
-    def stop_seconds(self, *, assumed_save: float = 0.0) -> float:
-        """Return how long a stop may still take: one slow step and the last save, half as much again.
+    def stop_seconds(self, *, assumed_save: float = 0.0, num_steps: int = 1) -> float:
+        """Return how long a stop may still take: slow steps and the last save, half as much again.
 
         `assumed_save` stands in for the save before there was one.
         """
         steps = sorted(itertools.islice(reversed(self._steps), 100))
         step = steps[round(0.95 * (len(steps) - 1))] if steps else 0.0
         saves = self._events.get("checkpoint", [])
-        return 1.5 * (step + (saves[-1] if saves else assumed_save))
+        return 1.5 * (num_steps * step + (saves[-1] if saves else assumed_save))
 
     def remaining_interval(self, step: int) -> Interval | None:
         """Return the seconds left after `step`, None before there is a pace."""

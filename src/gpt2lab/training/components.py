@@ -37,6 +37,8 @@ class Components:
     batches: Batches
     state: TrainState  # where the run stands at the beginning of this start
     resume_check: ResumeCheck | None  # of a resume
+    # Why the host decides on each update before it is made. None: the device does, and steps are pipelined.
+    host_decides: str | None
 
 
 @dataclass(frozen=True)

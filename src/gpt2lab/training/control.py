@@ -29,6 +29,11 @@ class Request:
     save: bool = False
     error: GPT2LabError | None = None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Tell whether training simply goes on."""
+        return self == Request()
+
 
 class Control:
     """Asked once a step, and between the batches of an evaluation."""

@@ -8,9 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 
+import torch
+
 from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.schema import Config
 from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import NonFiniteError
+from gpt2lab.optim.optimizers import can_reject_on_device
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.train_step import StepStats, is_finite
 
@@ -45,6 +50,25 @@ def accepts(loss: float, grad_norm: float, state: TrainState, on_spike: str) -> 
     """Decide, from numbers that all ranks share, whether an update is made."""
     spiked = is_spike(loss, state.recent_losses)
     return is_finite(loss, grad_norm) and (on_spike == "warn" or not spiked)
+
+
+def why_host_decides(
+    config: Config, optimizers: list[torch.optim.Optimizer], runtime: Runtime
+) -> str | None:
+    """Return why the loss must be read before the update is made; None if the device can do without.
+
+    The device then rejects an update that is not finite, and the host launches a step before it has read the loss of
+    the one before, so that the device never waits for it.
+    """
+    unable = [type(o).__name__ for o in optimizers if not can_reject_on_device(o)]
+    reasons = {
+        "the device computes at once": not runtime.runs_ahead,
+        f"on_spike {config.optim.on_spike}": config.optim.on_spike != "warn",
+        "histograms of gradients": config.log.histogram_freq > 0,
+        "reduce exact": config.system.reduce == "exact",
+        f"{', '.join(unable)} cannot": bool(unable),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def report_health(

@@ -51,6 +51,7 @@ from gpt2lab.training.from_mirror import (
     open_uploader,
     wait_limit,
 )
+from gpt2lab.training.health import why_host_decides
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve_to_train
@@ -222,7 +223,8 @@ def build(start: Start, runtime: Runtime, model: GPT, recipe: Recipe) -> Compone
         state = runtime.on_all_ranks(lambda: load_state(start, model, optimizers, runtime))
         check = runtime.on_rank_zero(lambda: check_resume(start, state, batches.loader, facts))
     return Components(
-        start, runtime, strategy, facts, model, trained, optimizers, batches, state, check
+        *(start, runtime, strategy, facts, model, trained, optimizers, batches, state, check),
+        host_decides=why_host_decides(config, optimizers, runtime),
     )
 
 

@@ -127,6 +127,11 @@ class StepLog:
         passes = self._order.epochs_before(batch.first_sample + batch.samples)
         return {"epochs_by_source": passes}
 
+    def announce(self, batch: GlobalBatch, step: int) -> None:
+        """Say, once each, what begins with the batch after `step`: an epoch, other weights of a mixture."""
+        self.announce_epoch(batch)
+        self.announce_phase(batch, step)
+
     def announce_phase(self, batch: GlobalBatch, step: int) -> None:
         """Record and say the weights of a mixture after `step`: where a start goes on, and where they change."""
         if not isinstance(self._order, Mixture):
@@ -237,6 +242,12 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         environment.pop("deterministic")
     facts = ", ".join(f"{name} {value}" for name, value in environment.items())
     logger.say(f"runs on        {facts}")
+    if components.runtime.runs_ahead:
+        why = components.host_decides
+        logger.say(
+            "steps          "
+            + ("pipelined" if why is None else f"one by one: the host decides on updates ({why})")
+        )
     for name, (before, now) in start.changes.items():
         logger.say(f"changed        {name}: {before} -> {now}")
     for warning in start.warnings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -61,11 +62,11 @@ class Saver:
             self.logger.warn(f"{failure}; training goes on, the next is due as planned", state.step)
         return failure is None, time.monotonic() - began
 
-    def rescue(self, state: TrainState) -> bool:
+    def rescue(self, state: TrainState, has_moved: Callable[[], bool]) -> bool:
         """Save the last complete step when an error ends this rank, without communication; return whether it worked.
 
         Sharded state cannot be saved this way. The rank that holds the run's lock writes: rank 0, or a survivor of its
-        death.
+        death. `has_moved` tells, once the weights are copied, whether the device may have begun to change them.
         """
         opened: RunFolder | None = None
         began, label = time.monotonic(), f"emergency_{state.step:08d}"
@@ -77,7 +78,7 @@ class Saver:
             # Behind a collective that hangs, the GPU's usual stream would never come to the copies.
             with own_stream(self.runtime.device):
                 content = store.collect(self.model, self.optimizers, keep=True)
-            if not weights_are_finite(content):
+            if has_moved() or not weights_are_finite(content):
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()

@@ -10,19 +10,43 @@ import torch
 from torch import nn
 
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.distributed.strategy import Mark, Numbers, Strategy
 from gpt2lab.errors import TornUpdateError
 from gpt2lab.model.rng import fold_seed
-from gpt2lab.optim.optimizers import set_learning_rate
+from gpt2lab.optim.optimizers import reject_on_device, set_learning_rate
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """The numbers of one step."""
+    """What came of one step. A GPU may still compute it: whoever reads a number waits for it."""
 
-    loss: float  # nats/token, mean over the global batch, of the weights before the update
-    grad_norm: float  # L2, before clipping
-    updated: bool  # False: the update was skipped, weights and moments are as before
+    numbers: Numbers  # the loss and the gradient norm; they arrive before the update begins
+    accepted: bool | None  # None: the device decides
+    work: tuple[
+        Mark, Mark
+    ]  # around this rank's own work; in the rest of a step ranks wait for each other
+    done: Mark  # passed after the update
+
+    @property
+    def loss(self) -> float:
+        """Nats/token, mean over the global batch, of the weights before the update."""
+        return self.numbers.values[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """L2, before clipping."""
+        return self.numbers.values[1]
+
+    @property
+    def updated(self) -> bool:
+        """False: the update was skipped, weights and moments are as before."""
+        return is_finite(self.loss, self.grad_norm) if self.accepted is None else self.accepted
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds of this rank's own work."""
+        began, ended = self.work
+        return ended.seconds_since(began)
 
 
 def is_finite(loss: float, grad_norm: float) -> bool:
@@ -39,7 +63,8 @@ def train_step(
     strategy: Strategy,
     grad_clip: float,
     seed: int,
-    accept: Callable[[float, float], bool] = is_finite,
+    accept: Callable[[float, float], bool] | None = is_finite,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepStats:
     """Take one optimizer step and return the loss and gradient norm before it.
 
@@ -47,12 +72,13 @@ def train_step(
     depends neither on the world size nor on the micro-batch size, up to the order of floating-point sums. `seed` is
     the step's own: dropout belongs to the micro-batch, not to the rank.
 
-    `accept(loss, grad_norm)` decides before the weights change; both are global, so all ranks decide alike.
+    `accept(loss, grad_norm)` decides before the weights change; both are global, so all ranks decide alike. None: the
+    device rejects what is not finite, and nothing here waits for it.
 
     Raises: TornUpdateError if the optimizer failed half-way.
     """
     set_learning_rate(optimizers, lr)
-    strategy.begin_work()
+    began = ready = strategy.mark()
     scale = strategy.averaged_over / batch.num_targets
     losses = []  # each () nats, summed over (B, T)
 
@@ -62,19 +88,22 @@ def train_step(
             with strategy.autocast():
                 loss = model(micro.tokens, micro.targets)
             if micro.is_last:
-                strategy.end_work()
+                ready = strategy.mark()  # before the backward pass that reduces gradients
             (loss * scale).backward()
         losses.append(loss.detach())
 
     max_norm = grad_clip if grad_clip > 0 else math.inf
     norm = strategy.clip_grad_norm(model, max_norm)  # () L2 before clipping
-    loss_value = (strategy.sum_losses(losses) / batch.num_targets).item()  # sync
-    norm_value = norm.item()
-    accepted = accept(loss_value, norm_value)
+    mean_loss = strategy.sum_losses(losses) / batch.num_targets
+    numbers = strategy.send_to_host(mean_loss, norm)
+    accepted = None if accept is None else accept(*numbers.values)
+    before_update()
     try:
-        for optimizer in optimizers if accepted else []:
+        if accepted is None:
+            reject_on_device(optimizers, (mean_loss, norm))
+        for optimizer in optimizers if accepted is not False else []:
             optimizer.step()
         strategy.clear_gradients(model)
     except Exception as error:
         raise TornUpdateError(f"the optimizer failed half-way: {error}") from error
-    return StepStats(loss=loss_value, grad_norm=norm_value, updated=accepted)
+    return StepStats(numbers, accepted, work=(began, ready), done=strategy.mark())

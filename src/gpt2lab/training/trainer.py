@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.checkpoint import catalog
@@ -35,9 +36,20 @@ from gpt2lab.training.rewind import rewind
 from gpt2lab.training.run_log import StepLog
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.stop import launcher_grace_seconds, more_to_abort
-from gpt2lab.training.train_step import train_step
+from gpt2lab.training.train_step import StepStats, train_step
 
 _SAVE_BYTES_PER_SECOND = 1e8  # assumed before the first save was measured
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device computes, or has computed."""
+
+    number: int
+    batch: GlobalBatch
+    lr: float
+    stats: StepStats
+    began: tuple[float, float]  # seconds: the monotonic clock, this process's processor time
 
 
 class Trainer:
@@ -55,7 +67,11 @@ class Trainer:
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = self.first_step = self.state.step
-        # Held while the weights are not those of `state`, and while a checkpoint is written.
+        # Steps whose results the state does not count yet: two, for a moment, where they are pipelined.
+        self.launched: list[LaunchedStep] = []
+        self.is_pipelined = components.host_decides is None
+        self.finished_at = (0.0, 0.0)  # when the newest step of `state` was, as in LaunchedStep
+        # Held while an update is launched that is not in `launched` yet, and while a checkpoint is written.
         self.busy = threading.Lock()
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         if self.start.last_save_seconds is not None:
@@ -74,7 +90,7 @@ class Trainer:
             "training": f"finishing step {step}, then saving",
             "measuring": f"cutting the evaluation after step {step} short, then saving",
             "saving": f"finishing the checkpoint of step {step}",
-        }.get(phase, f"stopping after step {self.state.step}, then saving")
+        }.get(phase, f"stopping after step {self.newest_step}, then saving")
         self.logger.say(f"{what}{more_to_abort(number, level)}")
 
     def fit(self) -> str | None:
@@ -101,7 +117,7 @@ class Trainer:
             if (lost := self.check_folder()) is not None:
                 raise lost from error
             self.heartbeat.enter("saving", self.state.step)
-            saved = self.rescue()
+            saved = self.rescue(patience=self.control.margin_seconds)
             if not is_lost_peer(error):
                 raise
             raise PeerError(
@@ -123,14 +139,17 @@ class Trainer:
     def train_on(self, batches: Iterator[GlobalBatch]) -> str | None:
         """Train on batches in order; return why that ended: None at the end, `rewind`, or the reason of a stop."""
         while True:
-            self.heartbeat.enter("reading data", self.state.step + 1)
+            self.heartbeat.enter("reading data", self.newest_step + 1)
             batch, error = fetch(batches)
-            self.heartbeat.enter("agreeing", self.state.step + 1)
+            self.heartbeat.enter("agreeing", self.newest_step + 1)
             # The one moment at which a run may end early.
             request = self.control.agree(error or self.check_folder())
+            if isinstance(request.error, FolderLostError):
+                raise request.error
+            if self.launched and not request.is_quiet:
+                self.finish()
             if request.error is not None:
-                if not isinstance(request.error, FolderLostError):
-                    self.save_step("emergency")
+                self.save_step("emergency")
                 raise request.error
             if request.stop is not None:
                 self.save_step("emergency")
@@ -138,14 +157,18 @@ class Trainer:
             if request.save:
                 self.save_step("rolling")
             assert batch is not None
-            self.log.announce_epoch(batch)
-            self.log.announce_phase(batch, self.state.step)
-            self.heartbeat.enter("training", self.state.step + 1)
+            if not self.launched:
+                self.log.announce(batch, self.state.step)
+            self.heartbeat.enter("training", self.newest_step + 1)
             with self.log.while_compiling():
-                went_on = self.step(batch)
+                self.launch(batch)
+                if len(self.launched) > 1:
+                    self.finish()  # the step before, while the device computes this one
+                if self.is_followed_at_once(self.launched[0]):
+                    continue
+                went_on = self.finish()
             if not went_on:
                 return "rewind"
-            self.saver.report_mirror(self.state.step)
             self.check_drift_if_due()
             self.state = dataclasses.replace(self.state, due=self.due_after_step())
             self.measure()
@@ -157,64 +180,117 @@ class Trainer:
                 return self.end_early("stop_after_steps")
 
     @property
+    def newest_step(self) -> int:
+        """The number of the step launched last."""
+        return self.state.step + len(self.launched)
+
+    @property
     def is_last(self) -> bool:
         """Tell whether the step just done was the run's last."""
         return self.state.step == self.last_step
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def step(self, batch: GlobalBatch) -> bool:
-        """Take the next optimizer step and record it; False if the run went back instead."""
-        began, cpu_began = time.monotonic(), time.process_time()
-        number, strategy = self.state.step + 1, self.components.strategy
-        policy = self.config.optim.on_spike
+    def launch(self, batch: GlobalBatch) -> None:
+        """Launch the next optimizer step; a GPU may still compute the one before, a CPU computes at once."""
+        began = (time.monotonic() - batch.wait_seconds, time.process_time())
+        number, policy = self.newest_step + 1, self.config.optim.on_spike
         faultpoint("step", number)
         lr = lr_at(number, self.config.optim, max_steps=self.last_step)
         aside = 0.0  # seconds spent on looking at gradients, which are there before the update only
 
         def accept(loss: float, norm: float) -> bool:
+            return accepts(loss, norm, self.state, policy)
+
+        def before_update() -> None:
             nonlocal aside
             aside = self.histograms.gradients(number)
-            accepted = accepts(loss, norm, self.state, policy)
-            self.busy.acquire()  # until the state has advanced; for good after an error on the way
-            return accepted
+            self.busy.acquire()  # until the step is known; for good after an error on the way
 
         stats = train_step(
             self.components.trained,
             self.components.optimizers,
             batch,
             lr,
-            strategy=strategy,
+            strategy=self.components.strategy,
             grad_clip=self.config.optim.grad_clip,
             seed=rng.fold_seed(self.config.data.seed, number),
-            accept=accept,
+            accept=None if self.is_pipelined else accept,
+            before_update=before_update,
         )
-        self.runtime.synchronize()
-        seconds = time.monotonic() - began - aside + batch.wait_seconds
-        spiked = is_spike(stats.loss, self.state.recent_losses)
-        if spiked and policy == "rewind" and self.rewind(batch, stats.loss):
+        began = (began[0] + aside, began[1])
+        self.launched.append(LaunchedStep(number, batch, lr, stats, began))
+        self.busy.release()
+
+    def finish(self) -> bool:
+        """Wait for the step launched first and record it; False if the run went back instead."""
+        step, policy = self.launched[0], self.config.optim.on_spike
+        step.stats.done.wait()
+        if policy == "rewind" and is_spike(step.stats.loss, self.state.recent_losses):
+            self.busy.acquire()  # for good after an error on the way
+            went_back = self.rewind(step.batch, step.stats.loss)
+            if went_back:
+                self.launched.clear()
             self.busy.release()
-            return False
+            if went_back:
+                return False
+        with self.busy:
+            spiked = self.record(step)
+        report_health(self.state, step.stats, step.batch, self.logger, spiked=spiked)
+        self.stragglers.note(
+            step.number,
+            work_seconds=step.stats.work_seconds,
+            wait_seconds=step.batch.wait_seconds,
+        )
+        self.saver.report_mirror(self.state.step)
+        return True
+
+    def record(self, step: LaunchedStep) -> bool:
+        """Advance the state by a step that is complete, and log it; tell whether its loss is a spike."""
+        stats, now = step.stats, (time.monotonic(), time.process_time())
+        # Until the step before was complete, the device did not compute this one.
+        since = map(max, step.began, self.finished_at)
+        seconds, cpu_seconds = (end - begin for end, begin in zip(now, since, strict=True))
+        spiked = is_spike(stats.loss, self.state.recent_losses)
         self.state = self.state.advance(
-            samples=batch.samples,
+            samples=step.batch.samples,
             tokens=self.start.plan.batch.tokens,
             seconds=seconds,
             loss=stats.loss,
             skip_reason=None if stats.updated else "spike" if spiked else NOT_FINITE,
         )
-        self.busy.release()
-        self.last_loss = stats.loss
+        del self.launched[0]
+        self.finished_at, self.last_loss = now, stats.loss
         self.progress.record_step(seconds)
-        self.control.margin_seconds = self.progress.stop_seconds(
+        self.control.margin_seconds = self.stop_seconds(
             assumed_save=self.start.plan.checkpoint_bytes / _SAVE_BYTES_PER_SECOND
         )
-        cpu_seconds = time.process_time() - cpu_began
-        self.log.record(self.state, batch, stats, lr=lr, seconds=seconds, cpu_seconds=cpu_seconds)
-        report_health(self.state, stats, batch, self.logger, spiked=spiked)
-        self.stragglers.note(
-            number, work_seconds=strategy.work_seconds(), wait_seconds=batch.wait_seconds
+        self.log.announce(step.batch, step.number - 1)
+        self.log.record(
+            self.state, step.batch, stats, lr=step.lr, seconds=seconds, cpu_seconds=cpu_seconds
         )
-        return True
+        return spiked
+
+    def is_followed_at_once(self, step: LaunchedStep) -> bool:
+        """Tell whether the next step is launched before this one is read: nothing is due between them."""
+        first = self.first_step + 1  # compiles, and is announced so
+        if not self.is_pipelined or self.state.non_finite_in_a_row or step.number == first:
+            return False
+        config = self.config
+        freqs = (
+            *(config.eval.eval_freq, config.eval.hellaswag_freq, config.eval.sample_freq),
+            *(config.checkpoint.checkpoint_freq, config.system.drift_check_freq),
+        )
+        return not (
+            any(is_due(step.number, freq, self.last_step) for freq in freqs)
+            or step.number in (self.last_step, self.start.stop_after_steps)
+            or self.epochs_completed(step.batch.first_sample + step.batch.samples) is not None
+        )
+
+    def stop_seconds(self, *, assumed_save: float = 0.0) -> float:
+        """Return how long a stop may still take; it comes a step later where steps are pipelined."""
+        steps = 2 if self.is_pipelined else 1
+        return self.progress.stop_seconds(assumed_save=assumed_save, num_steps=steps)
 
     def rewind(self, batch: GlobalBatch, loss: float) -> bool:
         """Go back before the spike if there is a checkpoint to go to."""
@@ -293,7 +369,7 @@ class Trainer:
 
     def save_if_due(self) -> None:
         """Save this step once, whatever the number of reasons, and set its labels."""
-        step, epochs = self.state.step, self.epochs_completed()
+        step, epochs = self.state.step, self.epochs_completed(self.state.samples)
         is_best, is_planned_stop = self.state.best_step == step, step == self.start.stop_after_steps
         reasons = {
             "final": self.is_last,
@@ -308,7 +384,7 @@ class Trainer:
 
     def labels(self) -> list[str]:
         """Return the labels of a checkpoint of the step just done."""
-        epochs = self.epochs_completed()
+        epochs = self.epochs_completed(self.state.samples)
         labels = [f"epoch_{epochs:04d}"] if epochs is not None else []
         return labels + (["best"] if self.state.best_step == self.state.step else [])
 
@@ -321,13 +397,13 @@ class Trainer:
         labels = [f"emergency_{self.state.step:08d}"] if is_end else []
         self.save(kind, labels, must_succeed=is_end)
 
-    def epochs_completed(self) -> int | None:
-        """Return the number of complete epochs if the step just done ended one whose checkpoint is kept, else None."""
-        if self.config.checkpoint.epoch_checkpoints == "off" or self.state.samples == 0:
+    def epochs_completed(self, samples: int) -> int | None:
+        """Return the complete epochs if the step up to `samples` ended one whose checkpoint is kept, else None."""
+        if self.config.checkpoint.epoch_checkpoints == "off" or samples == 0:
             return None
         order = self.loader.order
-        before = order.epoch_of(self.state.samples - self.start.plan.batch.samples)
-        now = order.epoch_of(self.state.samples)
+        before = order.epoch_of(samples - self.start.plan.batch.samples)
+        now = order.epoch_of(samples)
         return now if now > before else None
 
     def save(self, kind: str, labels: list[str], *, must_succeed: bool) -> None:
@@ -348,21 +424,35 @@ class Trainer:
             self.progress.record_event("checkpoint", seconds)
             self.warn_of_grace()
 
-    def rescue(self) -> bool:
+    def rescue(self, patience: float = 0.0) -> bool:
         """Save the last complete step without communication; return whether it is on disk.
 
         The heartbeat's thread calls this too, when this one hangs. It does nothing once an update has begun whose
-        state is not known, or while a checkpoint is written. Training does not go on afterwards.
+        state is not known, or while a checkpoint is written. Training does not go on afterwards. `patience`: seconds
+        that a step on the device is given to become complete.
         """
         if not self.busy.acquire(blocking=False):
             return False
-        if self.saved_step == self.state.step:
-            return True
+        until = time.monotonic() + patience
         try:
+            while self.launched:
+                step = self.launched[0]
+                while not step.stats.done.has_passed() and time.monotonic() < until:
+                    time.sleep(0.01)
+                if not step.stats.done.has_passed():
+                    break
+                self.record(step)
+            if self.saved_step == self.state.step:
+                return True
             unverified = self.loader.reader.unverified()
-        except DataError:
+        except (DataError, RuntimeError):  # RuntimeError: of the device
             return False
-        return self.saver.rescue(dataclasses.replace(self.state, unverified=unverified))
+        state = dataclasses.replace(self.state, unverified=unverified)
+        return self.saver.rescue(state, self.has_begun_update)
+
+    def has_begun_update(self) -> bool:
+        """Tell whether the device may have begun the next update: its numbers, copied before it, have arrived."""
+        return bool(self.launched) and self.launched[0].stats.numbers.arrived.has_passed()
 
     def check_data(self, *, may_wait: bool) -> None:
         """Let no checkpoint rest on data that turns out to be damaged.
@@ -388,7 +478,7 @@ class Trainer:
 
     def warn_of_grace(self) -> None:
         """Say once if a stop would take longer than the launcher waits before it kills."""
-        needed = self.progress.stop_seconds()
+        needed = self.stop_seconds()
         if self.grace is None or self.told_of_grace or needed <= self.grace:
             return
         self.logger.warn(

@@ -33,6 +33,11 @@ def test_the_step_is_two_graphs_compiled_once(counted: list[dict[str, Any]]) -> 
         assert (case["graph_breaks"], case["recompiles"]) == (0, 0)
 
 
+def test_a_pipelined_step_never_waits_for_the_card(counted: list[dict[str, Any]]) -> None:
+    for case in counted:
+        assert case["waits"] == []
+
+
 def test_kernels_and_bytes_of_twelve_layers_are_within_budget(
     counted: list[dict[str, Any]],
 ) -> None:

@@ -1,0 +1,396 @@
+"""Steps launched before the loss of the one before is read: the same run, no wait, and a rescue that knows its step.
+
+A CPU computes at once, so the order of a GPU runs here with every step complete when it is launched; a device that
+hangs is one whose marks do not pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpt2lab.training.control
+import gpt2lab.training.trainer
+import launch
+from gpt2lab.config.schema import Config, LogConfig, OptimConfig, SystemConfig
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Mark, Numbers, Strategy
+from gpt2lab.errors import GPT2LabError, NonFiniteError
+from gpt2lab.model.gpt import GPT
+from gpt2lab.optim.optimizers import build_optimizers, can_reject_on_device, reject_on_device
+from gpt2lab.planner.run_clock import Progress
+from gpt2lab.runs import history
+from gpt2lab.training.health import why_host_decides
+from gpt2lab.training.stop import Signals
+from gpt2lab.training.trainer import Trainer
+from whole_run import Run
+
+S = 8  # windows a step
+TIMES = {
+    *("time", "seconds", "step_seconds", "tokens_per_second", "data_wait_seconds", "cpu_seconds"),
+    *("peak_memory_bytes", "elapsed_seconds", "remaining_seconds", "created", "path"),
+    *("on_track", "checkpoint", "bytes"),
+}
+OnStep = Callable[[int], None]
+
+
+@pytest.fixture
+def on_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[OnStep], None]:
+    """Return a function that has something called with each step's number before the step is launched."""
+    plain = gpt2lab.training.trainer.train_step
+
+    def hook(act: OnStep) -> None:
+        def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            act(batch.first_sample // S + 1)
+            return plain(model, optimizers, batch, *args, **kwargs)
+
+        monkeypatch.setattr(gpt2lab.training.trainer, "train_step", step)
+
+    return hook
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OnStep]:
+    """Return a function that makes what multiplies the loss of some steps by NaN."""
+    plain, now = GPT.forward, [1.0]
+    monkeypatch.setattr(GPT, "forward", lambda self, *a: plain(self, *a) * now[0])
+
+    def spoil(*steps: int) -> OnStep:
+        def act(number: int) -> None:
+            now[0] = math.nan if number in steps else 1.0
+
+        return act
+
+    return spoil
+
+
+class Both:
+    """A run whose steps follow one by one, and the same pipelined."""
+
+    def __init__(self, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs = [Run(data, folder / name) for name in ("one_by_one", "pipelined")]
+        self._patch = monkeypatch
+
+    def train(self, *more: str, prepare: Callable[[Run], None] = lambda run: None) -> None:
+        for run in self.runs:
+            self._patch.setattr(Runtime, "runs_ahead", run is self.runs[1], raising=False)
+            prepare(run)
+            try:
+                run.train(*more)
+            except GPT2LabError as error:
+                error.with_traceback(None)  # its frames would keep the run locked
+                assert isinstance(error, NonFiniteError)
+
+    def assert_equal(self) -> None:
+        """Compare logs, checkpoints, labels and status, all but what a clock says and the order's own line."""
+        one, other = (_facts(run) for run in self.runs)
+        for event, same in zip(one["events"], other["events"], strict=True):
+            assert event == same
+        assert one == other
+        assert one["checkpoints"]
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    events = [
+        {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        for line in lines
+    ]
+    states = {}
+    for step, info in run.checkpoints().items():
+        content = json.loads((info.path / "state.json").read_text())
+        del content["state"]["train_seconds"]
+        files = info.manifest["files"]
+        hashes = [files[name]["sha256"] for name in ("model.safetensors", "optim.safetensors")]
+        states[step] = (content, info.kind, hashes)
+    status = {key: run.status()[key] for key in ("state", "step", "exit_code")}
+    return {
+        "events": events,
+        "checkpoints": states,
+        "labels": run.labels(),
+        "status": status,
+    }
+
+
+@pytest.fixture
+def both(tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Both:
+    monkeypatch.setattr(gpt2lab.training.control, "_LOOK_EVERY", 0.0)
+    return Both(tiny_data, tmp_path, monkeypatch)
+
+
+# -- the same run -------------------------------------------------------------------------------------------------
+
+
+def test_log_and_checkpoints_are_those_of_steps_one_by_one(
+    both: Both, on_steps: Callable[[OnStep], None], spoil: Callable[..., OnStep]
+) -> None:
+    """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite."""
+    on_steps(spoil(1, 6, 10, 11, 17))
+    flags = ("--max_steps=26", "--eval_freq=8", "--checkpoint_freq=5", "--epoch_checkpoints=on")
+    both.train(*flags, "--stop_after_steps=13")
+    both.train(*flags, "--resume=latest")
+    both.assert_equal()
+    pipelined = both.runs[1]
+    skipped = [e["step"] for e in pipelined.events("step") if not e["updated"]]
+    assert skipped == [1, 6, 10, 11, 17]
+    assert "steps          pipelined" in (pipelined.path / "log.txt").read_text()
+
+
+def test_four_bad_updates_in_a_row_end_it_at_the_same_step(
+    both: Both, on_steps: Callable[[OnStep], None], spoil: Callable[..., OnStep]
+) -> None:
+    bad, launched = spoil(3, 5, 6, 7, 8), []
+    on_steps(lambda number: (launched.append(number), bad(number))[1])
+    both.train("--max_steps=20", "--eval_freq=0", "--checkpoint_freq=3")
+    both.assert_equal()
+    assert both.runs[1].status()["exit_code"] == 76
+    assert launched == [*range(1, 9)] * 2, "nothing is launched after the fourth"
+
+
+def test_requests_save_and_stop_at_the_same_step(
+    both: Both, on_steps: Callable[[OnStep], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, plain = threading.Event(), Signals._count
+    monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
+
+    def prepare(run: Run) -> None:
+        def act(number: int) -> None:
+            if number in (4, 12):
+                (run.path / ("SAVE" if number == 4 else "STOP")).touch()
+            if number == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert heard.wait(60)
+                heard.clear()
+
+        on_steps(act)
+
+    flags = ("--max_steps=20", "--eval_freq=0", "--checkpoint_freq=0")
+    both.train(*flags, prepare=prepare)
+    both.train(*flags, "--resume=latest", prepare=prepare)
+    both.assert_equal()
+    run = both.runs[1]
+    assert list(run.checkpoints()) == [4, 7, 12]
+    assert [e["reason"] for e in run.events("stop")] == ["SIGTERM", "STOP file"]
+
+
+@pytest.mark.slow
+def test_two_ranks_decide_alike(both: Both) -> None:
+    """Also where one of them alone has a gradient that is not finite."""
+    for run, pipelined in zip(both.runs, "01", strict=True):
+        flags = [*run.flags, "--max_steps=12", "--eval_freq=5", "--drift_check_freq=4"]
+        done = launch.train_in_forks(
+            flags,
+            world=2,
+            program=launch.WORKERS / "pipelined.py",
+            PIPELINED=pipelined,
+            BAD_RANK="1",
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("steps          pipelined" in done.stdout) == (pipelined == "1")
+    both.assert_equal()
+    assert [e["step"] for e in both.runs[1].events("step") if not e["updated"]] == [7]
+
+
+# -- nothing waits ------------------------------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Notes the numbers that python asks tensors for: each waits for a GPU's queue, up to where it was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.order.append(result)
+        return result
+
+
+def test_a_loss_is_read_after_the_next_step_is_launched(
+    tiny_data: Path,
+    tmp_path: Path,
+    on_steps: Callable[[OnStep], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Runtime, "runs_ahead", True, raising=False)
+    reads, run = Reads(), Run(tiny_data, tmp_path)
+    on_steps(lambda number: reads.order.append(f"launch {number}"))
+    last, due = 12, {1, 6, 12}  # the first compiles; 6 and 12 are saved
+    with reads:
+        run.train(f"--max_steps={last}", "--eval_freq=0", "--checkpoint_freq=6")
+    begin = reads.order.index("launch 1")
+    numbers = {
+        event[key]: event["step"] for event in run.events("step") for key in ("loss", "grad_norm")
+    }
+    names = [numbers.get(entry, entry) for entry in reads.order[begin:]]
+    seen = [name for name in names if type(name) in (int, str)]
+    expected: list[Any] = []
+    for step in range(1, last + 1):
+        expected.append(f"launch {step}")
+        read = [step - 1] * (step - 1 not in {0, *due}) + [step] * (step in due)
+        expected += [number for number in read for _ in ("loss", "norm")]
+    assert seen[: len(expected)] == expected
+    between = names[names.index("launch 7") : names.index("launch 12")]
+    assert between == seen[seen.index("launch 7") : seen.index("launch 12")], "and no other number"
+
+
+# -- who decides --------------------------------------------------------------------------------------------------
+
+
+def test_an_update_rejected_by_the_optimizer_changes_nothing_and_counts_no_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    module = torch.nn.ParameterList([parameter])
+    [optimizer] = build_optimizers(module, OptimConfig(), device=torch.device("cpu"))
+    finite, bad = torch.tensor(1.0), torch.tensor(math.nan)
+    for numbers, steps in [((finite, finite), 1), ((finite, bad), 1), ((bad, finite), 1)]:
+        before = parameter.detach().clone()
+        parameter.grad = torch.full((5,), float(sum(numbers)))
+        reject_on_device([optimizer], numbers)
+        optimizer.step()
+        assert optimizer.state[parameter]["step"] == steps
+        assert torch.equal(parameter, before) == (numbers != (finite, finite))
+    assert all(torch.isfinite(value).all() for value in optimizer.state[parameter].values())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Config(), None),
+        (Config(optim=OptimConfig(on_spike="skip")), "on_spike skip"),
+        (Config(optim=OptimConfig(optimizer="muon")), "Muon cannot"),
+        (Config(system=SystemConfig(reduce="exact")), "reduce exact"),
+        (Config(log=LogConfig(histogram_freq=5)), "histograms of gradients"),
+    ],
+)
+def test_the_host_decides_where_the_device_cannot(
+    config: Config, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Module()])})
+    model["blocks"][0].c_fc = torch.nn.Linear(2, 2)  # type: ignore[index]
+    optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))
+    assert why_host_decides(config, optimizers, Runtime()) == "the device computes at once"
+    monkeypatch.setattr(Runtime, "runs_ahead", True)
+    assert why_host_decides(config, optimizers, Runtime()) == reason
+
+
+def test_an_optimizer_derived_from_adamw_is_not_taken_for_it() -> None:
+    class Derived(torch.optim.AdamW):
+        pass
+
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    assert can_reject_on_device(torch.optim.AdamW(parameters, fused=True))
+    assert not can_reject_on_device(torch.optim.AdamW(parameters))
+    assert not can_reject_on_device(Derived(parameters, fused=True))
+
+
+# -- a device that hangs ------------------------------------------------------------------------------------------
+
+
+class Never(Mark):
+    """A mark that a device which hangs before it does not pass."""
+
+    def has_passed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """Do what the thread of the heartbeat does when this one waits for too long."""
+        rescuer = threading.Thread(target=Trainer.newest.rescue)
+        rescuer.start()
+        rescuer.join()
+        raise RuntimeError("waited for a device that hangs")
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tiny_data, tmp_path_factory.mktemp("one_by_one"))
+    run.train("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=1", "--keep_checkpoints=9")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("hangs", "error_at", "saved", "logged"),
+    [
+        ("nowhere", 6, 5, 5),  # step 5 is complete, and nobody has read it
+        ("before the numbers", 6, 4, 4),  # in the all-reduce of step 5: weights are those of step 4
+        ("before the numbers", None, 4, 4),  # another thread saves while this one waits for step 5
+        ("within the update", 6, None, 4),
+    ],
+)
+def test_a_rescue_while_a_step_is_in_flight_saves_what_it_can_prove(
+    hangs: str,
+    error_at: int | None,
+    saved: int | None,
+    logged: int,
+    one_by_one: Run,
+    tiny_data: Path,
+    tmp_path: Path,
+    on_steps: Callable[[OnStep], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, hung = [0], threading.Event()
+    plain_update, plain_send, plain_fit = torch.optim.AdamW.step, Strategy.send_to_host, Trainer.fit
+
+    def update(self: Any, closure: Any = None) -> Any:
+        return None if hung.is_set() else plain_update(self)
+
+    def send(self: Strategy, *values: torch.Tensor) -> Numbers:
+        if (now[0], hangs) == (5, "before the numbers"):
+            hung.set()
+        numbers = plain_send(self, *values)
+        if (now[0], hangs) == (5, "within the update"):
+            hung.set()
+        return numbers
+
+    def act(number: int) -> None:
+        now[0] = number
+        if number == error_at:
+            raise RuntimeError("connection closed by peer")
+
+    def mark(self: Strategy) -> Mark:
+        return (Never if hung.is_set() else Mark)(time.monotonic(), None)
+
+    def fit(self: Trainer) -> str | None:
+        Trainer.newest = self
+        return plain_fit(self)
+
+    monkeypatch.setattr(Strategy, "mark", mark)
+    monkeypatch.setattr(Strategy, "send_to_host", send)
+    monkeypatch.setattr(torch.optim.AdamW, "step", update)
+    monkeypatch.setattr(Trainer, "newest", None, raising=False)
+    monkeypatch.setattr(Trainer, "fit", fit)
+    monkeypatch.setattr(Runtime, "runs_ahead", True)
+    on_steps(act)
+    run = Run(tiny_data, tmp_path)
+    with pytest.raises(RuntimeError, match="by peer" if error_at else "waited for a device"):
+        run.train("--max_steps=8", "--eval_freq=0", "--checkpoint_freq=0")
+    assert list(run.losses()) == list(range(1, logged + 1))
+    assert list(run.checkpoints()) == ([] if saved is None else [saved])
+    if saved is None:
+        return
+    expected, found = one_by_one.checkpoints()[saved], run.checkpoints()[saved]
+    for name in ("model.safetensors", "optim.safetensors"):
+        assert found.manifest["files"][name] == expected.manifest["files"][name]
+    order = [(event["event"], event["step"]) for event in history.read_events(run.path)]
+    assert order.index(("step", saved)) < order.index(("checkpoint", saved))
+
+
+def test_a_stop_of_pipelined_steps_is_given_one_step_more() -> None:
+    progress = Progress(last_step=9, frequencies={"checkpoint": 0})
+    for _ in range(5):
+        progress.record_step(2.0)
+    progress.record_event("checkpoint", 4.0)
+    assert progress.stop_seconds() == 1.5 * (2.0 + 4.0)
+    assert progress.stop_seconds(num_steps=2) == 1.5 * (4.0 + 4.0)

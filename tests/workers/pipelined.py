@@ -1,0 +1,33 @@
+"""Train as src/train.py does, with steps PIPELINED (1) or one by one (0); on BAD_RANK the loss of step 7 is NaN."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+import gpt2lab.training.trainer
+from gpt2lab.config.command_line import parse
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.model.gpt import GPT
+from gpt2lab.training.pretrain import pretrain
+
+plain_step, plain_forward, factor = gpt2lab.training.trainer.train_step, GPT.forward, [1.0]
+
+
+def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take a real step, which rank 1 may spoil."""
+    number = batch.first_sample // batch.samples + 1
+    is_bad_rank = os.environ.get("RANK", "0") == os.environ["BAD_RANK"]
+    factor[0] = math.nan if is_bad_rank and number == 7 else 1.0
+    return plain_step(model, optimizers, batch, *args, **kwargs)
+
+
+Runtime.runs_ahead = os.environ["PIPELINED"] == "1"  # type: ignore[assignment,method-assign]
+gpt2lab.training.trainer.train_step = step
+GPT.forward = lambda self, *a: plain_forward(self, *a) * factor[0]  # type: ignore[method-assign]
+pretrain(parse(sys.argv[1:]))
