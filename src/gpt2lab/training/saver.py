@@ -77,7 +77,7 @@ class Saver:
             # Behind a collective that hangs, the GPU's usual stream would never come to the copies.
             with own_stream(self.runtime.device):
                 content = store.collect(self.model, self.optimizers, keep=True)
-            if not weights_are_finite(content):
+            if not content.is_finite:
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()
@@ -157,7 +157,7 @@ class Saver:
         assert self.folder is not None
         if (warning := self.folder.check_lock()) is not None:
             self.logger.warn(warning, state.step)
-        if not weights_are_finite(content):
+        if not content.is_finite:
             raise NonFiniteError(
                 f"step {state.step}: the weights are not finite and were not saved; "
                 f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
@@ -252,8 +252,3 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def weights_are_finite(content: store.Content) -> bool:
-    """Tell whether every weight is finite: other weights must never become the newest checkpoint."""
-    return all(bool(torch.isfinite(weight).all()) for weight in content.model.values())
