@@ -80,7 +80,7 @@ class Draft:
 
 
 def commit(run_dir: Path, draft: Draft) -> None:
-    """Write a checkpoint and commit it.
+    """Write a checkpoint and commit it: the one way to do so, in the trainer and in its writer process.
 
     Raises: OSError; nothing then has changed on disk, unless the folder of the step is there: then only the flush of
     its name failed.

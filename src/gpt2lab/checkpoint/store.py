@@ -21,11 +21,13 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.catalog import WEIGHTS
 from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.writer import SharedBuffer
 from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
 from gpt2lab.errors import CheckpointError, is_out_of_memory
 from gpt2lab.files import OBJECT, JsonFile, list_of
 
 MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
+_ALIGNMENT = 64  # bytes, of tensors in the staging buffer
 _MAX_STATE_BYTES = 2**30  # some 15 kB for each rank
 # What safetensors calls the types of tensors, in its order: the last come first in a file.
 _NAMES = ("U8", "F16", "BF16", "I32", "F32", "F64", "I64")
@@ -46,25 +48,75 @@ class Content:
     is_finite: bool = True  # of every weight: others must never become the newest checkpoint
 
 
-def collect(model: nn.Module, optimizers: Optimizers, *, keep: bool) -> Content:
+def collect(
+    model: nn.Module, optimizers: Optimizers, *, keep: bool, into: StagingBuffer | None = None
+) -> Content:
     """Gather the full tensors of a checkpoint; a collective, which every rank calls.
 
-    Without `keep` a rank gives its shards and gets nothing.
+    Without `keep` a rank gives its shards and gets nothing. With `into` all tensors are copied there, one by one; else
+    those that are on the CPU already are no copies.
     """
+    if into is not None:
+        into.reset()
     extremes: list[torch.Tensor] = []
     weights: Tensors = {}
     for name, parameter in sorted(model.named_parameters()):
         tensor = full_tensor(parameter.detach())
         if keep:
             extremes += tensor.aminmax()  # one pass, where the weights are; NaN is its own extreme
-            weights[name] = tensor.cpu().contiguous()
+            weights[name] = _to_cpu(tensor, into)
     moments: Tensors = {}
     for name, value in sorted(_optimizer_tensors(model, optimizers).items()):
         tensor = full_tensor(value)
         if keep:
-            moments[name] = tensor.cpu().contiguous()
+            moments[name] = _to_cpu(tensor, into)
+    # On a GPU this waits for the copies too, which are before it in the queue.
     is_finite = not extremes or bool(torch.stack(extremes).isfinite().all())
     return Content(weights, moments, is_finite)
+
+
+def _to_cpu(tensor: torch.Tensor, into: StagingBuffer | None) -> torch.Tensor:
+    return tensor.cpu().contiguous() if into is None else into.take(tensor)
+
+
+class StagingBuffer:
+    """Shared memory into which every save copies its tensors; page-locked for a GPU, which copies faster to it."""
+
+    def __init__(self, num_bytes: int, *, pin: bool) -> None:
+        """Raises: OSError if there is not that much memory."""
+        self.shared = SharedBuffer(num_bytes)
+        self._bytes = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
+        self._used = 0
+        self._is_pinned = pin and _cuda("cudaHostRegister", self.shared.address, num_bytes, 0)
+
+    def reset(self) -> None:
+        """Begin a new checkpoint over the one before."""
+        self._used = 0
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor into the buffer; return it there, once the device's queue has come to the copy."""
+        begin = self._used
+        self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        taken = self._bytes[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return taken.copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        """Give the memory back once no tensor lies in it."""
+        if self._is_pinned:
+            _cuda("cudaHostUnregister", self.shared.address)
+        self.shared.close()
+
+
+def _cuda(function: str, *arguments: int) -> bool:
+    """Call a function of CUDA's runtime; tell whether it worked."""
+    return int(getattr(torch.cuda.cudart(), function)(*arguments)) == 0  # type: ignore[no-untyped-call]
+
+
+def staging_bytes(model: nn.Module, optimizers: Optimizers) -> int:
+    """Return the size of the buffer that holds a checkpoint of this model with these optimizers as they are now."""
+    tensors = [*model.parameters(), *_optimizer_tensors(model, optimizers).values()]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
 def is_spread_out(model: nn.Module, optimizers: Optimizers) -> bool:

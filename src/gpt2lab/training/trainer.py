@@ -58,8 +58,8 @@ class Trainer:
         # Held while the weights are not those of `state`, and while a checkpoint is written.
         self.busy = threading.Lock()
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
-        if self.start.last_save_seconds is not None:
-            self.progress.record_event("checkpoint", self.start.last_save_seconds)
+        save_seconds = self.start.last_save_seconds
+        self.progress.record_save(None if saver.is_async else save_seconds, save_seconds)
         self.grace, self.told_of_grace = launcher_grace_seconds(os.environ), False
         self.log = StepLog(components, session)
         self.stragglers = Stragglers(self.runtime, self.logger)
@@ -145,6 +145,7 @@ class Trainer:
                 went_on = self.step(batch)
             if not went_on:
                 return "rewind"
+            self.saver.poll()
             self.saver.report_mirror(self.state.step)
             self.check_drift_if_due()
             self.state = dataclasses.replace(self.state, due=self.due_after_step())
@@ -218,6 +219,7 @@ class Trainer:
 
     def rewind(self, batch: GlobalBatch, loss: float) -> bool:
         """Go back before the spike if there is a checkpoint to go to."""
+        self.saver.join()
         state = rewind(self.components, self.state, batch, loss, self.logger)
         if state is not None:
             self.state, self.saved_step = state, state.step
@@ -315,8 +317,10 @@ class Trainer:
     def save_step(self, kind: Literal["rolling", "emergency"]) -> None:
         """Save the step just done, unless that has happened."""
         if self.saved_step == self.state.step:
-            self.control.note_save()
-            return
+            self.heartbeat.enter("saving", self.state.step)
+            if self.saver.join():
+                self.control.note_save()
+                return
         is_end = kind == "emergency"
         labels = [f"emergency_{self.state.step:08d}"] if is_end else []
         self.save(kind, labels, must_succeed=is_end)
@@ -341,11 +345,11 @@ class Trainer:
         self.heartbeat.enter("saving", self.state.step)
         self.logger.show(f"step {self.state.step}/{self.last_step} | saving")
         with self.busy:  # a second thread must not write the same files
-            saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
+            outcome = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
-        if saved:
+        if outcome.is_saved:
             self.saved_step = self.state.step
-            self.progress.record_event("checkpoint", seconds)
+            self.progress.record_save(outcome.stall_seconds, outcome.stop_seconds)
             self.warn_of_grace()
 
     def rescue(self) -> bool:
@@ -356,7 +360,7 @@ class Trainer:
         """
         if not self.busy.acquire(blocking=False):
             return False
-        if self.saved_step == self.state.step:
+        if self.saved_step == self.state.step and self.saver.has(self.state.step):
             return True
         try:
             unverified = self.loader.reader.unverified()
