@@ -108,8 +108,11 @@ def test_row_07_ctrl_c_while_a_save_is_in_flight(run: FaultRun, reference: Refer
     run.assert_equals(reference(1))
 
 
-def test_row_22_two_ranks_have_one_writer(run: FaultRun, reference: Reference) -> None:
-    process = run.start(world=2, FAULT=PACE, RUN_OF=str(run.folder))
+def test_row_22_two_ranks_gather_their_shards_for_one_writer(
+    run: FaultRun, reference: Reference
+) -> None:
+    """zero1's moments are gathered into the buffer; between CPUs its bits are those of ddp."""
+    process = run.start("--parallel=zero1", world=2, FAULT=PACE, RUN_OF=str(run.folder))
     run.wait_for(process, "checkpoint", 5)
     assert len(writers(run)) == 1
     assert run.end_of(process) == 0, run.errors()

@@ -309,7 +309,7 @@ def _train(
         runtime.on_rank_zero(lambda: _conclude(components, folder, logger, watch, reason, step))
     except BaseException as error:
         if saver is not None:
-            with contextlib.suppress(OSError, RuntimeError, GPT2LabError):  # see below
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 saver.close(give_up=isinstance(error, FolderLostError))
         if folder and not isinstance(error, FolderLostError):  # another start may write there now
             step = trainer.state.step if trainer else components.state.step
