@@ -1,4 +1,4 @@
-"""Our checkpoint save against torch.save of the same weights and moments, in turns."""
+"""Our checkpoint save, while training waits and by the writer process, against torch.save of the same, in turns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from gpt2lab import fmt
-from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint import manifest, store
+from gpt2lab.checkpoint.manifest import Draft
 from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelName, OptimConfig
 from gpt2lab.errors import ConfigError
@@ -23,16 +25,17 @@ from gpt2lab.model.counts import checkpoint_bytes
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 
-OURS, BARE, FLUSHED = "gpt2lab", "torch.save", "torch.save, flushed"
+OURS, ASYNC, BARE, FLUSHED = "gpt2lab", "gpt2lab, async", "torch.save", "torch.save, flushed"
 
 
 def compare_saves(*, model_name: ModelName, rounds: int, folder: Path | None) -> dict[str, Any]:
     """Save random weights and moments `rounds` times each way; return seconds, bytes, and shares of torch.save's time.
 
     Ours hashes every byte, flushes it to the disk and renames once. torch.save does none of that: it returns when the
-    bytes are in the kernel's cache; `flushed` adds the wait for the disk.
+    bytes are in the kernel's cache; `flushed` adds the wait for the disk. `stall` holds the seconds for which training
+    would wait: of an asynchronous save, those of the copy in memory.
 
-    Raises: ConfigError if the folder has no room for one save.
+    Raises: ConfigError if the folder has no room for one save; OSError if there is no memory for a copy.
     """
     needed = 2 * checkpoint_bytes(preset(model_name))
     with tempfile.TemporaryDirectory(prefix="gpt2lab-save-", dir=folder) as name:
@@ -42,8 +45,22 @@ def compare_saves(*, model_name: ModelName, rounds: int, folder: Path | None) ->
                 f"{scratch.parent} has less than {fmt.num_bytes(needed)} free; give another --folder"
             )
         model, optimizers = _trained(model_name)
+        buffer = store.StagingBuffer(store.staging_bytes(model, optimizers), pin=False)
+        lock = os.open(scratch, os.O_RDONLY)  # a run's would be its run.lock
+        writer = Writer(buffer.shared, lock=lock)
+        waited: dict[str, list[float]] = {}
+
+        def save_async(target: Path) -> None:
+            began = time.perf_counter()
+            draft = _draft(target, store.collect(model, optimizers, keep=True, into=buffer))
+            writer.send(target, draft)
+            waited.setdefault(ASYNC, []).append(time.perf_counter() - began)
+            if error := writer.wait().error:
+                raise error
+
         ways: dict[str, Callable[[Path], None]] = {
             OURS: lambda target: _ours(target, model, optimizers),
+            ASYNC: save_async,
             BARE: lambda target: _torch_save(target, model, optimizers, flush=False),
             FLUSHED: lambda target: _torch_save(target, model, optimizers, flush=True),
         }
@@ -60,10 +77,14 @@ def compare_saves(*, model_name: ModelName, rounds: int, folder: Path | None) ->
                     seconds[way].append(time.perf_counter() - began)
                 sizes[way] = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
                 shutil.rmtree(target)
+        writer.close()
+        buffer.close()
+        os.close(lock)
     return {
         "model": model_name,
         "rounds": rounds,
         "seconds": seconds,
+        "stall": seconds | {ASYNC: waited[ASYNC][1:]},
         "bytes": sizes,
         "times_torch_save": {
             way: [a / b for a, b in zip(spent, seconds[BARE], strict=True)]
@@ -80,13 +101,15 @@ def describe(result: dict[str, Any]) -> str:
             f"{statistics.median(spent):.2f}",
             f"{min(spent):.2f}",
             f"{max(spent):.2f}",
+            f"{statistics.median(result['stall'][way]):.2f}",
             fmt.num_bytes(result["bytes"][way]),
             f"{statistics.median(result['times_torch_save'][way]):.2f}",
         ]
         for way, spent in result["seconds"].items()
     ]
+    heads = ("", "seconds", "least", "most", "stall", "written", "x torch.save")
     head = f"{result['model']}, weights and two moments, median of {result['rounds']} rounds"
-    return f"{head}\n{fmt.table(('', 'seconds', 'least', 'most', 'written', 'x torch.save'), rows)}"
+    return f"{head}\n{fmt.table(heads, rows)}"
 
 
 def _trained(model_name: ModelName) -> tuple[GPT, list[torch.optim.Optimizer]]:
@@ -102,15 +125,14 @@ def _trained(model_name: ModelName) -> tuple[GPT, list[torch.optim.Optimizer]]:
     return model, optimizers
 
 
-def _ours(target: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
-    store.save(
-        target,
-        kind="rolling",
-        content=store.collect(model, optimizers, keep=True),
-        state=TrainState(),
-        rng_states=[],
-        facts={},
+def _draft(target: Path, content: store.Content) -> Draft:
+    return store.draft(
+        target, kind="rolling", content=content, state=TrainState(), rng_states=[], facts={}
     )
+
+
+def _ours(target: Path, model: GPT, optimizers: list[torch.optim.Optimizer]) -> None:
+    manifest.commit(target, _draft(target, store.collect(model, optimizers, keep=True)))
 
 
 def _torch_save(

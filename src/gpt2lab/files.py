@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal
 from gpt2lab.errors import GPT2LabError
 
 _MAX_DEPTH = 50  # of lists and objects in each other; a deeper file is meant to hurt
+_BLOCK = 1 << 22  # bytes that are written and hashed at a time
 
 
 def open_regular(
@@ -64,14 +65,39 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_durably(path: Path, data: bytes) -> str:
-    """Write a new file, flush it to the disk, and return its sha256 in hex.
+def write_durably(path: Path, *parts: bytes | memoryview) -> str:
+    """Write a new file of these parts, flush it to the disk, and return its sha256 in hex.
+
+    Large parts are hashed while they are written, by a second thread.
 
     Raises: OSError (disk full, read-only), FileExistsError if the file is there already.
     """
-    with _naming(path), open(path, "xb") as file:
-        _write_flushed(file, data)
-    return hashlib.sha256(data).hexdigest()
+    from concurrent.futures import ThreadPoolExecutor  # here: quick commands never need it
+
+    digest = hashlib.sha256()
+    with (
+        ThreadPoolExecutor(1) as hasher,
+        _naming(path),
+        open(path, "xb", buffering=_BLOCK) as file,  # small parts are written together
+    ):
+        for block in _blocks(parts):
+            if len(block) < _BLOCK:
+                digest.update(block)
+                file.write(block)
+            else:
+                hashed = hasher.submit(digest.update, block)
+                file.write(block)
+                hashed.result()
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for begin in range(0, len(view), _BLOCK):
+            yield view[begin : begin + _BLOCK]
 
 
 def _write_flushed(file: BinaryIO, data: bytes) -> None:

@@ -13,6 +13,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ def is_folder_name(name: Any) -> bool:
     return isinstance(name, str) and re.fullmatch(r"step_[0-9]{8,}", name) is not None
 
 
+@dataclass(frozen=True)
+class Draft:
+    """All that a checkpoint will hold: the parts of each file, in order, and the facts of its manifest."""
+
+    step: int
+    files: dict[str, list[bytes | memoryview]]
+    facts: dict[str, Any]
+
+
+def commit(run_dir: Path, draft: Draft) -> None:
+    """Write a checkpoint and commit it: the one way to do so, in the trainer and in its writer process.
+
+    Raises: OSError; nothing then has changed on disk, unless the folder of the step is there: then only the flush of
+    its name failed.
+    """
+    with staged(run_dir, draft.step) as staging:
+        for name, parts in draft.files.items():
+            staging.add(name, *parts)
+        staging.seal(draft.facts)
+
+
 class Staging:
     """A checkpoint before its commit, in a folder without a checkpoint's name."""
 
@@ -76,10 +98,11 @@ class Staging:
         self.folder, self.step = folder, step
         self.files: dict[str, dict[str, Any]] = {}
 
-    def add(self, name: str, data: bytes) -> None:
-        """Write one file durably and note its size and hash."""
+    def add(self, name: str, *parts: bytes | memoryview) -> None:
+        """Write one file of these parts durably and note its size and hash."""
         faultpoint(f"checkpoint.{name}", self.step)
-        self.files[name] = {"bytes": len(data), "sha256": write_durably(self.folder / name, data)}
+        size = sum(memoryview(part).nbytes for part in parts)
+        self.files[name] = {"bytes": size, "sha256": write_durably(self.folder / name, *parts)}
 
     def seal(self, facts: dict[str, Any]) -> None:
         """Write the manifest, last of all files."""

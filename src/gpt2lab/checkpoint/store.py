@@ -21,12 +21,20 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.catalog import WEIGHTS
 from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.checkpoint.writer import SharedBuffer
 from gpt2lab.distributed.sharding import full_tensor, is_sharded, shard_like
 from gpt2lab.errors import CheckpointError, is_out_of_memory
 from gpt2lab.files import OBJECT, JsonFile, list_of
 
 MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
+_ALIGNMENT = 64  # bytes, of tensors in the staging buffer
 _MAX_STATE_BYTES = 2**30  # some 15 kB for each rank
+# What safetensors calls the types of tensors, in its order: the last come first in a file.
+_NAMES = ("U8", "F16", "BF16", "I32", "F32", "F64", "I64")
+_DTYPES = (
+    *(torch.uint8, torch.float16, torch.bfloat16, torch.int32),
+    *(torch.float32, torch.float64, torch.int64),
+)
 Optimizers = list[torch.optim.Optimizer]
 Tensors = dict[str, torch.Tensor]
 
@@ -37,26 +45,78 @@ class Content:
 
     model: Tensors  # "wte.weight"
     optimizer: Tensors  # "wte.weight/exp_avg"
+    is_finite: bool = True  # of every weight: others must never become the newest checkpoint
 
 
-def collect(model: nn.Module, optimizers: Optimizers, *, keep: bool) -> Content:
+def collect(
+    model: nn.Module, optimizers: Optimizers, *, keep: bool, into: StagingBuffer | None = None
+) -> Content:
     """Gather the full tensors of a checkpoint; a collective, which every rank calls.
 
-    Without `keep` a rank gives its shards and gets nothing.
+    Without `keep` a rank gives its shards and gets nothing. With `into` all tensors are copied there, one by one; else
+    those that are on the CPU already are no copies.
     """
-    return Content(
-        _gather({name: parameter.detach() for name, parameter in model.named_parameters()}, keep),
-        _gather(_optimizer_tensors(model, optimizers), keep),
-    )
-
-
-def _gather(named: Tensors, keep: bool) -> Tensors:
-    found: Tensors = {}
-    for name in sorted(named):
-        tensor = full_tensor(named[name])
+    if into is not None:
+        into.reset()
+    extremes: list[torch.Tensor] = []
+    weights: Tensors = {}
+    for name, parameter in sorted(model.named_parameters()):
+        tensor = full_tensor(parameter.detach())
         if keep:
-            found[name] = tensor.cpu().contiguous()
-    return found
+            extremes += tensor.aminmax()  # one pass, where the weights are; NaN is its own extreme
+            weights[name] = _to_cpu(tensor, into)
+    moments: Tensors = {}
+    for name, value in sorted(_optimizer_tensors(model, optimizers).items()):
+        tensor = full_tensor(value)
+        if keep:
+            moments[name] = _to_cpu(tensor, into)
+    # On a GPU this waits for the copies too, which are before it in the queue.
+    is_finite = not extremes or bool(torch.stack(extremes).isfinite().all())
+    return Content(weights, moments, is_finite)
+
+
+def _to_cpu(tensor: torch.Tensor, into: StagingBuffer | None) -> torch.Tensor:
+    return tensor.cpu().contiguous() if into is None else into.take(tensor)
+
+
+class StagingBuffer:
+    """Shared memory into which every save copies its tensors; page-locked for a GPU, which copies faster to it."""
+
+    def __init__(self, num_bytes: int, *, pin: bool) -> None:
+        """Raises: OSError if there is not that much memory."""
+        self.shared = SharedBuffer(num_bytes)
+        self._bytes = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
+        self._used = 0
+        self._is_pinned = pin and _cuda("cudaHostRegister", self.shared.address, num_bytes, 0)
+
+    def reset(self) -> None:
+        """Begin a new checkpoint over the one before."""
+        self._used = 0
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor into the buffer; return it there, once the device's queue has come to the copy."""
+        begin = self._used
+        self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        taken = self._bytes[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return taken.copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        """Give the memory back once no tensor lies in it."""
+        if self._is_pinned:
+            _cuda("cudaHostUnregister", self.shared.address)
+        self.shared.close()
+
+
+def _cuda(function: str, *arguments: int) -> bool:
+    """Call a function of CUDA's runtime; tell whether it worked."""
+    return int(getattr(torch.cuda.cudart(), function)(*arguments)) == 0  # type: ignore[no-untyped-call]
+
+
+def staging_bytes(model: nn.Module, optimizers: Optimizers) -> int:
+    """Return the size of the buffer that holds a checkpoint of this model with these optimizers as they are now."""
+    tensors = [*model.parameters(), *_optimizer_tensors(model, optimizers).values()]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
 def is_spread_out(model: nn.Module, optimizers: Optimizers) -> bool:
@@ -83,29 +143,71 @@ def save(
     Raises: OSError; nothing then has changed on disk.
     """
     folder = run_dir / manifests.folder_name(state.step)
-    if folder.exists():
-        return folder
-    created = _now_after(run_dir)
-    with manifests.staged(run_dir, state.step) as staging:
-        staging.add(MODEL, safetensors.torch.save(content.model))
-        staging.add(OPTIM, safetensors.torch.save(content.optimizer))
-        for name, data in (files or {}).items():
-            staging.add(name, data)
-        content_of_state = {"state": state.to_dict(), "rng": rng_states}
-        staging.add(STATE, json.dumps(content_of_state, allow_nan=False).encode())
-        staging.seal(
-            {
-                **facts,
-                "step": state.step,
-                "kind": kind,
-                "tokens": state.tokens,
-                "samples": state.samples,
-                "val_loss": state.val_loss,
-                "best_val_loss": state.best_val_loss,
-                "created": created,
-            }
+    if not folder.exists():
+        manifests.commit(
+            run_dir,
+            draft(
+                run_dir,
+                kind=kind,
+                content=content,
+                state=state,
+                rng_states=rng_states,
+                facts=facts,
+                files=files,
+            ),
         )
     return folder
+
+
+def draft(
+    run_dir: Path,
+    *,
+    kind: str,
+    content: Content,
+    state: TrainState,
+    rng_states: list[dict[str, Any]],
+    facts: dict[str, Any],
+    files: Mapping[str, bytes] | None = None,
+) -> manifests.Draft:
+    """Return what `save` commits; the tensors in it are the memory of `content`, not copies."""
+    content_of_state = {"state": state.to_dict(), "rng": rng_states}
+    return manifests.Draft(
+        step=state.step,
+        files={
+            MODEL: _serialized(content.model),
+            OPTIM: _serialized(content.optimizer),
+            **{name: [data] for name, data in (files or {}).items()},
+            STATE: [json.dumps(content_of_state, allow_nan=False).encode()],
+        },
+        facts={
+            **facts,
+            "step": state.step,
+            "kind": kind,
+            "tokens": state.tokens,
+            "samples": state.samples,
+            "val_loss": state.val_loss,
+            "best_val_loss": state.best_val_loss,
+            "created": _now_after(run_dir),
+        },
+    )
+
+
+def _serialized(tensors: Tensors) -> list[bytes | memoryview]:
+    """Return a safetensors file in parts: its header, and the memory of each tensor.
+
+    The bytes are those of `safetensors.torch.save`, which would copy every tensor twice.
+    """
+    order = sorted(tensors, key=lambda name: (-_DTYPES.index(tensors[name].dtype), name))
+    header, begin = {}, 0
+    for name in order:
+        tensor, end = tensors[name], begin + tensors[name].nbytes
+        dtype, shape = _NAMES[_DTYPES.index(tensor.dtype)], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    flat = [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in order]
+    return [len(text).to_bytes(8, "little") + text, *flat]
 
 
 def _now_after(run_dir: Path) -> float:

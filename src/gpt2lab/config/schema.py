@@ -250,6 +250,10 @@ class CheckpointConfig:
     checkpoint_minutes: float = free(
         30.0, "also save when the last save is this many minutes old; 0 = never", least=0
     )
+    async_checkpoint: Literal["auto", "on", "off"] = free(
+        "auto",
+        "on: a process of its own writes rolling checkpoints while training goes on; auto = on with a GPU",
+    )
     epoch_checkpoints: Literal["on", "off"] = free(
         "on", "on: keep a checkpoint of the end of every epoch"
     )

@@ -28,7 +28,7 @@ from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine, Seen
 from gpt2lab.planner.timing import Measured, Rates, fit, work
-from gpt2lab.runs.history import Log
+from gpt2lab.runs.history import Log, stall_of
 
 FILE = "calibration.jsonl"
 MIN_STEPS = 8  # after the first of a start
@@ -78,7 +78,7 @@ def record_of(
         [
             e
             for e in log.of_kind(kind)
-            if e["attempt"] == log.last_attempt and (e["seconds"] or 0) > 0
+            if e["attempt"] == log.last_attempt and (stall_of(e) or 0) > 0
         ]
         for kind in ("eval", "hellaswag", "checkpoint")
     )
@@ -95,7 +95,9 @@ def record_of(
             e["seconds"] / (e["n"] / world) / texts / token for e in scored
         )
     if saves:
-        ratios["checkpoint"] = statistics.median(e["bytes"] / e["seconds"] for e in saves)
+        ratios["checkpoint"] = statistics.median(
+            e["bytes"] / (stall_of(e) or math.inf) for e in saves
+        )
     ratios["start"] = max(0.1, float(elapsed[0] - taken[0]) - log.seconds_before_first_step())
     cpu = np.nan_to_num(log.last_start("cpu_seconds")[2:])
     return {

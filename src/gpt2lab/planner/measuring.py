@@ -458,7 +458,7 @@ def _parts(events: list[dict[str, Any]], total: float) -> dict[str, float]:
     """Return the seconds of the two starts by kind of work; the rest went into starting."""
     parts = {"train": sum(e["step_seconds"] for e in events if e["event"] == "step")}
     for kind in ("eval", "sample", "checkpoint"):
-        parts[kind] = sum(e["seconds"] for e in events if e["event"] == kind)
+        parts[kind] = sum(history.stall_of(e) or 0.0 for e in events if e["event"] == kind)
     return parts | {"start": total - sum(parts.values())}
 
 

@@ -55,6 +55,7 @@ class Progress:
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self._seen = self._stale_from = 0
         self._events: dict[str, list[float]] = {kind: [] for kind in frequencies}
+        self._save_to_stop: float | None = None
         self._inherited: list[float] = []
         self._pace: Interval | None = None
 
@@ -74,6 +75,13 @@ class Progress:
         """Note what one event took."""
         if kind in self._events:
             self._events[kind].append(seconds)
+
+    def record_save(self, stall: float | None, to_stop: float | None) -> None:
+        """Note what a checkpoint costs: the seconds that training waited, and those that a stop must wait to save."""
+        if stall is not None:
+            self.record_event("checkpoint", stall)
+        if to_stop is not None:
+            self._save_to_stop = to_stop
 
     def step_seconds(self) -> float | None:
         """Return the recent mean step, single outliers clipped."""
@@ -95,8 +103,8 @@ class Progress:
         """
         steps = sorted(itertools.islice(reversed(self._steps), 100))
         step = steps[round(0.95 * (len(steps) - 1))] if steps else 0.0
-        saves = self._events.get("checkpoint", [])
-        return 1.5 * (num_steps * step + (saves[-1] if saves else assumed_save))
+        save = assumed_save if self._save_to_stop is None else self._save_to_stop
+        return 1.5 * (num_steps * step + save)
 
     def remaining_interval(self, step: int) -> Interval | None:
         """Return the seconds left after `step`, None before there is a pace."""
@@ -183,10 +191,10 @@ class RunClock:
         log = history.read_log(run_dir)
         self._elapsed_before = log.spent_seconds()
         if same_hardware:
-            others = [e for e in log.events if e["event"] != "done" and e.get("seconds")]
+            others = [e for e in log.events if e["event"] != "done" and history.stall_of(e)]
             self.progress.inherit(
                 log.column("step_seconds")[-_MOST_STEPS - _WARM_UP :].tolist(),
-                [(event["event"], event["seconds"]) for event in others],
+                [(event["event"], history.stall_of(event) or 0.0) for event in others],
             )
 
     def elapsed(self) -> float:
@@ -289,8 +297,9 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     for seconds in log.last_start("step_seconds")[-_MOST_STEPS - _WARM_UP :].tolist():
         progress.record_step(seconds)
     for event in log.events:
-        if event["attempt"] == attempt and "seconds" in event and event["event"] != "done":
-            progress.record_event(event["event"], event["seconds"])
+        stall = history.stall_of(event)
+        if event["attempt"] == attempt and stall is not None and event["event"] != "done":
+            progress.record_event(event["event"], stall)
     step = int(log.numbers[-1]) if len(log.numbers) else 0
     return Remaining(
         run_dir=run_dir,

@@ -113,6 +113,11 @@ class RunFolder:
                 again.close()
         self._write_holder()
 
+    @property
+    def lock(self) -> int:
+        """The open file that locks the folder, for a process that shares the lock."""
+        return self._lock.fileno()
+
     def close(self) -> None:
         """Unlock the folder."""
         self._lock.close()

@@ -109,6 +109,11 @@ def _warn_once(problem: str) -> None:
     print(f"warning: {problem}", file=sys.stderr)
 
 
+def stall_of(event: Event) -> float | None:
+    """Return the seconds for which training waited for what an event tells of; None if nobody measured them."""
+    return event.get("stall_seconds", event.get("seconds"))
+
+
 class Log:
     """The events of a run: all but its steps as they are, its steps as columns that are read when asked for.
 
@@ -246,7 +251,7 @@ class Log:
         for row, event in zip(self._rows, self.events, strict=True):
             attempt = event["attempt"]
             if event["event"] != "done" and row > last_row.get(attempt, -1):
-                spent[attempt] = spent.get(attempt, 0.0) + (event.get("seconds") or 0.0)
+                spent[attempt] = spent.get(attempt, 0.0) + (stall_of(event) or 0.0)
         return sum(spent.values())
 
     def seconds_before_first_step(self) -> float:

@@ -307,8 +307,12 @@ def _train(
             evaluator=Evaluator(components, session, _open_hellaswag(components)),
         )
         reason, step = trainer.fit(), trainer.state.step
+        saver.close(give_up=False)
         runtime.on_rank_zero(lambda: _conclude(components, folder, logger, watch, reason, step))
     except BaseException as error:
+        if saver is not None:
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                saver.close(give_up=isinstance(error, FolderLostError))
         if folder and not isinstance(error, FolderLostError):  # another start may write there now
             step = trainer.state.step if trainer else components.state.step
             ours = to_gpt2lab_error(error)

@@ -1,11 +1,17 @@
-"""Save a checkpoint: gather, write, label, retire old ones, report; and handle a failed write."""
+"""Save a checkpoint: gather, write, label, retire old ones, report; and handle a failed write.
+
+Written while training waits, or (`--async_checkpoint`) by a process of its own: then training waits for a copy in
+memory alone. At most one save is in flight, and what reads, labels or retires checkpoints waits for it.
+"""
 
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +21,40 @@ from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.errors import CheckpointError, GPT2LabError, NonFiniteError, SaveError
+from gpt2lab.checkpoint.writer import Writer
+from gpt2lab.errors import (
+    CheckpointError,
+    FolderLostError,
+    GPT2LabError,
+    NonFiniteError,
+    SaveError,
+)
 from gpt2lab.model import rng
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.stop import Signals
 
 _ROOM = 1.2  # free disk before a save, in checkpoints: headers, state, and what others write
+
+
+@dataclass
+class _Save:
+    """A checkpoint that is being written."""
+
+    state: TrainState
+    kind: str
+    labels: list[str]
+    began: float
+    stalled: float = 0.0  # seconds that training has waited for the writer process so far
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a save, equal on all ranks but for the clock."""
+
+    is_saved: bool  # as far as is known
+    stall_seconds: float  # that training waited
+    stop_seconds: float | None  # that a stop must allow for its save; None as long as nobody knows
 
 
 class Saver:
@@ -37,30 +70,168 @@ class Saver:
         self.tokenizer_files = start.tokenizer_files
         self.resumed_from = start.checkpoint.step if start.checkpoint else None
         self.resumed_kind = start.checkpoint.kind if start.checkpoint else None
+        wanted = self.config.async_checkpoint
+        on_gpu = self.runtime.device.type == "cuda"
+        self.is_async = wanted == "on" or (wanted == "auto" and on_gpu)
+        self._buffer: store.StagingBuffer | None = None  # on rank 0, from the first save on
+        self._writer: Writer | None = None
+        self._in_flight: _Save | None = None
+        self._is_on_disk = True  # the newest save that has ended
+        self._longest: float | None = None  # seconds of a save by the writer
+        self._lock = threading.RLock()  # of what is in flight: the heartbeat's thread rescues
+        signals.is_writing = self.is_writing
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
-    ) -> tuple[bool, float]:
-        """Commit a checkpoint of exactly `state.step`; tell whether that worked, and the seconds it took.
+    ) -> Outcome:
+        """Commit a checkpoint of exactly `state.step`, or leave that to the writer process.
 
         A failed write is a warning, and training continues; where the process is about to end (`must_succeed`) it is
-        an error.
+        an error, and nothing is left in flight.
 
         Raises: SaveError on all ranks.
         """
         began = time.monotonic()
+        self.settle()  # the save before; its buffer is used again
+        save = _Save(state, kind, labels, began=time.monotonic())
         rng_states = self.runtime.gather(rng.capture(self.runtime.device))
-        content = store.collect(self.model, self.optimizers, keep=self.folder is not None)
-        failure = self.runtime.on_rank_zero(
-            lambda: self._write(state, kind, labels, content, rng_states, began)
-        )
+        content = self._collect(state.step)
+
+        def write() -> tuple[str | None, bool, float | None]:
+            failure = self._write(save, content, rng_states, must_succeed=must_succeed)
+            return failure, self._in_flight is not None, self._longest
+
+        failure, is_in_flight, longest = self.runtime.on_rank_zero(write)
         if failure is not None and must_succeed:
             raise SaveError(
                 f"{failure}; free space, or repair the disk, and resume from the checkpoint before"
             )
         if failure is not None:
-            self.logger.warn(f"{failure}; training goes on, the next is due as planned", state.step)
-        return failure is None, time.monotonic() - began
+            self._warn_of_failure(failure, state.step)
+        stalled = time.monotonic() - began
+        # A stop first waits for a save in flight, then saves its own step.
+        needed = stalled if not is_in_flight else longest and 2 * longest
+        return Outcome(failure is None, stalled, needed)
+
+    def _warn_of_failure(self, failure: str, step: int) -> None:
+        self.logger.warn(f"{failure}; training goes on, the next is due as planned", step)
+
+    # -- a save in flight ----------------------------------------------------------------------------------------
+
+    def is_writing(self) -> bool:
+        """Tell whether the writer process is at work."""
+        writer = self._writer
+        return self._in_flight is not None and writer is not None and not writer.has_answered()
+
+    def poll(self) -> None:
+        """Conclude the save in flight if it has ended; waits for nothing."""
+        if self._in_flight is not None and not self.is_writing():
+            self.settle()
+
+    def join(self) -> bool:
+        """Wait on all ranks until nothing is in flight; return whether the newest save is on disk."""
+        return self.runtime.on_rank_zero(self.settle)
+
+    def settle(self) -> bool:
+        """Wait until this rank has nothing in flight, and conclude it; return whether the newest save is on disk."""
+        with self._lock:
+            save, writer = self._in_flight, self._writer
+            if save is None or writer is None:
+                return self._is_on_disk
+            began = time.monotonic()
+            answer = writer.wait()
+            self._in_flight = None
+            if answer.is_last:
+                self._end_writer()
+                with suppress(OSError, CheckpointError):  # what it left half-written
+                    catalog.sweep(self.run_dir)
+            if answer.error is not None and not isinstance(answer.error, OSError):
+                raise answer.error
+            if self._has_lost_folder():
+                self._is_on_disk = False
+                return False
+            save.stalled += time.monotonic() - began
+            self._longest = max(self._longest or 0.0, answer.at - save.began)
+            if (failure := self._conclude(save, answer.error, ended=answer.at)) is not None:
+                self._warn_of_failure(failure, save.state.step)
+            return self._is_on_disk
+
+    def _has_lost_folder(self) -> bool:
+        """Tell whether the run's folder is gone or another's: the loop's next look ends all ranks for that."""
+        try:
+            assert self.folder is not None
+            self.folder.check_lock()
+        except FolderLostError:
+            return True
+        return False
+
+    def has(self, step: int) -> bool:
+        """Tell without communication whether a step's checkpoint is on disk; one in flight is waited for."""
+        with suppress(OSError, RuntimeError, GPT2LabError):
+            self.settle()
+        return (self.run_dir / folder_name(step)).exists()
+
+    def close(self, *, give_up: bool) -> None:
+        """End the writer process; `give_up` a save in flight, else wait for it.
+
+        Raises: OSError, GPT2LabError.
+        """
+        try:
+            if not give_up:
+                self.settle()
+        finally:
+            with self._lock:
+                self._in_flight = None
+                self._end_writer()
+                if self._buffer is not None:
+                    self._buffer.close()
+                    self._buffer = None
+
+    def _end_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _collect(self, step: int) -> store.Content:
+        """Gather the tensors of all ranks, for a writer process in the memory that it sees."""
+        keep = self.folder is not None
+        if self.is_async and keep:
+            needed = store.staging_bytes(self.model, self.optimizers)
+            try:
+                if self._buffer is None or self._buffer.shared.num_bytes < needed:
+                    self._replace_buffer(needed)
+                    size = fmt.num_bytes(needed)
+                    self.logger.say(f"step {step} | {size} of memory for asynchronous checkpoints")
+            except (OSError, AttributeError) as error:  # no such memory; no Linux
+                self.is_async = False
+                self.logger.warn(f"no asynchronous checkpoints, training waits: {error}", step)
+        return store.collect(self.model, self.optimizers, keep=keep, into=self._buffer)
+
+    def _replace_buffer(self, num_bytes: int) -> None:
+        """Make the buffer, once; a second time only if the optimizer had no state yet at the first save."""
+        self._end_writer()
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+        self._buffer = store.StagingBuffer(num_bytes, pin=self.runtime.device.type == "cuda")
+
+    def _leave(self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]) -> bool:
+        """Leave a save to the writer process, which starts at the first; False if there can be none."""
+        assert self.folder is not None
+        assert self._buffer is not None
+        draft = store.draft(self.run_dir, **self._facts_of(save, content, rng_states))
+        try:
+            if self._writer is None:
+                self._writer = Writer(self._buffer.shared, lock=self.folder.lock)
+            self._writer.send(self.run_dir, draft)
+        except OSError:  # no process, or it has died since its last save
+            self._end_writer()
+            return False
+        save.stalled = time.monotonic() - save.began
+        self._in_flight = save
+        return True
+
+    # ------------------------------------------------------------------------------------------------------------
 
     def rescue(self, state: TrainState, has_moved: Callable[[], bool]) -> bool:
         """Save the last complete step when an error ends this rank, without communication; return whether it worked.
@@ -73,16 +244,19 @@ class Saver:
         try:
             folder = self.folder or (opened := RunFolder(self.run_dir))
             folder.check_lock()
+            self.settle()
             if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
                 return False
             # Behind a collective that hangs, the GPU's usual stream would never come to the copies.
             with own_stream(self.runtime.device):
-                content = store.collect(self.model, self.optimizers, keep=True)
-            if has_moved() or not weights_are_finite(content):
+                content = store.collect(self.model, self.optimizers, keep=True, into=self._buffer)
+            if has_moved() or not content.is_finite:
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
                 self.logger.flush()
-            self._commit(state, "emergency", content, [rng.capture(self.runtime.device)])
+            save = _Save(state, "emergency", [label], began)
+            states = [rng.capture(self.runtime.device)]
+            store.save(self.run_dir, **self._facts_of(save, content, states))
             catalog.set_label(folder.path, label, state.step)
             if self.mirror is not None:
                 self.mirror.notify_saved()
@@ -92,7 +266,8 @@ class Saver:
             if opened:
                 opened.close()
         with suppress(OSError, GPT2LabError):  # the checkpoint stands without its event
-            self._report(state, "emergency", [label], time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._report(state, "emergency", [label], seconds, seconds)
         return True
 
     def report_mirror(self, step: int) -> None:
@@ -115,7 +290,7 @@ class Saver:
         """Give the checkpoint resumed from the labels and the event that it lacks after a kill between them."""
         self.label(state.step, labels)
         if self.folder is not None and self.resumed_kind is not None and not is_recorded:
-            self._record(state, self.resumed_kind, labels, seconds=None)
+            self._record(state, self.resumed_kind, labels, seconds=None, stalled=None)
 
     def label(self, step: int, labels: list[str]) -> None:
         """Point labels at a step that is on disk; a failure is a warning, the checkpoint stands without."""
@@ -147,62 +322,76 @@ class Saver:
 
     def _write(
         self,
-        state: TrainState,
-        kind: str,
-        labels: list[str],
+        save: _Save,
         content: store.Content,
         rng_states: list[dict[str, Any]],
-        began: float,
+        *,
+        must_succeed: bool,
     ) -> str | None:
-        """Write, label and report on rank 0; return what went wrong, or None."""
+        """Write, label and report on rank 0, or leave that to the writer; return what went wrong, or None."""
         assert self.folder is not None
+        state = save.state
         if (warning := self.folder.check_lock()) is not None:
             self.logger.warn(warning, state.step)
-        if not weights_are_finite(content):
+        if not content.is_finite:
             raise NonFiniteError(
                 f"step {state.step}: the weights are not finite and were not saved; "
                 f"resume from a checkpoint with a lower --max_lr and --allow_change max_lr"
             )
         if (problem := self._make_room() or self.logger.flush()) is not None:
             return f"checkpoint of step {state.step} not saved: {problem}"
-        is_flushed = True
+        if self._buffer is not None and not must_succeed and self._leave(save, content, rng_states):
+            return None
+        error: OSError | None = None
         try:
             with self.signals.committing():
-                self._commit(state, kind, content, rng_states)
-        except OSError as error:
-            if not (self.run_dir / folder_name(state.step)).exists():  # else the commit stands
-                return f"checkpoint of step {state.step} not saved: {error}"
-            is_flushed = False
+                store.save(self.run_dir, **self._facts_of(save, content, rng_states))
+        except OSError as caught:
+            error = caught
+        return self._conclude(save, error, ended=None)
+
+    def _conclude(self, save: _Save, error: OSError | None, *, ended: float | None) -> str | None:
+        """Label, report and retire after a commit, or after its error; return what went wrong, or None.
+
+        `ended`: when the writer process had done its work, on the monotonic clock.
+        """
+        assert self.folder is not None
+        state, labels = save.state, save.labels
+        self._is_on_disk = error is None or (self.run_dir / folder_name(state.step)).exists()
+        if not self._is_on_disk:
+            return f"checkpoint of step {state.step} not saved: {error}"
+        if error is not None:  # the commit stands
             self.logger.warn(
                 f"checkpoint of step {state.step}: {error}; a power cut may lose it, so that older ones stay",
                 state.step,
             )
         self.label(state.step, labels)
         faultpoint("checkpoint.after_label", state.step)
-        self._report(state, kind, labels, time.monotonic() - began)
+        seconds = (ended or time.monotonic()) - save.began
+        stalled = min(save.stalled, seconds) if ended else seconds
+        self._report(state, save.kind, labels, seconds, stalled)
         if self.mirror is not None:
             self.mirror.notify_saved()
         try:
             # Asked twice: the disk can be tidied by the next start.
-            if is_flushed and self.signals.level < 2:
+            if error is None and self.signals.level < 2:
                 self._retain(self.config.keep_checkpoints, self.config.keep_emergency_checkpoints)
             self.folder.write_status("running", step=state.step)
         except (OSError, CheckpointError) as error:
             self.logger.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None
 
-    def _commit(
-        self, state: TrainState, kind: str, content: store.Content, rng_states: list[dict[str, Any]]
-    ) -> None:
-        store.save(
-            self.run_dir,
-            kind=kind,
-            content=content,
-            state=state,
-            rng_states=rng_states,
-            facts=self.facts,
-            files=self.tokenizer_files,
-        )
+    def _facts_of(
+        self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        return {
+            "kind": save.kind,
+            "content": content,
+            "state": save.state,
+            "rng_states": rng_states,
+            "facts": self.facts,
+            "files": self.tokenizer_files,
+        }
 
     def _retain(self, keep: int, keep_emergency: int) -> None:
         catalog.retain(
@@ -223,7 +412,13 @@ class Saver:
         return f"{fmt.num_bytes(free)} free on its disk, {fmt.num_bytes(needed)} needed"
 
     def _record(
-        self, state: TrainState, kind: str, labels: list[str], *, seconds: float | None
+        self,
+        state: TrainState,
+        kind: str,
+        labels: list[str],
+        *,
+        seconds: float | None,
+        stalled: float | None,
     ) -> int:
         """Write the event of a checkpoint and return its bytes; `seconds` None: nobody measured how long it took."""
         path = self.run_dir / folder_name(state.step)
@@ -236,15 +431,19 @@ class Saver:
             labels=labels,
             bytes=num_bytes,
             seconds=seconds,
+            stall_seconds=stalled,
         )
         return num_bytes
 
-    def _report(self, state: TrainState, kind: str, labels: list[str], seconds: float) -> None:
-        num_bytes = self._record(state, kind, labels, seconds=seconds)
+    def _report(
+        self, state: TrainState, kind: str, labels: list[str], seconds: float, stalled: float
+    ) -> None:
+        num_bytes = self._record(state, kind, labels, seconds=seconds, stalled=stalled)
         named = f" ({', '.join(labels)})" if labels else ""
+        waited = f", training waited {stalled:.1f} s" if stalled < seconds else ""
         self.logger.say(
             f"step {state.step} | saved {kind} checkpoint{named}: {folder_name(state.step)}, "
-            f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s"
+            f"{fmt.num_bytes(num_bytes)} in {seconds:.1f} s{waited}"
         )
 
 
@@ -253,8 +452,3 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def weights_are_finite(content: store.Content) -> bool:
-    """Tell whether every weight is finite: other weights must never become the newest checkpoint."""
-    return all(bool(torch.isfinite(weight).all()) for weight in content.model.values())

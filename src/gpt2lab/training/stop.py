@@ -39,6 +39,8 @@ class Signals:
         self.wants_save = False
         # Answers a request to stop: its signal, and how often it was asked. Called in another thread.
         self.answer: Callable[[int, int], None] = lambda number, level: None
+        # Tells whether another process commits a checkpoint for this one. Called in another thread.
+        self.is_writing: Callable[[], bool] = lambda: False
         self._committing = False
         self.asked_at = -ONE_WISH_SECONDS  # when, last, on the monotonic clock
         self._ears, self._mouth = socket.socketpair()
@@ -69,7 +71,7 @@ class Signals:
         self.level, self.number = self.level + 1, number
         if self.level >= GIVE_UP_AFTER:
             until = time.monotonic() + COMMIT_SECONDS
-            while self._committing and time.monotonic() < until:
+            while (self._committing or self.is_writing()) and time.monotonic() < until:
                 time.sleep(0.02)
             os._exit(128 + number)
         # In a thread of its own: a terminal that takes no output must not keep the next signal from being heard.

@@ -74,8 +74,8 @@ class Trainer:
         # Held while an update is launched that is not in `launched` yet, and while a checkpoint is written.
         self.busy = threading.Lock()
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
-        if self.start.last_save_seconds is not None:
-            self.progress.record_event("checkpoint", self.start.last_save_seconds)
+        save_seconds = self.start.last_save_seconds
+        self.progress.record_save(None if saver.is_async else save_seconds, save_seconds)
         self.grace, self.told_of_grace = launcher_grace_seconds(os.environ), False
         self.log = StepLog(components, session)
         self.stragglers = Stragglers(self.runtime, self.logger)
@@ -242,6 +242,7 @@ class Trainer:
             work_seconds=step.stats.work_seconds,
             wait_seconds=step.batch.wait_seconds,
         )
+        self.saver.poll()
         self.saver.report_mirror(self.state.step)
         return True
 
@@ -294,6 +295,7 @@ class Trainer:
 
     def rewind(self, batch: GlobalBatch, loss: float) -> bool:
         """Go back before the spike if there is a checkpoint to go to."""
+        self.saver.join()
         state = rewind(self.components, self.state, batch, loss, self.logger)
         if state is not None:
             self.state, self.saved_step = state, state.step
@@ -391,8 +393,10 @@ class Trainer:
     def save_step(self, kind: Literal["rolling", "emergency"]) -> None:
         """Save the step just done, unless that has happened."""
         if self.saved_step == self.state.step:
-            self.control.note_save()
-            return
+            self.heartbeat.enter("saving", self.state.step)
+            if self.saver.join():
+                self.control.note_save()
+                return
         is_end = kind == "emergency"
         labels = [f"emergency_{self.state.step:08d}"] if is_end else []
         self.save(kind, labels, must_succeed=is_end)
@@ -417,11 +421,11 @@ class Trainer:
         self.heartbeat.enter("saving", self.state.step)
         self.logger.show(f"step {self.state.step}/{self.last_step} | saving")
         with self.busy:  # a second thread must not write the same files
-            saved, seconds = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
+            outcome = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
         self.control.note_save()  # a failed one too: it is not tried again at every step
-        if saved:
+        if outcome.is_saved:
             self.saved_step = self.state.step
-            self.progress.record_event("checkpoint", seconds)
+            self.progress.record_save(outcome.stall_seconds, outcome.stop_seconds)
             self.warn_of_grace()
 
     def rescue(self, patience: float = 0.0) -> bool:
@@ -442,7 +446,7 @@ class Trainer:
                 if not step.stats.done.has_passed():
                     break
                 self.record(step)
-            if self.saved_step == self.state.step:
+            if self.saved_step == self.state.step and self.saver.has(self.state.step):
                 return True
             unverified = self.loader.reader.unverified()
         except (DataError, RuntimeError):  # RuntimeError: of the device

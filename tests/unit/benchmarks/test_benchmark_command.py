@@ -58,7 +58,7 @@ def test_saves_side_by_side(tmp_path: Path) -> None:
     assert code == 0, error
     numbers = json.loads((tmp_path / "s.json").read_text())
     tensor_bytes = checkpoint_bytes(preset("gpt2-nano"))
-    for way in ("gpt2lab", "torch.save", "torch.save, flushed"):
+    for way in ("gpt2lab", "gpt2lab, async", "torch.save", "torch.save, flushed"):
         assert tensor_bytes < numbers["bytes"][way] < 1.02 * tensor_bytes
         assert len(numbers["seconds"][way]) == 2
         assert way in said

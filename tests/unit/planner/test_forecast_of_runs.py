@@ -189,7 +189,7 @@ def test_max_hours_ends_a_start_before_a_slow_step_and_the_save() -> None:
     assert progress.stop_seconds(assumed_save=4.0) == 6.0
     for _ in range(5):
         progress.record_step(10.0)
-    progress.record_event("checkpoint", 20.0)
+    progress.record_save(1.0, 20.0)  # of 20 s that training did not wait for, a stop must
     assert progress.stop_seconds(assumed_save=4.0) == 45.0
     near = {"max_hours": time.monotonic() + 44}
     assert find_due(near, margin_seconds=progress.stop_seconds()) == "max_hours"

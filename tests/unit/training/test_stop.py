@@ -72,9 +72,13 @@ def test_a_burst_of_signals_is_one_wish() -> None:
     assert (done.returncode, done.stdout) == (0, "1\n")
 
 
-def test_the_third_signal_lets_a_commit_end() -> None:
+@pytest.mark.parametrize("committer", ["this process", "its writer"])
+def test_the_third_signal_lets_a_commit_end(committer: str) -> None:
+    begin = "s.committing()" if committer == "this process" else "writing()"
     code = (
-        "with s.committing():\n"
+        "import contextlib\n@contextlib.contextmanager\n"
+        "def writing():\n    s.is_writing = lambda: True\n    yield\n    s.is_writing = lambda: False\n"
+        f"with {begin}:\n"
         "    for _ in range(3): os.kill(me, signal.SIGINT); time.sleep(0.3)\n"
         "    time.sleep(0.5); print('committed', flush=True)\n"
         "time.sleep(5); print('alive')"

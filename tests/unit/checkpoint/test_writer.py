@@ -1,0 +1,233 @@
+"""Checkpoints by a writer process: the same bytes as without it, one buffer, one save in flight, no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt2lab.checkpoint import manifest, store
+from gpt2lab.checkpoint.manifest import Draft
+from gpt2lab.checkpoint.writer import Writer
+from gpt2lab.errors import InUseError, SaveError
+from gpt2lab.runs import history
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.training.saver import Saver
+from whole_run import Run
+
+SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A writer for a run's folder, and a tensor in the buffer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunFolder(folder)
+        self.buffer = store.StagingBuffer(10_000, pin=False)
+        self.tensor = self.buffer.take(torch.arange(1000.0))
+        self.writer = Writer(self.buffer.shared, lock=self.run.lock)
+
+    def write(self, step: int) -> Exception | None:
+        draft = Draft(step, {"w": [b"head", self.tensor.numpy().view("uint8").data]}, {"a": 1})
+        self.writer.send(self.run.path, draft)
+        return self.writer.wait().error
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "run")
+    yield bench
+    bench.writer.close()
+    bench.buffer.close()
+    bench.run.close()
+
+
+def test_a_writer_commits_what_lies_in_the_buffer_and_imports_no_torch(bench: Bench) -> None:
+    assert bench.write(1) is None
+    bench.tensor += 1
+    assert bench.write(2) is None
+    for step, first in ((1, 0.0), (2, 1.0)):
+        content = (bench.run.path / manifest.folder_name(step) / "w").read_bytes()
+        assert content == b"head" + (torch.arange(1000.0) + first).numpy().tobytes()
+    process = Path(f"/proc/{bench.writer.pid}")
+    assert "torch" not in (process / "maps").read_text()
+    resident = (process / "status").read_text().partition("RssAnon:")[2].split()[0]
+    assert int(resident) < 64 * 1024, "kB of its own"
+
+
+def test_signals_to_the_whole_group_do_not_end_it(tmp_path: Path) -> None:
+    """Also in the instant of its birth."""
+    bench = Bench(tmp_path / "run")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(bench.writer.pid, number)
+    assert bench.write(1) is None
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the trainer's own are as they were"
+    bench.writer.close()
+    bench.run.close()
+
+
+def test_an_error_of_the_disk_is_reported_and_the_next_save_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@1")
+    bench = Bench(tmp_path / "run")
+    error = bench.write(1)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ENOSPC
+    assert not list(bench.run.path.glob(".tmp-*"))
+    assert bench.write(2) is None
+    bench.writer.close()
+    bench.run.close()
+
+
+def test_a_killed_writer_is_an_error_of_its_save(bench: Bench) -> None:
+    os.kill(bench.writer.pid, signal.SIGKILL)
+    answer = bench.writer.wait()
+    assert answer.is_last
+    assert str(answer.error) == "the writer process ended (killed by signal 9)"
+
+
+def test_a_folder_stays_locked_until_its_writer_has_ended(bench: Bench) -> None:
+    """Else the writer of a killed trainer could commit into a run that another start has taken."""
+    bench.run.close()
+    with pytest.raises(InUseError):
+        RunFolder(bench.run.path)
+    bench.writer.close()
+    RunFolder(bench.run.path).close()
+
+
+def test_a_closed_connection_ends_a_writer_within_a_save(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the kernel closes that of a killed trainer."""
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep600@1")
+    bench = Bench(tmp_path / "run")
+    bench.writer.send(bench.run.path, Draft(1, {"w": [b"head"]}, {}))
+    while not list(bench.run.path.glob(".tmp-*/manifest.json")):
+        time.sleep(0.01)
+    bench.writer._connection.close()
+    assert bench.writer._process.wait(60) == 0, "ended by itself"
+    assert not list(bench.run.path.glob("step_*"))
+    bench.run.close()
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def both(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Return the same run with and without a writer; `places` of the first are the buffer's at each save by it."""
+    runs = {}
+    for mode in ("off", "on"):
+        run = runs[mode] = Run(tiny_data, tmp_path_factory.mktemp(mode), *SAVES)
+        places: list[tuple[int, int, int]] = []
+        real = Writer.send
+
+        def send(self: Writer, *more: object, places=places, real=real) -> None:
+            places.append((self.pid, self._buffer.address, self._buffer.num_bytes))
+            real(self, *more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Writer, "send", send)
+            run.train(f"--async_checkpoint={mode}")
+        run.places = places
+    return runs
+
+
+def test_losses_and_files_are_the_same_bytes_in_both_modes(both: dict[str, Run]) -> None:
+    on, off = both["on"], both["off"]
+    assert on.losses() == off.losses()
+    assert [*on.checkpoints()] == [*off.checkpoints()] == [2, 4, 6, 8]
+    for step, ours in on.checkpoints().items():
+        files, expected = (
+            {name: one["sha256"] for name, one in info.manifest["files"].items()}
+            for info in (ours, off.checkpoints()[step])
+        )
+        for name in ("model.safetensors", "optim.safetensors"):
+            assert files[name] == expected[name]
+    assert on.labels() == off.labels()
+
+
+def test_one_buffer_of_the_size_of_a_checkpoint_serves_all_saves(both: dict[str, Run]) -> None:
+    assert both["off"].places == []
+    assert len(both["on"].places) == 3, "the last is written by the trainer itself"
+    [(_, _, size)] = set(both["on"].places)
+    values, tensors = 34_176, 28 * 3 + 28  # weights and two moments; step counts of 4 bytes
+    assert 0 <= size - 12 * values <= 64 * tensors
+
+
+def test_a_checkpoint_is_recorded_after_its_step_with_what_training_waited(
+    both: dict[str, Run],
+) -> None:
+    for mode, run in both.items():
+        order = [(event["event"], event["step"]) for event in history.read_events(run.path)]
+        saves = run.events("checkpoint")
+        assert [event["step"] for event in saves] == [2, 4, 6, 8]
+        for event in saves:
+            assert order.index(("checkpoint", event["step"])) > order.index(("step", event["step"]))
+            assert 0 < event["stall_seconds"] <= event["seconds"]
+            assert mode == "on" or event["stall_seconds"] == event["seconds"]
+
+
+def test_no_memory_for_a_buffer_means_saves_while_training_waits(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fallocate(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    run.train("--async_checkpoint=on", "--max_steps=2", "--eval_freq=0", "--checkpoint_freq=1")
+    assert list(run.checkpoints()) == [1, 2]
+    told = [event["message"] for event in run.events("warning") if "asynch" in event["message"]]
+    assert told == [
+        "no asynchronous checkpoints, training waits: [Errno 12] Cannot allocate memory"
+    ]
+
+
+def test_a_save_that_fails_in_the_writer_is_a_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@2")
+    run.train("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
+    assert list(run.checkpoints()) == [4, 6]
+    [warning] = [e["message"] for e in run.events("warning") if "not saved" in e["message"]]
+    assert warning.startswith("checkpoint of step 2 not saved: [Errno 28] No space left on device")
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_stop_at_the_step_in_flight_saves_it_again_if_that_fails(
+    lasts: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if the trainer's own attempt fails too, the run could not save."""
+    real = Saver._leave
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:enospc@2")
+
+    def leave_and_stop(self: Saver, *args: object) -> bool:
+        left = real(self, *args)
+        if not lasts:
+            monkeypatch.delenv("FAULT")  # the writer has it
+        os.kill(os.getpid(), signal.SIGTERM)
+        while self.signals.level == 0:
+            time.sleep(0.001)
+        return left
+
+    monkeypatch.setattr(Saver, "_leave", leave_and_stop)
+    flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
+    if lasts:
+        with pytest.raises(SaveError, match="checkpoint of step 2 not saved"):
+            run.train(*flags)
+        assert run.status()["exit_code"] == 75
+        assert not run.checkpoints()
+        return
+    run.train(*flags)
+    assert [(e["step"], e["kind"]) for e in run.events("checkpoint")] == [(2, "emergency")]
+    assert (run.status()["state"], run.status()["step"]) == ("stopped", 2)
