@@ -41,6 +41,7 @@ def test_kernels_and_bytes_of_twelve_layers_are_within_budget(
     budget = {
         **{"forward kernels": 140, "backward kernels": 222},
         **{"forward bytes": 36.51e9, "backward bytes": 71.88e9},
+        **{"forward peak": 28.93e9, "backward peak": 29.03e9},
     }
     for name, most in budget.items():
         assert found[name] <= 1.02 * most, name
