@@ -212,6 +212,9 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)  # (B, T, C)
         else:
             rotation = rotary_angles(positions, self.config.n_embd // self.config.n_head)
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            # A GPU waits for memory here. Norms still compute in fp32; what the blocks add to is rounded.
+            x = x.to(torch.get_autocast_dtype("cuda"))
         x = F.dropout(x, self.config.dropout, self.training)
         for index, block in enumerate(self.blocks):
             x = block(x, mask, caches[index] if caches else None, rotation)
