@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.model.loss import (
     cross_entropy_sum,
-    has_compiled_form,
     head_cross_entropy_sum,
     padding_bias,
     token_losses,
@@ -266,7 +265,7 @@ class GPT(nn.Module):
         """
         if targets is None:
             return self.head(self.hidden(tokens))
-        if has_compiled_form(tokens.device):
+        if torch.compiler.is_compiling():
             hidden, num_tokens = self.hidden(tokens), self.config.num_tokens
             return head_cross_entropy_sum(hidden, self.wte.weight, targets, num_tokens)
         return cross_entropy_sum(self.masked_logits(self.hidden(tokens)), targets)
