@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cuda_codegen.allocations import peak_bytes
+
 _DEFINITION = re.compile(
     r"async_compile\.triton\('(?P<name>\w+)', '''(?P<source>.*?)''', device_str", re.S
 )
@@ -19,7 +21,7 @@ _LIBRARY = re.compile(r"^ +(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(\w+)
 _USED = re.compile(r"Used (\d+) registers")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _GROUPS = (  # the first that a kernel's name contains
-    ("cross-entropy", ("log_softmax", "nll_loss", "cross_entropy")),
+    ("cross-entropy", ("softmax", "nll_loss", "cross_entropy")),
     ("GELU", ("gelu", "tanh")),
     ("LayerNorm", ("layer_norm",)),
     ("embedding", ("embedding",)),
@@ -45,6 +47,7 @@ class Graph:
     is_backward: bool
     kernels: list[Kernel]
     library: dict[str, int]  # matrix products and attention: calls by operator
+    peak_bytes: int  # that it holds, with what the forward pass keeps and without weights
 
 
 def read_graph(module: str, *, is_backward: bool) -> Graph:
@@ -60,7 +63,8 @@ def read_graph(module: str, *, is_backward: bool) -> Graph:
         moved = round(1e9 * float(size["gb"]))
         kernels.append(Kernel(name, _group(name), runs.pop(name), moved, index, source))
     assert not runs, f"kernels of another form: {sorted(runs)}"
-    return Graph(is_backward, kernels, dict(Counter(_LIBRARY.findall(body))))
+    library = dict(Counter(_LIBRARY.findall(body)))
+    return Graph(is_backward, kernels, library, peak_bytes(module, is_backward=is_backward))
 
 
 def _group(name: str) -> str:

@@ -76,6 +76,7 @@ def summary(counted: dict[str, Any]) -> dict[str, float]:
         for group in GROUPS:
             size = sum(k["runs"] * k["bytes"] for k in kernels if k["group"] == group)
             found[f"{direction} bytes, {group}"] = size
+        found[f"{direction} peak"] = max(g["peak_bytes"] for g in graphs)
     return found
 
 
@@ -162,6 +163,9 @@ def _describe_one(table: dict[str, Any], layers: tuple[int, int]) -> str:
         row("GB moved by generated kernels", "bytes", gigabytes),
         *(row(f"- {group}", f"bytes, {group}", gigabytes) for group in GROUPS),
         "",
+        f"GB held at the peak, what the forward pass keeps included, weights not: forward "
+        f"{gigabytes(counted['forward peak'])}, backward {gigabytes(counted['backward peak'])}"
+        + (" (of one graph)" if counted["forward graphs"] > 1 else ""),
         f"graph breaks {table['graph_breaks']}, recompiles in the second step {table['recompiles']}; "
         f"{counted['launches outside']:,.0f} operators outside graphs in a step of two micro-batches",
         f"at most {table['most_registers']} registers, {table['most_stack_bytes']} bytes of stack, "

@@ -13,7 +13,7 @@ from gpt2lab.data.order import Order
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.loss import cross_entropy_sum, has_compiled_form, head_cross_entropy_sum
+from gpt2lab.model.loss import cross_entropy_sum, head_cross_entropy_sum
 
 
 def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ class PackedGPT(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of ids (B, T) against `targets` (B, T; -1 = not counted), in nats summed over the targets."""
         model = self.model
-        if has_compiled_form(tokens.device):
+        if torch.compiler.is_compiling():
             hidden = hidden_of_rows(model, tokens, self.end_of_text)
             weight, num_tokens = model.wte.weight, model.config.num_tokens
             return head_cross_entropy_sum(hidden, weight, targets, num_tokens)

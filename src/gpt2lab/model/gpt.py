@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.model.loss import (
     cross_entropy_sum,
-    has_compiled_form,
     head_cross_entropy_sum,
     padding_bias,
     token_losses,
@@ -220,6 +219,9 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)  # (B, T, C)
         else:
             rotation = rotary_angles(positions, self.config.n_embd // self.config.n_head)
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            # A GPU waits for memory here. Norms still compute in fp32; what the blocks add to is rounded.
+            x = x.to(torch.get_autocast_dtype("cuda"))
         x = F.dropout(x, self.config.dropout, self.training)
         for index, block in enumerate(self.blocks):
             x = block(x, mask, caches[index] if caches else None, rotation)
@@ -271,7 +273,7 @@ class GPT(nn.Module):
         """
         if targets is None:
             return self.head(self.hidden(tokens))
-        if has_compiled_form(tokens.device):
+        if torch.compiler.is_compiling():
             hidden, num_tokens = self.hidden(tokens), self.config.num_tokens
             return head_cross_entropy_sum(hidden, self.wte.weight, targets, num_tokens)
         return cross_entropy_sum(self.masked_logits(self.hidden(tokens)), targets)

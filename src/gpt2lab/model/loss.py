@@ -1,6 +1,6 @@
 """Next-token cross-entropy, summed: the caller divides once, by the number of targets in the global batch.
 
-Compiled CPU steps take a fused form of head and loss that CPUs compute faster; all else takes the plain one.
+Compiled steps take a fused form of head and loss that holds the logits once; all else takes the plain one.
 """
 
 from __future__ import annotations
@@ -36,18 +36,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def has_compiled_form(device: torch.device) -> bool:
-    """Tell whether the current call is compiled for a device where `head_cross_entropy_sum` is faster.
-
-    Callers ask before they compute hidden states: one function for both forms would keep these alive in the plain one.
-    """
-    return torch.compiler.is_compiling() and device.type == "cpu"
-
-
 def head_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, targets: Tensor, num_tokens: int
 ) -> Tensor:
-    """Return `cross_entropy_sum` of the masked logits of `hidden` (B, T, C) and `weight` (V, C), up to rounding."""
+    """Return `cross_entropy_sum` of the masked logits of `hidden` (B, T, C) and `weight` (V, C), up to rounding.
+
+    For compiled calls: uncompiled, it would hold several tensors as large as the logits.
+    """
     rows, flat = hidden.flatten(0, 1), targets.flatten()
     total: Tensor = GradientInForward.apply(rows, weight, flat, num_tokens)  # type: ignore[no-untyped-call]
     return total
@@ -74,7 +69,9 @@ class GradientInForward(torch.autograd.Function):
         top = scores.amax(1, keepdim=True)
         powers = (scores - top).exp()
         total = powers.sum(1, keepdim=True)  # (N, 1)
-        of_target = logits.gather(1, target.clamp(min=0)).float()  # (N, 1)
+        # Not read from the logits: so the compiled gradient can take their memory.
+        row = weight.to(logits.dtype)[targets.clamp(min=0)]  # (N, C)
+        of_target = (hidden.to(logits.dtype).float() * row.float()).sum(1, keepdim=True)  # (N, 1)
         losses = torch.where(counted, total.log() + top - of_target, 0.0)
         is_target = torch.arange(logits.size(1), device=logits.device) == target  # (N, V)
         slope = powers * torch.where(counted, 1 / total, 0.0) - is_target.float()

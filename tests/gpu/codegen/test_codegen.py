@@ -44,14 +44,16 @@ def test_kernels_and_bytes_of_twelve_layers_are_within_budget(
     """The budget is what was counted when it was written, and 2 %: see docs/gpu_results.md."""
     found = report.extrapolate(counted[0], counted[1], ModelConfig.n_layer)
     budget = {
-        **{"forward kernels": 140, "backward kernels": 222},
-        **{"forward bytes": 36.51e9, "backward bytes": 71.88e9},
+        **{"forward kernels": 138, "backward kernels": 197},
+        **{"forward bytes": 33.72e9, "backward bytes": 44.00e9},
+        **{"forward peak": 26.52e9, "backward peak": 20.13e9},  # the logits are held once
     }
     for name, most in budget.items():
         assert found[name] <= 1.02 * most, name
-    # Twelve layers have 12 * 4 products and the head's, each twice as many in the backward pass; and attention.
-    assert found["forward library calls"] == 12 * 5 + 1
-    assert found["backward library calls"] == 2 * (12 * 4 + 1) + 12
+    # Twelve layers have 12 * 4 products, twice as many in the backward pass, and attention. The head's three are in the
+    # forward pass: its gradients are kept, the logits are not.
+    assert found["forward library calls"] == 12 * 5 + 3
+    assert found["backward library calls"] == 2 * 12 * 4 + 12
 
 
 def test_no_kernel_spills(counted: list[dict[str, Any]]) -> None:
@@ -84,7 +86,7 @@ def test_the_command_prints_what_it_counts(tmp_path: Path) -> None:
     assert code == 0, error
     (table,) = json.loads((tmp_path / "c.json").read_text())["tables"]
     found = table["counted"]
-    assert found["forward library calls"] == 3 * 5 + 1
+    assert found["forward library calls"] == 3 * 5 + 3
     assert found["forward graphs"] == 3 + 2  # DDP's compiler cuts where a bucket is full
     assert table["int64"] == []
     both = found["forward kernels"] + found["backward kernels"]
