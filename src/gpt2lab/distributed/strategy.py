@@ -99,9 +99,11 @@ class Strategy:
     ) -> list[torch.optim.Optimizer]:
         """Return optimizers that hold only this rank's state, in place of fresh ones of the prepared model."""
         if self._parallel == "zero1":
-            return zero1.shard_optimizer_state(model, optimizers, self._mesh)
+            # DDP's are views of its buckets.
+            stay = self._exact is None
+            return zero1.shard_optimizer_state(model, optimizers, self._mesh, gradients_stay=stay)
         if self._parallel == "fsdp":
-            return [sharded(o, o.param_groups, self._mesh) for o in optimizers]
+            return [sharded(optimizer, self._mesh) for optimizer in optimizers]
         return optimizers
 
     @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """ZeRO stage 1: every rank holds a full replica of the weights, but optimizer state only for its own rows.
 
 Rajbhandari et al. 2020, arXiv:1910.02054. Each rank updates its rows of every weight and sends them to the others. The
-weights equal those of one unsharded optimizer; bit by bit where each rank's rows of a weight fill a CPU's vectors.
+weights equal those of one unsharded optimizer; bit by bit where each weight fills a CPU's vectors. AdamW works on flat
+buckets: the CPU starts a few operators for each 25 MiB of weights, however many weights these are.
 
 DDP reduces gradients in buckets during the backward pass; it splits a compiled model's graph so that this holds there
 too. Between GPUs each bucket is reduce-scattered: with the new weights, a step sends as much as DDP's all-reduce.
@@ -11,69 +12,88 @@ order of summation would change the bits from three ranks on.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
 
 from gpt2lab.config.derived import BUCKET_BYTES
-from gpt2lab.distributed.sharded_optimizers import sharded
+from gpt2lab.distributed.sharded_optimizers import ShardedMuon, rows_of
 from gpt2lab.distributed.sharding import clip_rows, from_local_rows, local_rows, row_range
+from gpt2lab.optim.muon import Muon
 
 Pairs = list[tuple[nn.Parameter, nn.Parameter]]  # a weight, and its rows here: the same memory
 
 
 def shard_optimizer_state(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: DeviceMesh
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    *,
+    gradients_stay: bool,
 ) -> list[torch.optim.Optimizer]:
     """Return optimizers of this rank's rows in place of fresh ones of full weights.
 
     Their groups keep the weights' names in `param_names`, as torch does for named parameters. `step` exchanges the
-    rows; the caller clears the model's own gradients.
+    rows; the caller clears the model's own gradients. `gradients_stay`: in the same memory, step after step.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [_sharded(optimizer, names, mesh) for optimizer in optimizers]
+    return [_sharded(optimizer, names, mesh, gradients_stay) for optimizer in optimizers]
 
 
 def _sharded(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], mesh: DeviceMesh
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    mesh: DeviceMesh,
+    gradients_stay: bool,
 ) -> torch.optim.Optimizer:
     assert not optimizer.state, "its state would be lost"
-    groups, pairs = [], Pairs()
+    groups, pairs_of_groups = [], []
     for group in optimizer.param_groups:
-        here = [
+        pairs = [
             (p, nn.Parameter(from_local_rows(local_rows(p.detach(), mesh), mesh, p)))
             for p in group["params"]
         ]
-        in_order = [names[id(parameter)] for parameter, _ in here]
-        groups.append({**group, "params": [own for _, own in here], "param_names": in_order})
-        pairs += here
-    rank, world_size = mesh.get_local_rank(), mesh.size()
-    places = {
-        own: (full, *row_range(len(full), rank=rank, world_size=world_size)) for full, own in pairs
-    }
+        in_order = [names[id(parameter)] for parameter, _ in pairs]
+        groups.append({**group, "params": [own for _, own in pairs], "param_names": in_order})
+        pairs_of_groups.append(pairs)
+    if isinstance(optimizer, Muon):
+        return _sharded_muon(groups, pairs_of_groups, mesh)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    buckets = [
+        [Bucket(pairs, mesh, gradients_stay=gradients_stay) for pairs in _divide(each)]
+        for each in pairs_of_groups
+    ]
+    return BucketAdamW(groups, buckets)
+
+
+def _sharded_muon(
+    groups: list[dict[str, Any]], pairs_of_groups: list[Pairs], mesh: DeviceMesh
+) -> ShardedMuon:
+    pairs = [pair for each in pairs_of_groups for pair in each]
+    full = {own: parameter for parameter, own in pairs}
+    buckets = [Bucket(each, mesh, gradients_stay=False) for each in _divide(pairs)]
 
     def gradient(own: nn.Parameter) -> torch.Tensor | None:
-        full, begin, count = places[own]
-        return None if full.grad is None else full.grad.narrow(0, begin, count)
-
-    exchanges = [_Exchange(bucket, mesh) for bucket in _buckets(pairs)]
+        whole = full[own].grad
+        return None if whole is None else local_rows(whole, mesh)
 
     def exchange(*unused: Any) -> None:
-        for each in exchanges:
-            each()
+        for bucket in buckets:
+            bucket.send(bucket.weights())
 
-    result = sharded(optimizer, groups, mesh, gradient)
+    result = ShardedMuon(groups, mesh, gradient)
     result.register_step_post_hook(exchange)
     return result
 
 
-def _buckets(pairs: Pairs) -> list[Pairs]:
+def _divide(pairs: Pairs) -> list[Pairs]:
     """Group weights that travel in one message: many small ones, or one large one."""
     buckets: list[Pairs] = [[]]
     room = BUCKET_BYTES
@@ -83,41 +103,149 @@ def _buckets(pairs: Pairs) -> list[Pairs]:
             room = BUCKET_BYTES
         buckets[-1].append(pair)
         room -= pair[0].nbytes
-    return buckets
+    return [bucket for bucket in buckets if bucket]
 
 
-class _Exchange:
-    """Sends the new rows of some weights to all ranks in one message; each rank's rows are padded to the longest."""
+class Bucket:
+    """This rank's rows of some weights in one flat tensor, (n,); each weight's are padded to those of the first rank.
 
-    def __init__(self, pairs: Pairs, mesh: DeviceMesh) -> None:
-        self._group, self._world_size = mesh.get_group(), mesh.size()
-        weights = [parameter.detach() for parameter, _ in pairs]  # and below, views of their memory
-        self._weights = [weight.flatten() for weight in weights]
+    Its lists of tensors are made once, because for a CPU each tensor is microseconds.
+    """
+
+    def __init__(self, pairs: Pairs, mesh: DeviceMesh, *, gradients_stay: bool) -> None:
+        self._mesh, self._gradients_stay = mesh, gradients_stay
+        self._full = [parameter for parameter, _ in pairs]
+        self.owned = [own for _, own in pairs]
+        # What follows are views of the weights' memory.
+        weights = [parameter.detach() for parameter in self._full]
+        self._sizes = [_padded_rows(weight, mesh.size()) for weight in weights]
         self._rows = [local_rows(weight, mesh).flatten() for weight in weights]
-        self._sizes = [_padded_rows(weight, self._world_size) for weight in weights]
+        missing = [size - len(r) for size, r in zip(self._sizes, self._rows, strict=True)]
+        self._padding = [weight.new_zeros(n) for weight, n in zip(weights, missing, strict=True)]
+        self._packed = self._with_padding(self._rows)
+        self._weights = [weight.flatten() for weight in weights]
         # (W, rows) of a weight that all ranks share evenly; others need a detour.
         self._shared = [
-            weight.view(self._world_size, -1) if len(weight) == self._world_size * size else None
+            weight.view(mesh.size(), -1) if len(weight) == mesh.size() * size else None
             for weight, size in zip(self._weights, self._sizes, strict=True)
         ]
+        self._seen: list[torch.Tensor | None] = []
+        self._gradient_rows: list[torch.Tensor] = []
 
-    @torch.no_grad()
-    def __call__(self) -> None:
-        padded = [
-            rows if len(rows) == size else F.pad(rows, (0, size - len(rows)))
-            for rows, size in zip(self._rows, self._sizes, strict=True)
+    def _with_padding(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        padded = zip((r.flatten() for r in rows), self._padding, strict=True)
+        return [tensor for pair in padded for tensor in pair if len(tensor)]
+
+    def pack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a copy of this rank's rows of tensors of the weights' shapes, (n,)."""
+        return torch.cat(self._with_padding(rows))
+
+    def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return sharded tensors of the weights' shapes whose rows are views of `flat`, (n,)."""
+        chunks = zip(torch.split(flat, self._sizes), self._rows, self._full, strict=True)
+        return [
+            from_local_rows(chunk[: len(r)].view(-1, *p.shape[1:]), self._mesh, p)
+            for chunk, r, p in chunks
         ]
-        message = torch.cat(padded)
-        gathered = message.new_empty(self._world_size, len(message))
-        dist.all_gather_into_tensor(gathered.view(-1), message, group=self._group)
+
+    def weights(self) -> torch.Tensor:
+        """Return a copy of this rank's rows of the weights, (n,)."""
+        return torch.cat(self._packed)
+
+    def gradients(self) -> torch.Tensor:
+        """Return a copy of this rank's rows of the gradients, (n,)."""
+        found = [parameter.grad for parameter in self._full]
+        if not self._seen or any(a is not b for a, b in zip(found, self._seen, strict=True)):
+            whole = [gradient for gradient in found if gradient is not None]
+            assert len(whole) == len(found), "a weight has no gradient"
+            self._gradient_rows = self._with_padding([local_rows(g, self._mesh) for g in whole])
+            self._seen = found
+        packed = torch.cat(self._gradient_rows)
+        if not self._gradients_stay:  # else they would live as long as these views
+            self._seen, self._gradient_rows = [], []
+        return packed
+
+    def send(self, rows: torch.Tensor) -> None:
+        """Put every rank's rows, (n,), into the weights of all, in one message."""
+        world_size = self._mesh.size()
+        gathered = rows.new_empty(world_size, len(rows))
+        dist.all_gather_into_tensor(gathered.view(-1), rows, group=self._mesh.get_group())
         received = [
-            gathered.new_empty(self._world_size, size) if shared is None else shared
+            gathered.new_empty(world_size, size) if shared is None else shared
             for shared, size in zip(self._shared, self._sizes, strict=True)
         ]
         torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=received)
         for weight, shared, chunks in zip(self._weights, self._shared, received, strict=True):
             if shared is None:
                 weight.copy_(chunks.flatten()[: len(weight)])
+
+
+class BucketAdamW(torch.optim.AdamW):
+    """torch's fused AdamW over flat buckets of rows; its state, by weight, is views of flat moments."""
+
+    def __init__(self, groups: list[dict[str, Any]], buckets: list[list[Bucket]]) -> None:
+        """`groups`: those of a fresh AdamW, with sharded weights; `buckets` of each group hold them in their order."""
+        super().__init__(groups)
+        self._buckets = buckets
+        self._moments: dict[Bucket, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update this rank's rows of all weights, and send them to all ranks."""
+        for group, buckets in zip(self.param_groups, self._buckets, strict=True):
+            for bucket in buckets:
+                weights = bucket.weights()
+                self._update(bucket, weights, group)
+                bucket.send(weights)
+
+    def _update(self, bucket: Bucket, weights: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update a bucket's rows (n,) in place. The copy of the gradient ends here: sending needs memory too."""
+        if bucket not in self._moments:
+            device = weights.device if group["fused"] else "cpu"
+            steps = torch.zeros(len(bucket.owned), dtype=torch.float32, device=device)
+            self._keep(bucket, torch.zeros_like(weights), torch.zeros_like(weights), steps)
+        mean, square, steps = self._moments[bucket]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [weights],
+            [bucket.gradients()],
+            [mean],
+            [square],
+            [],
+            [steps[0]],
+            fused=group["fused"],
+            found_inf=getattr(self, "found_inf", None),  # as torch's own step
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        steps[1:] = steps[:1]  # a count for each weight, as in a checkpoint
+
+    def _keep(
+        self, bucket: Bucket, mean: torch.Tensor, square: torch.Tensor, steps: torch.Tensor
+    ) -> None:
+        self._moments[bucket] = mean, square, steps
+        views = zip(bucket.owned, steps, bucket.unpack(mean), bucket.unpack(square), strict=True)
+        for own, step, first, second in views:
+            self.state[own] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state by weight, as `state_dict` gives it."""
+        super().load_state_dict(state_dict)
+        for bucket in [bucket for buckets in self._buckets for bucket in buckets]:
+            states = [self.state[own] for own in bucket.owned]
+            steps = torch.stack([state["step"] for state in states])
+            assert bool((steps == steps[0]).all()), "weights differ in their number of steps"
+            means, squares = (
+                bucket.pack([rows_of(state[key]) for state in states])
+                for key in ("exp_avg", "exp_avg_sq")
+            )
+            self._keep(bucket, means, squares, steps)
 
 
 def _padded_rows(tensor: torch.Tensor, world_size: int) -> int:
