@@ -7,6 +7,7 @@ gpt2lab benchmark parallel
 gpt2lab benchmark planner
 gpt2lab benchmark sample
 gpt2lab benchmark save
+gpt2lab benchmark step-overhead
 gpt2lab benchmark cpu --model mid --peer nanogpt=../nanoGPT --peer hf
 """
 
@@ -20,7 +21,7 @@ import tyro
 
 from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
 from gpt2lab.config.command_line import option, run_tyro
-from gpt2lab.config.schema import ModelName
+from gpt2lab.config.schema import ModelName, Optimizer, Parallel
 from gpt2lab.errors import ConfigError
 
 
@@ -110,6 +111,18 @@ class Save:
 
 
 @dataclass(frozen=True)
+class StepOverhead:
+    """Time what a step costs a rank's CPU outside the model, in each parallel mode, on gloo."""
+
+    mode: tuple[Parallel, ...] = option(("ddp", "zero1", "fsdp"), "parallel modes, in turns")
+    optimizer: Optimizer = option("adamw", "adamw | muon")
+    layers: tuple[int, ...] = option((12, 48), "of GPT-2 124M and XL: 148 and 580 parameters")
+    processes: int = option(2, "ranks, of one thread each")
+    steps: int = option(30, "steps that are timed")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
 class Cpu:
     """Take training steps on the CPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
 
@@ -159,6 +172,7 @@ Command = (
     | Annotated[Planner, tyro.conf.subcommand("planner")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Save, tyro.conf.subcommand("save")]
+    | Annotated[StepOverhead, tyro.conf.subcommand("step-overhead")]
 )
 
 
@@ -177,6 +191,7 @@ def main(argv: list[str]) -> int:
         Sample: _measure_sample,
         Sharing: _measure_sharing,
         Save: _measure_save,
+        StepOverhead: _measure_step_overhead,
     }
     numbers, text = measures[type(flags)](flags)
     if text:
@@ -331,3 +346,24 @@ def _measure_save(flags: Save) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"--folder {flags.folder}: no such folder")
     result = save.compare_saves(model_name=flags.model, rounds=flags.rounds, folder=flags.folder)
     return result, save.describe(result)
+
+
+def _measure_step_overhead(flags: StepOverhead) -> tuple[dict[str, Any], str]:
+    from benchmarks import step_overhead
+
+    if flags.steps < 1:
+        raise ConfigError(f"--steps {flags.steps} must be at least 1")
+    if flags.processes < 2:
+        raise ConfigError(f"--processes {flags.processes} must be at least 2")
+    if not flags.mode:
+        raise ConfigError("--mode must be one or more of ddp, zero1, fsdp")
+    if not flags.layers or min(flags.layers) < 1:
+        raise ConfigError("--layers must be one or more numbers from 1 up")
+    result = step_overhead.measure(
+        modes=flags.mode,
+        optimizer=flags.optimizer,
+        layers=flags.layers,
+        processes=flags.processes,
+        steps=flags.steps,
+    )
+    return result, step_overhead.describe(result)
