@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
-from gpt2lab.distributed.sharding import row_range
+from gpt2lab.distributed.sharding import row_range, rows_of
 from gpt2lab.optim.muon import Muon, orthogonalize
 
 Gradient = Callable[[nn.Parameter], torch.Tensor | None]  # this rank's rows of a weight's gradient
@@ -24,11 +24,6 @@ Gradient = Callable[[nn.Parameter], torch.Tensor | None]  # this rank's rows of 
 def gradient_rows(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return this rank's rows of the gradient of a sharded weight."""
     return None if parameter.grad is None else rows_of(parameter.grad)
-
-
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a sharded tensor; the same memory."""
-    return tensor.to_local()  # type: ignore[attr-defined]
 
 
 class ShardedAdamW(torch.optim.AdamW):

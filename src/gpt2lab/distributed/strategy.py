@@ -110,7 +110,7 @@ class Strategy:
     def full_model(self, model: GPT) -> Iterator[GPT]:
         """Yield the model with all its weights, to evaluate or to sample; all ranks enter together."""
         if self._parallel == "fsdp":
-            yield fsdp.gather_model(model, self._bare, self.device)
+            yield fsdp.gather_model(model, self._bare, self._mesh, self.device)
         else:
             yield model
 

@@ -12,7 +12,7 @@ order of summation would change the bits from three ranks on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +23,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
-from gpt2lab.config.derived import BUCKET_BYTES
-from gpt2lab.distributed.sharded_optimizers import ShardedMuon, rows_of
-from gpt2lab.distributed.sharding import clip_rows, from_local_rows, local_rows, row_range
+from gpt2lab.distributed.buckets import Bucket, Pairs, divide, padded_numbers
+from gpt2lab.distributed.sharded_optimizers import ShardedMuon
+from gpt2lab.distributed.sharding import clip_rows, from_local_rows, local_rows, rows_of
 from gpt2lab.optim.muon import Muon
-
-Pairs = list[tuple[nn.Parameter, nn.Parameter]]  # a weight, and its rows here: the same memory
 
 
 def shard_optimizer_state(
@@ -67,7 +65,7 @@ def _sharded(
         return _sharded_muon(groups, pairs_of_groups, mesh)
     assert isinstance(optimizer, torch.optim.AdamW)
     buckets = [
-        [Bucket(pairs, mesh, gradients_stay=gradients_stay) for pairs in _divide(each)]
+        [Bucket(pairs, mesh, gradients_stay=gradients_stay) for pairs in divide(each)]
         for each in pairs_of_groups
     ]
     return BucketAdamW(groups, buckets)
@@ -78,7 +76,7 @@ def _sharded_muon(
 ) -> ShardedMuon:
     pairs = [pair for each in pairs_of_groups for pair in each]
     full = {own: parameter for parameter, own in pairs}
-    buckets = [Bucket(each, mesh, gradients_stay=False) for each in _divide(pairs)]
+    buckets = [Bucket(each, mesh, gradients_stay=False) for each in divide(pairs)]
 
     def gradient(own: nn.Parameter) -> torch.Tensor | None:
         whole = full[own].grad
@@ -91,93 +89,6 @@ def _sharded_muon(
     result = ShardedMuon(groups, mesh, gradient)
     result.register_step_post_hook(exchange)
     return result
-
-
-def _divide(pairs: Pairs) -> list[Pairs]:
-    """Group weights that travel in one message: many small ones, or one large one."""
-    buckets: list[Pairs] = [[]]
-    room = BUCKET_BYTES
-    for pair in pairs:
-        if buckets[-1] and pair[0].nbytes > room:
-            buckets.append([])
-            room = BUCKET_BYTES
-        buckets[-1].append(pair)
-        room -= pair[0].nbytes
-    return [bucket for bucket in buckets if bucket]
-
-
-class Bucket:
-    """This rank's rows of some weights in one flat tensor, (n,); each weight's are padded to those of the first rank.
-
-    Its lists of tensors are made once, because for a CPU each tensor is microseconds.
-    """
-
-    def __init__(self, pairs: Pairs, mesh: DeviceMesh, *, gradients_stay: bool) -> None:
-        self._mesh, self._gradients_stay = mesh, gradients_stay
-        self._full = [parameter for parameter, _ in pairs]
-        self.owned = [own for _, own in pairs]
-        # What follows are views of the weights' memory.
-        weights = [parameter.detach() for parameter in self._full]
-        self._sizes = [_padded_rows(weight, mesh.size()) for weight in weights]
-        self._rows = [local_rows(weight, mesh).flatten() for weight in weights]
-        missing = [size - len(r) for size, r in zip(self._sizes, self._rows, strict=True)]
-        self._padding = [weight.new_zeros(n) for weight, n in zip(weights, missing, strict=True)]
-        self._packed = self._with_padding(self._rows)
-        self._weights = [weight.flatten() for weight in weights]
-        # (W, rows) of a weight that all ranks share evenly; others need a detour.
-        self._shared = [
-            weight.view(mesh.size(), -1) if len(weight) == mesh.size() * size else None
-            for weight, size in zip(self._weights, self._sizes, strict=True)
-        ]
-        self._seen: list[torch.Tensor | None] = []
-        self._gradient_rows: list[torch.Tensor] = []
-
-    def _with_padding(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        padded = zip((r.flatten() for r in rows), self._padding, strict=True)
-        return [tensor for pair in padded for tensor in pair if len(tensor)]
-
-    def pack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a copy of this rank's rows of tensors of the weights' shapes, (n,)."""
-        return torch.cat(self._with_padding(rows))
-
-    def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return sharded tensors of the weights' shapes whose rows are views of `flat`, (n,)."""
-        chunks = zip(torch.split(flat, self._sizes), self._rows, self._full, strict=True)
-        return [
-            from_local_rows(chunk[: len(r)].view(-1, *p.shape[1:]), self._mesh, p)
-            for chunk, r, p in chunks
-        ]
-
-    def weights(self) -> torch.Tensor:
-        """Return a copy of this rank's rows of the weights, (n,)."""
-        return torch.cat(self._packed)
-
-    def gradients(self) -> torch.Tensor:
-        """Return a copy of this rank's rows of the gradients, (n,)."""
-        found = [parameter.grad for parameter in self._full]
-        if not self._seen or any(a is not b for a, b in zip(found, self._seen, strict=True)):
-            whole = [gradient for gradient in found if gradient is not None]
-            assert len(whole) == len(found), "a weight has no gradient"
-            self._gradient_rows = self._with_padding([local_rows(g, self._mesh) for g in whole])
-            self._seen = found
-        packed = torch.cat(self._gradient_rows)
-        if not self._gradients_stay:  # else they would live as long as these views
-            self._seen, self._gradient_rows = [], []
-        return packed
-
-    def send(self, rows: torch.Tensor) -> None:
-        """Put every rank's rows, (n,), into the weights of all, in one message."""
-        world_size = self._mesh.size()
-        gathered = rows.new_empty(world_size, len(rows))
-        dist.all_gather_into_tensor(gathered.view(-1), rows, group=self._mesh.get_group())
-        received = [
-            gathered.new_empty(world_size, size) if shared is None else shared
-            for shared, size in zip(self._shared, self._sizes, strict=True)
-        ]
-        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=received)
-        for weight, shared, chunks in zip(self._weights, self._shared, received, strict=True):
-            if shared is None:
-                weight.copy_(chunks.flatten()[: len(weight)])
 
 
 class BucketAdamW(torch.optim.AdamW):
@@ -248,11 +159,6 @@ class BucketAdamW(torch.optim.AdamW):
             self._keep(bucket, means, squares, steps)
 
 
-def _padded_rows(tensor: torch.Tensor, world_size: int) -> int:
-    """Return how many numbers the largest share of a tensor's rows has."""
-    return row_range(len(tensor), rank=0, world_size=world_size)[1] * tensor[0].numel()
-
-
 def scatter_gradients(model: DistributedDataParallel, mesh: DeviceMesh) -> None:
     """Make each rank average only its rows of the gradients; the other rows stay its own and mean nothing."""
     # Unannotated: DDP takes only annotations that are no text.
@@ -267,7 +173,7 @@ def _reduce_scatter(mesh: DeviceMesh, bucket: Any) -> Future[torch.Tensor]:
 
     def put_back(summed: torch.Tensor) -> torch.Tensor:
         own = [local_rows(gradient, mesh).flatten() for gradient in gradients]
-        sizes = [_padded_rows(gradient, world_size) for gradient in gradients]
+        sizes = [padded_numbers(gradient, world_size) for gradient in gradients]
         chunks = torch.split(summed / world_size, sizes)
         torch._foreach_copy_(own, [c[: len(o)] for c, o in zip(chunks, own, strict=True)])
         return bucket.buffer()
