@@ -1,6 +1,7 @@
 """Measure this machine, side by side with other ways of doing the same. One verb per measurement.
 
 gpt2lab benchmark codegen
+gpt2lab benchmark codegen-parallel
 gpt2lab benchmark data
 gpt2lab benchmark hellaswag --hellaswag_path hellaswag_val.jsonl
 gpt2lab benchmark parallel
@@ -21,7 +22,7 @@ import tyro
 
 from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
 from gpt2lab.config.command_line import option, run_tyro
-from gpt2lab.config.schema import ModelName, Optimizer, Parallel
+from gpt2lab.config.schema import ActivationCheckpointing, ModelName, Optimizer, Parallel
 from gpt2lab.errors import ConfigError
 
 
@@ -39,6 +40,19 @@ class Codegen:
     )
     layers: tuple[int, int] = option((2, 4), "layers that are compiled, to extrapolate from")
     n_layer: int = option(12, "layers to extrapolate to")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class CodegenParallel:
+    """Count graphs, recompiles and operators of a rank's step in each parallel mode, without a GPU or other ranks."""
+
+    architecture: Literal["sm_80", "sm_90"] = option("sm_90", "A100's or H100's")
+    mode: tuple[Parallel, ...] = option(("ddp", "zero1", "fsdp"), "parallel modes")
+    activation_checkpointing: tuple[ActivationCheckpointing, ...] = option(
+        ("none", "selective", "block"), "what the backward pass computes again"
+    )
+    layers: tuple[int, ...] = option((2,), "layers that are compiled")
     json: Path | None = option(None, "also write the numbers to this file")
 
 
@@ -166,6 +180,7 @@ Command = (
     Annotated[Cpu, tyro.conf.subcommand("cpu")]
     | Annotated[Gpu, tyro.conf.subcommand("gpu")]
     | Annotated[Codegen, tyro.conf.subcommand("codegen")]
+    | Annotated[CodegenParallel, tyro.conf.subcommand("codegen-parallel")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
     | Annotated[Sharing, tyro.conf.subcommand("parallel")]
@@ -185,6 +200,7 @@ def main(argv: list[str]) -> int:
         Cpu: _measure_trainers,
         Gpu: _measure_trainers,
         Codegen: _count_generated_code,
+        CodegenParallel: _count_parallel_steps,
         Data: _measure_data,
         HellaSwag: _measure_hellaswag,
         Planner: _measure_planner,
@@ -260,6 +276,24 @@ def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
         ddp_bucket_mb=flags.ddp_bucket_mb,
     )
     return result, report.describe(result)
+
+
+def _count_parallel_steps(flags: CodegenParallel) -> tuple[dict[str, Any], str]:
+    from benchmarks.cuda_codegen import parallel
+
+    if not flags.mode or not flags.activation_checkpointing:
+        raise ConfigError("--mode and --activation_checkpointing take one or more words each")
+    if not flags.layers or min(flags.layers) < 1:
+        raise ConfigError("--layers must be one or more numbers from 1 up")
+    cases = [
+        parallel.ParallelCase(mode, recompute, layers)
+        for mode in flags.mode
+        for recompute in flags.activation_checkpointing
+        for layers in flags.layers
+    ]
+    counted = parallel.generate(flags.architecture, cases)
+    result = {"architecture": flags.architecture, "cases": counted}
+    return result, parallel.describe(flags.architecture, counted)
 
 
 def _measure_data(flags: Data) -> tuple[dict[str, Any], str]:

@@ -111,7 +111,7 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
     [
         (
             [],
-            "give a verb: cpu, gpu, codegen, data, hellaswag, parallel, planner, sample, save or step-overhead",
+            "codegen, codegen-parallel, data, hellaswag, parallel, planner, sample, save or step-overhead",
         ),
         (["cpus"], "unknown verb 'cpus'"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
@@ -120,6 +120,7 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
         (["parallel", "--processes", "1"], "processes 1 must be at least 2"),
         (["parallel", "--processes", "9999"], "--processes 9999: this machine has"),
         (["parallel", "--steps", "0"], "steps 0 must be at least 1"),
+        (["codegen-parallel", "--layers", "0"], "--layers must be one or more numbers from 1 up"),
         (["step-overhead", "--processes", "1"], "--processes 1 must be at least 2"),
         (["step-overhead", "--layers", "0"], "--layers must be one or more numbers from 1 up"),
         (["step-overhead", "--mode", "zero2"], "zero2"),
