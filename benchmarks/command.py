@@ -1,12 +1,14 @@
 """Measure this machine, side by side with other ways of doing the same. One verb per measurement.
 
 gpt2lab benchmark codegen
+gpt2lab benchmark codegen-parallel
 gpt2lab benchmark data
 gpt2lab benchmark hellaswag --hellaswag_path hellaswag_val.jsonl
 gpt2lab benchmark parallel
 gpt2lab benchmark planner
 gpt2lab benchmark sample
 gpt2lab benchmark save
+gpt2lab benchmark step-overhead
 gpt2lab benchmark cpu --model mid --peer nanogpt=../nanoGPT --peer hf
 """
 
@@ -20,7 +22,7 @@ import tyro
 
 from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
 from gpt2lab.config.command_line import option, run_tyro
-from gpt2lab.config.schema import ModelName
+from gpt2lab.config.schema import ActivationCheckpointing, ModelName, Optimizer, Parallel
 from gpt2lab.errors import ConfigError
 
 
@@ -38,6 +40,19 @@ class Codegen:
     )
     layers: tuple[int, int] = option((2, 4), "layers that are compiled, to extrapolate from")
     n_layer: int = option(12, "layers to extrapolate to")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
+class CodegenParallel:
+    """Count graphs, recompiles and operators of a rank's step in each parallel mode, without a GPU or other ranks."""
+
+    architecture: Literal["sm_80", "sm_90"] = option("sm_90", "A100's or H100's")
+    mode: tuple[Parallel, ...] = option(("ddp", "zero1", "fsdp"), "parallel modes")
+    activation_checkpointing: tuple[ActivationCheckpointing, ...] = option(
+        ("none", "selective", "block"), "what the backward pass computes again"
+    )
+    layers: tuple[int, ...] = option((2,), "layers that are compiled")
     json: Path | None = option(None, "also write the numbers to this file")
 
 
@@ -110,6 +125,18 @@ class Save:
 
 
 @dataclass(frozen=True)
+class StepOverhead:
+    """Time what a step costs a rank's CPU outside the model, in each parallel mode, on gloo."""
+
+    mode: tuple[Parallel, ...] = option(("ddp", "zero1", "fsdp"), "parallel modes, in turns")
+    optimizer: Optimizer = option("adamw", "adamw | muon")
+    layers: tuple[int, ...] = option((12, 48), "of GPT-2 124M and XL: 148 and 580 parameters")
+    processes: int = option(2, "ranks, of one thread each")
+    steps: int = option(30, "steps that are timed")
+    json: Path | None = option(None, "also write the numbers to this file")
+
+
+@dataclass(frozen=True)
 class Cpu:
     """Take training steps on the CPU in turns with other trainers: ceilings, tokens/s, losses, memory."""
 
@@ -153,12 +180,14 @@ Command = (
     Annotated[Cpu, tyro.conf.subcommand("cpu")]
     | Annotated[Gpu, tyro.conf.subcommand("gpu")]
     | Annotated[Codegen, tyro.conf.subcommand("codegen")]
+    | Annotated[CodegenParallel, tyro.conf.subcommand("codegen-parallel")]
     | Annotated[Data, tyro.conf.subcommand("data")]
     | Annotated[HellaSwag, tyro.conf.subcommand("hellaswag")]
     | Annotated[Sharing, tyro.conf.subcommand("parallel")]
     | Annotated[Planner, tyro.conf.subcommand("planner")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Save, tyro.conf.subcommand("save")]
+    | Annotated[StepOverhead, tyro.conf.subcommand("step-overhead")]
 )
 
 
@@ -171,12 +200,14 @@ def main(argv: list[str]) -> int:
         Cpu: _measure_trainers,
         Gpu: _measure_trainers,
         Codegen: _count_generated_code,
+        CodegenParallel: _count_parallel_steps,
         Data: _measure_data,
         HellaSwag: _measure_hellaswag,
         Planner: _measure_planner,
         Sample: _measure_sample,
         Sharing: _measure_sharing,
         Save: _measure_save,
+        StepOverhead: _measure_step_overhead,
     }
     numbers, text = measures[type(flags)](flags)
     if text:
@@ -245,6 +276,24 @@ def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
         ddp_bucket_mb=flags.ddp_bucket_mb,
     )
     return result, report.describe(result)
+
+
+def _count_parallel_steps(flags: CodegenParallel) -> tuple[dict[str, Any], str]:
+    from benchmarks.cuda_codegen import parallel
+
+    if not flags.mode or not flags.activation_checkpointing:
+        raise ConfigError("--mode and --activation_checkpointing take one or more words each")
+    if not flags.layers or min(flags.layers) < 1:
+        raise ConfigError("--layers must be one or more numbers from 1 up")
+    cases = [
+        parallel.ParallelCase(mode, recompute, layers)
+        for mode in flags.mode
+        for recompute in flags.activation_checkpointing
+        for layers in flags.layers
+    ]
+    counted = parallel.generate(flags.architecture, cases)
+    result = {"architecture": flags.architecture, "cases": counted}
+    return result, parallel.describe(flags.architecture, counted)
 
 
 def _measure_data(flags: Data) -> tuple[dict[str, Any], str]:
@@ -331,3 +380,24 @@ def _measure_save(flags: Save) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"--folder {flags.folder}: no such folder")
     result = save.compare_saves(model_name=flags.model, rounds=flags.rounds, folder=flags.folder)
     return result, save.describe(result)
+
+
+def _measure_step_overhead(flags: StepOverhead) -> tuple[dict[str, Any], str]:
+    from benchmarks import step_overhead
+
+    if flags.steps < 1:
+        raise ConfigError(f"--steps {flags.steps} must be at least 1")
+    if flags.processes < 2:
+        raise ConfigError(f"--processes {flags.processes} must be at least 2")
+    if not flags.mode:
+        raise ConfigError("--mode must be one or more of ddp, zero1, fsdp")
+    if not flags.layers or min(flags.layers) < 1:
+        raise ConfigError("--layers must be one or more numbers from 1 up")
+    result = step_overhead.measure(
+        modes=flags.mode,
+        optimizer=flags.optimizer,
+        layers=flags.layers,
+        processes=flags.processes,
+        steps=flags.steps,
+    )
+    return result, step_overhead.describe(result)

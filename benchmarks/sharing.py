@@ -40,20 +40,15 @@ def compare_modes(
 
     Raises: ConfigError with more than two processes a core; GPT2LabError if a measurement fails.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not cores or world > 2 * cores:
-        raise ConfigError(
-            f"--processes {world}: this machine has {cores} cores; at most two share one"
-        )
+    cores = count_cores(world)
     threads = max(1, cores // world)
     config = preset(model_name).model
 
     def measure(processes: int, parallel: str) -> dict[str, Any]:
         words = [model_name, parallel, dtype, str(micro_batch)]
         words += [str(micro_steps * world // processes), str(steps)]
-        return _run(
-            processes, words, threads=threads if processes > 1 else min(cores, world * threads)
-        )
+        own = threads if processes > 1 else min(cores, world * threads)
+        return run_worker(WORKER, words, processes=processes, threads=own)
 
     before = measure(1, "ddp")
     found = {mode: measure(world, mode) for mode in MODES}
@@ -78,13 +73,30 @@ def compare_modes(
     }
 
 
-def _run(processes: int, words: list[str], *, threads: int) -> dict[str, Any]:
+def count_cores(processes: int) -> int:
+    """Return the cores that this process may use.
+
+    Raises: ConfigError with more than two processes a core.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not cores or processes > 2 * cores:
+        raise ConfigError(
+            f"--processes {processes}: this machine has {cores} cores; at most two share one"
+        )
+    return cores
+
+
+def run_worker(worker: Path, words: list[str], *, processes: int, threads: int) -> dict[str, Any]:
+    """Run a program, as ranks if it is more than one process; return the JSON object that it prints after `result `.
+
+    Raises: GPT2LabError with its last line if it fails.
+    """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     root = Path(__file__).resolve().parents[1]
     sources = [str(root), str(root / "src")]
     path = os.pathsep.join(filter(None, [*sources, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, *(torchrun if processes > 1 else []), str(WORKER), *words],
+        [sys.executable, *(torchrun if processes > 1 else []), str(worker), *words],
         env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -1,6 +1,4 @@
-"""CPU time that a rank's main thread spends on a step outside the model, in each parallel mode.
-
-torchrun --nproc_per_node=2 benchmarks/step_overhead.py [MODE ...]
+"""CPU time that a rank's main thread spends on a step outside the model, in each parallel mode. No torch.
 
 On a GPU this is time in which the CPU may not keep the GPU busy. The weights are small, so that calls cost the time,
 not arithmetic. Waiting for other ranks is not counted. Parts: from the end of the backward pass to the numbers of the
@@ -9,89 +7,56 @@ step (gradient norm, clipping, loss), and from there to the end (optimizer, exch
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+from benchmarks.sharing import count_cores, run_worker
+from gpt2lab.config.schema import Optimizer, Parallel
 
-import torch
-from torch import nn
-
-from gpt2lab.config.schema import ModelConfig, OptimConfig, Optimizer, Parallel, SystemConfig
-from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.model.gpt import build_model
-from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.training.train_step import is_finite, train_step
-
-STEPS, WARM_UP = 30, 5
-LAYERS = (12, 48)  # 148 and 580 parameters, as gpt2 and gpt2-xl
-
-
-class _Marked(Strategy):
-    """Notes when the backward pass has ended."""
-
-    began = 0.0
-
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        self.began = time.thread_time()
-        return super().clip_grad_norm(model, max_norm)
+WORKER = Path(__file__).with_name("step_overhead_worker.py")
+# Goals for the milliseconds after the loss is known, at GPT-2 124M's number of parameters.
+GOALS: dict[Parallel, float] = {"ddp": 2.0, "zero1": 3.0}
+GOAL_LAYERS = 12
 
 
 def measure(
-    runtime: Runtime, parallel: Parallel, layers: int, optimizer: Optimizer
-) -> tuple[int, float, float]:
-    """Return the number of parameters, and the median milliseconds of both parts."""
-    config = ModelConfig(n_layer=layers, n_head=1, n_embd=16, context_length=16, vocab_size=64)
-    strategy = _Marked(runtime, SystemConfig(device="cpu", dtype="fp32", parallel=parallel))
-    model = build_model(config, seed=0, device=runtime.device)
-    wrapped = strategy.prepare(model)
-    optim = OptimConfig(optimizer=optimizer)
-    optimizers = build_optimizers(model, optim, device=runtime.device)
-    optimizers = strategy.shard_optimizer_state(model, optimizers)
-    ids = torch.zeros(1, 16, dtype=torch.int64)
-    micro = (MicroBatch(ids, ids, runtime.rank, True),)
-    batch = GlobalBatch(micro, 16 * runtime.world_size, 0, 0, runtime.world_size, None, 0.0)
-    parts: list[tuple[float, float]] = []
-    for number in range(WARM_UP + STEPS):
-        known = 0.0
+    *,
+    modes: tuple[Parallel, ...],
+    optimizer: Optimizer,
+    layers: tuple[int, ...],
+    processes: int,
+    steps: int,
+) -> dict[str, Any]:
+    """Return milliseconds and operators of each mode and number of layers; the ranks have one thread each.
 
-        def accept(loss: float, norm: float) -> bool:
-            nonlocal known
-            known = time.thread_time()
-            return is_finite(loss, norm)
+    Raises: ConfigError with more than two processes a core; GPT2LabError if a measurement fails.
+    """
+    count_cores(processes)
+    rows = []
+    for n_layer in layers:
+        for mode in modes:
+            words = [mode, optimizer, str(n_layer), str(steps)]
+            found = run_worker(WORKER, words, processes=processes, threads=1)
+            has_goal = n_layer == GOAL_LAYERS and optimizer == "adamw"
+            goal = GOALS.get(mode) if has_goal else None
+            rows.append({"mode": mode, "n_layer": n_layer, "goal_ms": goal, **found})
+    return {"optimizer": optimizer, "processes": processes, "steps": steps, "rows": rows}
 
-        train_step(
-            wrapped,
-            optimizers,
-            batch,
-            1e-3,
-            strategy=strategy,
-            grad_clip=1.0,
-            seed=number,
-            accept=accept,
+
+def describe(result: dict[str, Any]) -> str:
+    """Write the rows as a table."""
+    lines = [
+        f"{result['optimizer']}, {result['processes']} ranks on the CPU, medians of {result['steps']} steps, "
+        "milliseconds of the main thread's CPU time",
+        "",
+        "| mode | parameters | norm, clipping, loss | update, exchange, clearing | goal | operators of these |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        goal, after = row["goal_ms"], row["after_ms"]
+        met = "" if goal is None else f"{goal:g} ({'met' if after <= goal else 'missed'})"
+        lines.append(
+            f"| {row['mode']} | {row['parameters']} | {row['before_ms']:.2f} | {after:.2f} "
+            f"| {met} | {row['operators_after']} |"
         )
-        parts.append((known - strategy.began, time.thread_time() - known))
-    before, after = (1000 * statistics.median(part) for part in zip(*parts[WARM_UP:], strict=True))
-    return len(list(model.parameters())), before, after
-
-
-def main(modes: list[str]) -> None:
-    """Print a line for each mode and number of parameters."""
-    runtime = Runtime()
-    runtime.use(SystemConfig(device="cpu"))
-    for layers in LAYERS:
-        for mode in modes or get_args(Parallel):
-            parallel, _, optimizer = mode.partition("+")
-            count, before, after = measure(runtime, parallel, layers, optimizer or "adamw")  # type: ignore[arg-type]
-            if runtime.rank == 0:
-                print(f"{mode}, {count} parameters: {before:.2f} ms + {after:.2f} ms", flush=True)
-    runtime.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return "\n".join(lines)

@@ -152,7 +152,7 @@ def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> 
             verbs = ["train", "show"]
         if name == "benchmark":
             verbs = ["cpu", "gpu", "codegen", "data", "hellaswag", "parallel", "planner", "sample"]
-            verbs += ["save"]
+            verbs += ["save", "codegen-parallel", "step-overhead"]
         for verb in verbs:
             known |= flags_of(f"scripts/{name}.py", verb, capsys)
     for page, text in PAGES.items():

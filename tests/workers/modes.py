@@ -5,6 +5,7 @@ modes.py FOLDER [cuda]
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import sys
@@ -129,7 +130,11 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
             assert math.isclose(found.grad_norm, other.grad_norm, rel_tol=1e-5)
         compare(here.weights(), expected, exact=False)
         check_drift(here.model, runtime, 3)
-        with here.strategy.full_model(here.model) as model:
+        with contextlib.ExitStack() as entered:
+            with Traffic() as traffic:
+                model = entered.enter_context(here.strategy.full_model(here.model))
+            # So few weights are one message.
+            assert traffic.calls == ({"all_gather": 1} if "fsdp" in mode else {})
             assert type(model) is GPT
             compare({name: p.cpu() for name, p in model.named_parameters()}, content_of(here))
         assert store.is_spread_out(here.model, here.optimizers)

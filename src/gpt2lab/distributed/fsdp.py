@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpt2lab.distributed.sharding import clip_rows, full_tensor, is_sharded
+from gpt2lab.distributed.buckets import Bucket, divide
+from gpt2lab.distributed.sharding import clip_rows, is_sharded, rows_of
 from gpt2lab.model.gpt import GPT
 
 if TYPE_CHECKING:
@@ -62,9 +63,14 @@ def skeleton(model: GPT) -> GPT:
 
 
 @torch.no_grad()
-def gather_model(model: GPT, bare: GPT, device: torch.device) -> GPT:
-    """Return an unsharded model with all weights, built from its skeleton `bare`; all ranks call this together."""
+def gather_model(model: GPT, bare: GPT, mesh: DeviceMesh, device: torch.device) -> GPT:
+    """Return an unsharded model with all weights, built from its skeleton `bare`; all ranks call this together.
+
+    Many weights travel in one message. Weights are gathered in fp32, whatever a step gathers.
+    """
     plain = copy.deepcopy(bare).to_empty(device=device)
-    for name, parameter in plain.named_parameters():
-        parameter.copy_(full_tensor(model.get_parameter(name)))
+    pairs = [(p, model.get_parameter(name)) for name, p in plain.named_parameters()]
+    for each in divide(pairs):
+        bucket = Bucket(each, mesh, gradients_stay=False)
+        bucket.send(bucket.pack([rows_of(own).to(device) for own in bucket.owned]))
     return plain

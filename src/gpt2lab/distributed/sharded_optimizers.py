@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
-from gpt2lab.distributed.sharding import row_range
+from gpt2lab.distributed.sharding import row_range, rows_of
 from gpt2lab.optim.muon import Muon, orthogonalize
 
 Gradient = Callable[[nn.Parameter], torch.Tensor | None]  # this rank's rows of a weight's gradient
@@ -26,18 +26,8 @@ def gradient_rows(parameter: nn.Parameter) -> torch.Tensor | None:
     return None if parameter.grad is None else rows_of(parameter.grad)
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a sharded tensor; the same memory."""
-    return tensor.to_local()  # type: ignore[attr-defined]
-
-
 class ShardedAdamW(torch.optim.AdamW):
     """torch's fused AdamW over rows; bit by bit that of full weights where rows fill a CPU's vectors."""
-
-    def __init__(self, groups: list[dict[str, Any]], gradient: Gradient = gradient_rows) -> None:
-        """`groups`: those of a fresh AdamW, with sharded weights."""
-        super().__init__(groups)
-        self._gradient = gradient
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -45,7 +35,7 @@ class ShardedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             rows, gradients, means, squares, steps = [], [], [], [], []
             for parameter in group["params"]:
-                gradient = self._gradient(parameter)
+                gradient = gradient_rows(parameter)
                 if gradient is None:
                     continue
                 state = self.state[parameter]
@@ -68,6 +58,7 @@ class ShardedAdamW(torch.optim.AdamW):
                 [],
                 steps,
                 fused=group["fused"],
+                found_inf=getattr(self, "found_inf", None),  # as torch's own step
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,
@@ -150,14 +141,9 @@ def _owners(groups: list[dict[str, Any]], world_size: int) -> dict[nn.Parameter,
     return owners
 
 
-def sharded(
-    optimizer: torch.optim.Optimizer,
-    groups: list[dict[str, Any]],
-    mesh: DeviceMesh,
-    gradient: Gradient = gradient_rows,
-) -> torch.optim.Optimizer:
-    """Return the same optimizer over rows; `groups` are its groups with sharded weights."""
+def sharded(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> torch.optim.Optimizer:
+    """Return the same optimizer, fresh and of sharded weights, over this rank's rows."""
     if isinstance(optimizer, Muon):
-        return ShardedMuon(groups, mesh, gradient)
+        return ShardedMuon(optimizer.param_groups, mesh)
     assert isinstance(optimizer, torch.optim.AdamW)
-    return ShardedAdamW(groups, gradient)
+    return ShardedAdamW(optimizer.param_groups)

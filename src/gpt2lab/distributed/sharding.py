@@ -48,6 +48,11 @@ def from_local_rows(rows: torch.Tensor, mesh: DeviceMesh, like: torch.Tensor) ->
     )
 
 
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of a sharded tensor; the same memory."""
+    return tensor.to_local()  # type: ignore[attr-defined]
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with all its rows; if it is sharded, all ranks call this together.
 

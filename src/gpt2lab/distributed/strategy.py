@@ -135,16 +135,18 @@ class Strategy:
     ) -> list[torch.optim.Optimizer]:
         """Return optimizers that hold only this rank's state, in place of fresh ones of the prepared model."""
         if self._parallel == "zero1":
-            return zero1.shard_optimizer_state(model, optimizers, self._mesh)
+            # DDP's are views of its buckets.
+            stay = self._exact is None
+            return zero1.shard_optimizer_state(model, optimizers, self._mesh, gradients_stay=stay)
         if self._parallel == "fsdp":
-            return [sharded(o, o.param_groups, self._mesh) for o in optimizers]
+            return [sharded(optimizer, self._mesh) for optimizer in optimizers]
         return optimizers
 
     @contextlib.contextmanager
     def full_model(self, model: GPT) -> Iterator[GPT]:
         """Yield the model with all its weights, to evaluate or to sample; all ranks enter together."""
         if self._parallel == "fsdp":
-            yield fsdp.gather_model(model, self._bare, self.device)
+            yield fsdp.gather_model(model, self._bare, self._mesh, self.device)
         else:
             yield model
 

@@ -1,7 +1,8 @@
 """ZeRO stage 1: every rank holds a full replica of the weights, but optimizer state only for its own rows.
 
 Rajbhandari et al. 2020, arXiv:1910.02054. Each rank updates its rows of every weight and sends them to the others. The
-weights equal those of one unsharded optimizer; bit by bit where each rank's rows of a weight fill a CPU's vectors.
+weights equal those of one unsharded optimizer; bit by bit where each weight fills a CPU's vectors. AdamW works on flat
+buckets: the CPU starts a few operators for each 25 MiB of weights, however many weights these are.
 
 DDP reduces gradients in buckets during the backward pass; it splits a compiled model's graph so that this holds there
 too. Between GPUs each bucket is reduce-scattered: with the new weights, a step sends as much as DDP's all-reduce.
@@ -11,118 +12,151 @@ order of summation would change the bits from three ranks on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
 
-from gpt2lab.config.derived import BUCKET_BYTES
-from gpt2lab.distributed.sharded_optimizers import sharded
-from gpt2lab.distributed.sharding import clip_rows, from_local_rows, local_rows, row_range
-
-Pairs = list[tuple[nn.Parameter, nn.Parameter]]  # a weight, and its rows here: the same memory
+from gpt2lab.distributed.buckets import Bucket, Pairs, divide, padded_numbers
+from gpt2lab.distributed.sharded_optimizers import ShardedMuon
+from gpt2lab.distributed.sharding import clip_rows, from_local_rows, local_rows, rows_of
+from gpt2lab.optim.muon import Muon
 
 
 def shard_optimizer_state(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: DeviceMesh
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    *,
+    gradients_stay: bool,
 ) -> list[torch.optim.Optimizer]:
     """Return optimizers of this rank's rows in place of fresh ones of full weights.
 
     Their groups keep the weights' names in `param_names`, as torch does for named parameters. `step` exchanges the
-    rows; the caller clears the model's own gradients.
+    rows; the caller clears the model's own gradients. `gradients_stay`: in the same memory, step after step.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [_sharded(optimizer, names, mesh) for optimizer in optimizers]
+    return [_sharded(optimizer, names, mesh, gradients_stay) for optimizer in optimizers]
 
 
 def _sharded(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], mesh: DeviceMesh
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    mesh: DeviceMesh,
+    gradients_stay: bool,
 ) -> torch.optim.Optimizer:
     assert not optimizer.state, "its state would be lost"
-    groups, pairs = [], Pairs()
+    groups, pairs_of_groups = [], []
     for group in optimizer.param_groups:
-        here = [
+        pairs = [
             (p, nn.Parameter(from_local_rows(local_rows(p.detach(), mesh), mesh, p)))
             for p in group["params"]
         ]
-        in_order = [names[id(parameter)] for parameter, _ in here]
-        groups.append({**group, "params": [own for _, own in here], "param_names": in_order})
-        pairs += here
-    rank, world_size = mesh.get_local_rank(), mesh.size()
-    places = {
-        own: (full, *row_range(len(full), rank=rank, world_size=world_size)) for full, own in pairs
-    }
+        in_order = [names[id(parameter)] for parameter, _ in pairs]
+        groups.append({**group, "params": [own for _, own in pairs], "param_names": in_order})
+        pairs_of_groups.append(pairs)
+    if isinstance(optimizer, Muon):
+        return _sharded_muon(groups, pairs_of_groups, mesh)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    buckets = [
+        [Bucket(pairs, mesh, gradients_stay=gradients_stay) for pairs in divide(each)]
+        for each in pairs_of_groups
+    ]
+    return BucketAdamW(groups, buckets)
+
+
+def _sharded_muon(
+    groups: list[dict[str, Any]], pairs_of_groups: list[Pairs], mesh: DeviceMesh
+) -> ShardedMuon:
+    pairs = [pair for each in pairs_of_groups for pair in each]
+    full = {own: parameter for parameter, own in pairs}
+    buckets = [Bucket(each, mesh, gradients_stay=False) for each in divide(pairs)]
 
     def gradient(own: nn.Parameter) -> torch.Tensor | None:
-        full, begin, count = places[own]
-        return None if full.grad is None else full.grad.narrow(0, begin, count)
-
-    exchanges = [_Exchange(bucket, mesh) for bucket in _buckets(pairs)]
+        whole = full[own].grad
+        return None if whole is None else local_rows(whole, mesh)
 
     def exchange(*unused: Any) -> None:
-        for each in exchanges:
-            each()
+        for bucket in buckets:
+            bucket.send(bucket.weights())
 
-    result = sharded(optimizer, groups, mesh, gradient)
+    result = ShardedMuon(groups, mesh, gradient)
     result.register_step_post_hook(exchange)
     return result
 
 
-def _buckets(pairs: Pairs) -> list[Pairs]:
-    """Group weights that travel in one message: many small ones, or one large one."""
-    buckets: list[Pairs] = [[]]
-    room = BUCKET_BYTES
-    for pair in pairs:
-        if buckets[-1] and pair[0].nbytes > room:
-            buckets.append([])
-            room = BUCKET_BYTES
-        buckets[-1].append(pair)
-        room -= pair[0].nbytes
-    return buckets
+class BucketAdamW(torch.optim.AdamW):
+    """torch's fused AdamW over flat buckets of rows; its state, by weight, is views of flat moments."""
 
-
-class _Exchange:
-    """Sends the new rows of some weights to all ranks in one message; each rank's rows are padded to the longest."""
-
-    def __init__(self, pairs: Pairs, mesh: DeviceMesh) -> None:
-        self._group, self._world_size = mesh.get_group(), mesh.size()
-        weights = [parameter.detach() for parameter, _ in pairs]  # and below, views of their memory
-        self._weights = [weight.flatten() for weight in weights]
-        self._rows = [local_rows(weight, mesh).flatten() for weight in weights]
-        self._sizes = [_padded_rows(weight, self._world_size) for weight in weights]
-        # (W, rows) of a weight that all ranks share evenly; others need a detour.
-        self._shared = [
-            weight.view(self._world_size, -1) if len(weight) == self._world_size * size else None
-            for weight, size in zip(self._weights, self._sizes, strict=True)
-        ]
+    def __init__(self, groups: list[dict[str, Any]], buckets: list[list[Bucket]]) -> None:
+        """`groups`: those of a fresh AdamW, with sharded weights; `buckets` of each group hold them in their order."""
+        super().__init__(groups)
+        self._buckets = buckets
+        self._moments: dict[Bucket, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        padded = [
-            rows if len(rows) == size else F.pad(rows, (0, size - len(rows)))
-            for rows, size in zip(self._rows, self._sizes, strict=True)
-        ]
-        message = torch.cat(padded)
-        gathered = message.new_empty(self._world_size, len(message))
-        dist.all_gather_into_tensor(gathered.view(-1), message, group=self._group)
-        received = [
-            gathered.new_empty(self._world_size, size) if shared is None else shared
-            for shared, size in zip(self._shared, self._sizes, strict=True)
-        ]
-        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=received)
-        for weight, shared, chunks in zip(self._weights, self._shared, received, strict=True):
-            if shared is None:
-                weight.copy_(chunks.flatten()[: len(weight)])
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update this rank's rows of all weights, and send them to all ranks."""
+        for group, buckets in zip(self.param_groups, self._buckets, strict=True):
+            for bucket in buckets:
+                weights = bucket.weights()
+                self._update(bucket, weights, group)
+                bucket.send(weights)
 
+    def _update(self, bucket: Bucket, weights: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update a bucket's rows (n,) in place. The copy of the gradient ends here: sending needs memory too."""
+        if bucket not in self._moments:
+            device = weights.device if group["fused"] else "cpu"
+            steps = torch.zeros(len(bucket.owned), dtype=torch.float32, device=device)
+            self._keep(bucket, torch.zeros_like(weights), torch.zeros_like(weights), steps)
+        mean, square, steps = self._moments[bucket]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [weights],
+            [bucket.gradients()],
+            [mean],
+            [square],
+            [],
+            [steps[0]],
+            fused=group["fused"],
+            found_inf=getattr(self, "found_inf", None),  # as torch's own step
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        steps[1:] = steps[:1]  # a count for each weight, as in a checkpoint
 
-def _padded_rows(tensor: torch.Tensor, world_size: int) -> int:
-    """Return how many numbers the largest share of a tensor's rows has."""
-    return row_range(len(tensor), rank=0, world_size=world_size)[1] * tensor[0].numel()
+    def _keep(
+        self, bucket: Bucket, mean: torch.Tensor, square: torch.Tensor, steps: torch.Tensor
+    ) -> None:
+        self._moments[bucket] = mean, square, steps
+        views = zip(bucket.owned, steps, bucket.unpack(mean), bucket.unpack(square), strict=True)
+        for own, step, first, second in views:
+            self.state[own] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state by weight, as `state_dict` gives it."""
+        super().load_state_dict(state_dict)
+        for bucket in [bucket for buckets in self._buckets for bucket in buckets]:
+            states = [self.state[own] for own in bucket.owned]
+            steps = torch.stack([state["step"] for state in states])
+            assert bool((steps == steps[0]).all()), "weights differ in their number of steps"
+            means, squares = (
+                bucket.pack([rows_of(state[key]) for state in states])
+                for key in ("exp_avg", "exp_avg_sq")
+            )
+            self._keep(bucket, means, squares, steps)
 
 
 def scatter_gradients(model: DistributedDataParallel, mesh: DeviceMesh) -> None:
@@ -139,7 +173,7 @@ def _reduce_scatter(mesh: DeviceMesh, bucket: Any) -> Future[torch.Tensor]:
 
     def put_back(summed: torch.Tensor) -> torch.Tensor:
         own = [local_rows(gradient, mesh).flatten() for gradient in gradients]
-        sizes = [_padded_rows(gradient, world_size) for gradient in gradients]
+        sizes = [padded_numbers(gradient, world_size) for gradient in gradients]
         chunks = torch.split(summed / world_size, sizes)
         torch._foreach_copy_(own, [c[: len(o)] for c, o in zip(chunks, own, strict=True)])
         return bucket.buffer()

@@ -51,6 +51,33 @@ def test_parallel_modes_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path: Path) -> None:
+    words = [
+        "--layers",
+        1,
+        3,
+        "--steps",
+        2,
+        "--mode",
+        "ddp",
+        "zero1",
+        "--json",
+        tmp_path / "o.json",
+    ]
+    code, said, error = script("benchmark.py", "step-overhead", *words)
+    assert code == 0, error
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [(row["mode"], row["parameters"]) for row in rows] == [
+        (mode, 4 + 12 * layers) for layers in (1, 3) for mode in ("ddp", "zero1")
+    ]
+    by_layers = [row["operators_after"] for row in rows if row["mode"] == "zero1"]
+    assert by_layers[0] == by_layers[1]
+    for row in rows:
+        assert row["after_ms"] > 0
+        assert f"| {row['mode']} | {row['parameters']} | {row['before_ms']:.2f} |" in said
+
+
+@pytest.mark.slow
 def test_saves_side_by_side(tmp_path: Path) -> None:
     """Each way writes weights and both moments once, and nothing stays behind."""
     words = ["--model", "gpt2-nano", "--rounds", 2, "--folder", tmp_path]
@@ -82,7 +109,10 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give a verb: cpu, gpu, codegen, data, hellaswag, parallel, planner, sample or save"),
+        (
+            [],
+            "codegen, codegen-parallel, data, hellaswag, parallel, planner, sample, save or step-overhead",
+        ),
         (["cpus"], "unknown verb 'cpus'"),
         (["data", "--rounds", "0"], "rounds 0 must be at least 1"),
         (["data", "--num_workers", "0"], "num_workers must be"),
@@ -90,6 +120,10 @@ def test_predictions_beside_what_was_measured(tmp_path: Path) -> None:
         (["parallel", "--processes", "1"], "processes 1 must be at least 2"),
         (["parallel", "--processes", "9999"], "--processes 9999: this machine has"),
         (["parallel", "--steps", "0"], "steps 0 must be at least 1"),
+        (["codegen-parallel", "--layers", "0"], "--layers must be one or more numbers from 1 up"),
+        (["step-overhead", "--processes", "1"], "--processes 1 must be at least 2"),
+        (["step-overhead", "--layers", "0"], "--layers must be one or more numbers from 1 up"),
+        (["step-overhead", "--mode", "zero2"], "zero2"),
         (["hellaswag", "--hellaswag_path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["planner", "--steps", "0"], "--steps 0 must be at least 1"),
         (["save", "--folder", "/nowhere"], "--folder /nowhere: no such folder"),
