@@ -344,7 +344,8 @@ class TuningConfig:
 
     instructions: str | None = free(
         None,
-        "conversations to train on: a .jsonl file, hf:NAME, or `demo` (a small set that ships with the code)",
+        "conversations to train on: a .jsonl, .json or .parquet file, hf:NAME, or `demo` (a small set that ships with "
+        "the code)",
     )
     val_fraction: float = guarded(
         0.1, "fraction of the conversations held out for validation, chosen by a hash of their text"
