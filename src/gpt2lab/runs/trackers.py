@@ -56,16 +56,16 @@ class Tracker(Protocol):
         """Wait until everything is kept."""
 
 
-MOST_ROWS = 50  # MLflow takes 1,000 numbers at once
+MOST_ROWS = 50  # what a killed process has sent and not yet recorded is at most this
 
 
 class WandB:
     """Weights & Biases. Its steps only go forward, so they count rows, and `training_step` is the axis."""
 
     def place(self, run_dir: Path) -> str:
-        """Return server and project, or `offline`."""
-        if self._is_offline():
-            return "offline"
+        """Return server and project, `offline` or `disabled`."""
+        if self._is_offline() or os.environ.get("WANDB_MODE") == "disabled":
+            return "offline" if self._is_offline() else "disabled"
         named = (os.environ.get("WANDB_ENTITY"), os.environ.get("WANDB_PROJECT", PROJECT))
         return "/".join(filter(None, [_bare(self._server()), *named]))
 
@@ -198,8 +198,8 @@ class MLflow:
             for tag, value in row.values.items()
             if not isinstance(value, str)
         ]
-        if metrics:
-            self._client.log_batch(self._id, metrics=metrics)
+        for begin in range(0, len(metrics), 1000):  # more at once are rejected
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
         for row in rows:
             for tag, value in row.values.items():
                 if isinstance(value, str):

@@ -15,6 +15,8 @@ import pytest
 
 import launch
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.schema import TRACKERS
+from gpt2lab.config.settings import find_problems
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.runs import tracking
 from gpt2lab.runs.trackers import LIBRARIES, Library, Row, TrackedRun, WandB, without_secrets
@@ -329,6 +331,18 @@ def test_wandb_is_offline_where_there_is_no_key(
         (tmp_path / "netrc").chmod(0o600)
     expected = "offline" if key == "none" else "https://api.wandb.ai/gpt2lab"
     assert WandB().place(tmp_path) == expected
+
+
+def test_the_old_flag_is_one_of_the_trackers() -> None:
+    for flags, expected in (
+        ([], ()),
+        (["--use_wandb"], ("wandb",)),
+        (["--track=mlflow, wandb,", "--use_wandb"], ("wandb", "mlflow")),
+    ):
+        assert parse(flags).fresh().log.trackers == expected
+    problems = find_problems(parse(["--track=mlflow,aim"]).fresh())
+    assert problems == ["track 'aim' is none of wandb, trackio, mlflow"]
+    assert set(TRACKERS) == set(LIBRARIES)
 
 
 # -- the libraries themselves ----------------------------------------------------------------------------------------
