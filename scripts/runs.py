@@ -1,4 +1,4 @@
-"""Delete or archive runs."""
+"""Delete, archive or sync runs."""
 
 import sys
 

@@ -19,13 +19,14 @@ from gpt2lab.commands.data_show import describe as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.commands.preflight import preflight
 from gpt2lab.commands.resume_command import plan_continuation, write
-from gpt2lab.config.command_line import parse
+from gpt2lab.config.command_line import DEFAULTS, parse
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.runs.report import render
+from gpt2lab.tokenizers.chat_template import as_prompt
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.training.pretrain import pretrain
 
@@ -264,6 +265,23 @@ def test_help_shows_no_flag_that_is_rejected(capsys: pytest.CaptureFixture[str])
         assert flag not in shown["finetune"]
     assert "--lora_r" not in shown["pretrain"]
     assert "--lora_r" in shown["finetune"]
+
+
+@pytest.mark.parametrize(("model", "small"), [("gpt2", False), ("gpt2-nano", True)])
+def test_help_shows_the_defaults_of_fine_tuning(model: str, small: bool) -> None:
+    command = parse([f"--model={model}", "--init_from=x", "--instructions=demo"], "finetune")
+    preset = command.fresh()
+    found = to_flat(FINETUNING.defaults(command, preset))
+    others = {name for name, value in to_flat(preset).items() if found[name] != value}
+    shown = DEFAULTS["finetune"]
+    assert others - {"mini_batch_size"} <= set(shown)
+    for name, text in shown.items():
+        if text.isdecimal() or name in ("shuffle", "epoch_checkpoints"):
+            value = found[name]
+            assert (f"{value:g}" if isinstance(value, float) else str(value)) == text
+    assert found["total_batch_size"] == (4 if small else 16) * preset.model.context_length
+    assert found["max_lr"] == pytest.approx(preset.optim.max_lr / 10)
+    assert found["sample_prompt"] == as_prompt("Who are you?")
 
 
 def test_preflight_tries_a_step_on_the_answers(

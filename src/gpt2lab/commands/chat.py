@@ -1,6 +1,7 @@
 r"""Chat with a fine-tuned run, checkpoint or export, line by line; also from a pipe.
 
 gpt2lab chat my_tuned_run
+gpt2lab chat my_tuned_run --system "Answer in one word."
 printf 'Hello!\nWho are you?\n' | gpt2lab chat my_tuned_run --temperature 0
 """
 
@@ -29,6 +30,7 @@ class Talk:
     """Chat with a model that was fine-tuned with `gpt2lab finetune`: /reset clears the conversation, /quit ends."""
 
     target: Positional[str] = argument(TARGET)
+    system: str = option("", "system message before the conversation, as training had it")
     style: Style = option(Style(max_new_tokens=200, temperature=0.7), "how an answer is drawn")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
     print(HELP, file=sys.stderr)
-    _converse(Chat(completer, plain))
+    _converse(Chat(completer, plain, flags.system.strip()))
     return 0
 
 

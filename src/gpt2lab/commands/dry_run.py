@@ -8,6 +8,8 @@ import os
 from gpt2lab import paths
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import printable
+from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.planner.auto import describe_memory, memory_here
 from gpt2lab.planner.job import describe
 from gpt2lab.runs.console import Console
@@ -69,4 +71,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         say(f"{'changed':<14} {name}: {before} -> {now}")
     for warning in start.warnings:
         say(f"{'warning':<14} {warning}")
+    if isinstance(start.data, InstructionData):
+        say(f"{'example':<14} the first conversation, trained on between >>> and <<<")
+        print(printable(start.data.example(), keep="\n"))
     return 0

@@ -1,8 +1,9 @@
-"""Delete or archive runs that are not being trained, or single checkpoints of them.
+"""Delete or archive runs that are not being trained, or single checkpoints; send runs to a tracker.
 
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
+gpt2lab runs sync my_run --to trackio
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -24,11 +25,13 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
 from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.files import JsonFile, sync_folder
 from gpt2lab.runs import history
 from gpt2lab.runs.lock import LOCK, holder_of, lock
 
+_NO_RUN = f"no run named; {paths.script('status')} lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
 
 
@@ -74,7 +77,33 @@ class Archive:
         return _act(folders, question, lambda folder: archive(folder, to), sure=self.yes)
 
 
-Command = Rm | Archive  # tyro's verbs are the names in lower case
+@dataclass(frozen=True)
+class Sync:
+    """Send the metrics of runs to a tracker: what it has not got, also while a run trains."""
+
+    names: Positional[tuple[str, ...]] = argument("runs (names or folders)")
+    to: Literal["wandb", "trackio", "mlflow"] = argument("tracker")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Send each run and say how much of it; return the exit code."""
+        from gpt2lab.runs import tracking
+
+        if not self.names:
+            raise ConfigError(_NO_RUN)
+        folders = [history.find_run(n, checkpoint_dir=self.checkpoint_dir) for n in self.names]
+        for folder in folders:
+            if not (folder / catalog.METRICS).is_file():
+                raise ConfigError(f"{folder}: no {catalog.METRICS}; not the folder of a run")
+        settings = [to_flat(history.read_config(folder)) for folder in folders]
+        for folder, flat in zip(folders, settings, strict=True):
+            count = tracking.sync(folder.resolve(), self.to, settings=flat)
+            said = f"{count:,} events sent to {self.to}" if count else f"{self.to} has it all"
+            print(f"{paths.for_people(folder)}: {said}")
+        return 0
+
+
+Command = Rm | Archive | Sync  # tyro's verbs are the names in lower case
 
 
 def main(argv: list[str]) -> int:
@@ -125,7 +154,7 @@ def _find(names: Sequence[str], checkpoint_dir: Path | None) -> list[Path]:
     Raises: ConfigError if one is neither, a link, or in use: before anything is asked or done.
     """
     if not names:
-        raise ConfigError(f"no run named; {paths.script('status')} lists them")
+        raise ConfigError(_NO_RUN)
     found: list[Path] = []
     for name in names:
         typed = history.find_run(name, checkpoint_dir=checkpoint_dir)

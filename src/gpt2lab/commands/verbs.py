@@ -40,7 +40,7 @@ VERBS = {
     "estimate": Verb("predict time, memory, cost and loss of a run", f"{_HERE}.estimate_time"),
     "status": Verb("show all runs and how far they are", f"{_HERE}.status"),
     "list": Verb("list the checkpoints", f"{_HERE}.train", "list_checkpoints"),
-    "runs": Verb("delete or archive runs and checkpoints", f"{_HERE}.runs"),
+    "runs": Verb("delete, archive or sync runs and checkpoints", f"{_HERE}.runs"),
     "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
     "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
     "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),

@@ -172,11 +172,7 @@ torchrun --nproc_per_node=4 -m gpt2lab.train --model gpt2""",
         """Fine-tune a model on conversations.
 
 gpt2lab finetune --init_from my_run --instructions demo --run_name tuned
-gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8
-
-Where nothing is typed, other than in the long help: num_epochs 3, 16 rows a step (4 for small models), a tenth of the
-preset's max_lr (a half of it with adapters), weight_decay 0, shuffle windows, eval_freq, sample_freq and
-checkpoint_freq 50, keep_checkpoints 3, epoch_checkpoints off.""",
+gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8""",
         (
             *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "lora_r"),
             *("num_epochs", "max_steps", "max_lr", "mini_batch_size", "device", "checkpoint_dir"),
@@ -219,6 +215,21 @@ _WORDS: dict[Page, dict[str, str]] = {
     },
     "preflight": {"json": "print one JSON object"},
     "import": {"trust": "read a file whose settings are pickled objects"},
+}
+# Where a page's defaults differ from those of training; the recipe has them.
+DEFAULTS: dict[Page, dict[str, str]] = {
+    "finetune": {
+        "shuffle": "windows",
+        "total_batch_size": "16 rows of the context, 4 for small models",
+        "num_epochs": "3",
+        "max_lr": "a tenth of the preset's, with adapters a half",
+        "muon_lr": "a tenth of the preset's",
+        "weight_decay": "0",
+        **dict.fromkeys(("eval_freq", "sample_freq", "checkpoint_freq"), "50"),
+        "keep_checkpoints": "3",
+        "epoch_checkpoints": "off",
+        "sample_prompt": "the question Who are you?",
+    }
 }
 _TAKES: dict[Page, str] = {"list": "[RUN]", "import": "FILE"}  # of the verb, before its flags
 _PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
@@ -284,6 +295,7 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None
             common=common,
             takes=_TAKES.get(page, ""),
             words=_WORDS.get(page, {}),
+            defaults=DEFAULTS.get(page, {}),
         )
         print(shown)
         raise SystemExit(0)

@@ -49,12 +49,14 @@ def page(
     common: Collection[str] = (),
     takes: str = "",
     words: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> str:
     """Return the help of the dataclass `target`, or of that one of a union which `argv` names.
 
     `about`: what the command does, and examples, whose first one shows how it is called. `common`: the flags of the
     short page; empty: all. `takes`: what the verb takes before its flags, other than arguments of `target`. `words`:
-    the help of flags on the short page, where it is another than that of `target`.
+    the help of flags on the short page, where it is another than that of `target`. `defaults`: those that are
+    other than those of `target`.
     """
     name = f"gpt2lab {name_in(about) or ''}".rstrip()
     members = members_of(target)
@@ -69,7 +71,15 @@ def page(
         target, name = members[chosen], f"{name} {chosen}"
         examples = [line for line in about.splitlines() if line.startswith(name)]
         about = "\n".join([_text(target.__doc__), "", *examples])
-    flags = list(flags_of(target))
+    others = defaults or {}
+    flags = [
+        dataclasses.replace(
+            one, help=f"{one.about.partition('; default')[0]} (default {others[one.name]})"
+        )
+        if one.name in others
+        else one
+        for one in flags_of(target)
+    ]
     shown = flags
     if common and not everything:
         shown = [flag for name in common for flag in flags if flag.name == name]

@@ -23,6 +23,7 @@ _FOLDER = "--checkpoint_dir and --run_name"
 _CONSTANT = "--lr_schedule, with --min_lr equal to --max_lr for a constant rate"
 _PRECISION = "--dtype bf16 or fp32"
 _WANDB = "--use_wandb"
+_TRACKERS = "--use_tensorboard, --track wandb,trackio,mlflow"
 _CARDS = "torchrun --nproc_per_node=N"
 _WEIGHTS = "--init_from RUN, a folder or hf:NAME"
 _CLIP = "--grad_clip"
@@ -83,7 +84,7 @@ _HUGGINGFACE = {
     "torch_compile": "--compile on or off",
     "gradient_checkpointing": "--activation_checkpointing block",
     "resume_from_checkpoint": "--resume latest, or a checkpoint's folder",
-    "report_to": f"--use_tensorboard, {_WANDB}",
+    "report_to": _TRACKERS,
     "num_workers": _READING,
     "dataloader_num_workers": _READING,
     "fsdp": "--parallel fsdp",
@@ -116,7 +117,7 @@ _LITGPT = {
     "num_nodes": f"torchrun --nnodes=N {_CARDS.removeprefix('torchrun ')}",
     "initial_checkpoint_dir": _WEIGHTS,
     "tokenizer_dir": "prepare_data.py --tokenizer; the data know theirs",
-    "logger_name": f"--use_tensorboard, {_WANDB}",
+    "logger_name": _TRACKERS,
     "resume_from": "--resume latest, or a checkpoint's folder",
 }
 FLAGS = _NANOGPT | _HUGGINGFACE | _LITGPT

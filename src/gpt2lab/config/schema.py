@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 RecipeName = Literal["pretrain", "finetune"]
 
+TRACKERS = ("wandb", "trackio", "mlflow")
 LENGTHS = ("max_steps", "max_tokens", "num_epochs")  # the length of a run, in three units
 
 
@@ -279,10 +280,18 @@ class LogConfig:
     histogram_freq: int = free(
         0, "steps between histograms of weights and gradients in TensorBoard; 0 = none", least=0
     )
-    use_wandb: bool = free(
-        False,
-        "mirror the metrics to Weights & Biases, from a separate process (pip install wandb)",
+    track: str | None = free(
+        None,
+        "mirror the metrics to experiment trackers, each from a separate process: comma-separated wandb, trackio, "
+        "mlflow, which are extras to install",
     )
+    use_wandb: bool = free(False, "the same as --track wandb")
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers wanted, each once."""
+        named = [name.strip() for name in (self.track or "").split(",") if name.strip()]
+        return tuple(dict.fromkeys(["wandb", *named] if self.use_wandb else named))
 
 
 @dataclass(frozen=True)
@@ -339,7 +348,8 @@ class TuningConfig:
 
     instructions: str | None = free(
         None,
-        "conversations to train on: a .jsonl file, hf:NAME, or `demo` (a small set that ships with the code)",
+        "conversations to train on: a .jsonl, .json or .parquet file, hf:NAME, or `demo` (a small set that ships with "
+        "the code)",
     )
     val_fraction: float = guarded(
         0.1, "fraction of the conversations held out for validation, chosen by a hash of their text"

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from gpt2lab import paths
 from gpt2lab.config.mixture import normal_words, read_sources
-from gpt2lab.config.schema import LENGTHS, Config, ModelConfig, Policy
+from gpt2lab.config.schema import LENGTHS, TRACKERS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import is_file_name, is_number
 
@@ -245,6 +245,10 @@ def find_problems(config: Config) -> list[str]:
         (
             flat["min_lr"] is not None and not flat["min_lr"] <= flat["max_lr"],
             f"min_lr {flat['min_lr']} is above max_lr {flat['max_lr']}",
+        ),
+        *(
+            (name not in TRACKERS, f"track {name!r} is none of {', '.join(TRACKERS)}")
+            for name in config.log.trackers
         ),
         *((flat[name] >= 1, f"{name} {flat[name]} must be below 1") for name in ("beta1", "beta2")),
         (not 0 <= flat["dropout"] < 1, f"dropout {flat['dropout']} must be in [0, 1)"),

@@ -17,6 +17,7 @@ class Chat:
 
     completer: Completer
     plain: bool = False  # without the template: the model continues the turns as lines of text
+    system: str = ""  # stands before the first turn, also when that is not the first that was said
     turns: list[Turn] = field(default_factory=list)
     number: int = 0  # of answers: each draws from a generator of its own
 
@@ -34,13 +35,16 @@ class Chat:
             kept = kept[2:]
             ids = self._encode(kept)
         if len(ids) > limit:
+            with_system = " with the system message" if self.system else ""
             raise ConfigError(
-                f"the question has {len(ids)} tokens, the model's context holds {limit}; shorten it"
+                f"the question has {len(ids)} tokens{with_system}, the model's context holds {limit}; shorten it"
             )
         return self._answer(kept, ids, at_most=min(wanted, limit - len(ids) + 1))
 
     def _encode(self, turns: list[Turn]) -> list[int]:
         tokenizer = self.completer.tokenizer
+        if self.system:
+            turns = [Turn("system", self.system), *turns]
         if self.plain:
             return tokenizer.encode("".join(f"{turn.text}\n" for turn in turns))
         ids, _ = chat_template.encode(turns, tokenizer)
@@ -55,5 +59,5 @@ class Chat:
         self.number += 1
 
     def reset(self) -> None:
-        """Drop all turns."""
+        """Drop all turns; the system message stays."""
         self.turns = []

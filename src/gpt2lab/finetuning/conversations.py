@@ -1,8 +1,12 @@
-"""Conversations from a .jsonl file, a Hugging Face dataset, or the small demo set of the package. No torch.
+"""Conversations from a file, a Hugging Face dataset, or the small demo set of the package. No torch.
 
-Records have one of two forms, which may be mixed:
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
-    {"instruction": "...", "input": "... (may be missing)", "output": "..."}
+Each record is recognised by its own keys, in the shapes that the field uses:
+    {"messages": [{"role": "user", "content": "..."}, ...]}              OpenAI, UltraChat 200k
+    {"conversations": [{"from": "human", "value": "..."}, ...]}          ShareGPT
+    {"instruction": "...", "input": "...", "output": "..."}   Alpaca; input may be missing
+    {"data": ["question", "answer", ...]}                                UltraChat
+    {"prompt": "...", "completion": "..."}                               OpenAI's older shape
+Each may have a "system" text beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,16 @@ from gpt2lab.tokenizers.chat_template import Turn
 DEMO = "demo"
 HUB = "hf:"
 _DEMO_FILE = Path(__file__).with_name("demo.jsonl")
-_FORMS = '"messages" (a list of {"role", "content"}), or "instruction" and "output" (and "input")'
+_FORMS = (
+    '"messages", "conversations", "instruction" and "output", "data", or "prompt" and "completion"'
+)
+_TAKES = "--instructions takes a .jsonl, .json or .parquet file, hf:NAME or demo"
+_ROLES = {  # other words for a role, by the key that holds it
+    "role": {"developer": "system"},
+    "from": {"human": "user", "gpt": "assistant"},
+}
+_TOOLS = "it calls tools, for which the chat template has no place"
+_OF_TOOLS = {"tool", "function", "function_call", "observation", "tool_call", "tool_response"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class Conversation:
 
 
 def read_conversations(source: str) -> list[Conversation]:
-    """Return the conversations of `source` in order: `demo`, hf:NAME, or the path of a .jsonl file.
+    """Return the conversations of `source` in order: `demo`, hf:NAME, or the path of a .jsonl, .json or .parquet file.
 
     Raises: DataError naming the first bad record and counting the others.
     """
@@ -52,20 +65,51 @@ def read_conversations(source: str) -> list[Conversation]:
 
 
 def _records(source: str) -> Iterator[tuple[str, Any]]:
-    """Yield (where, record); the records of a file are lines of JSON in bytes."""
+    """Yield (where, record); the records of a .jsonl file are lines of JSON in bytes."""
     if source.startswith(HUB):
         yield from _hub_records(source)
         return
     path = _DEMO_FILE if source == DEMO else Path(source)
+    read = {".json": _json_records, ".parquet": _parquet_records}.get(path.suffix, _line_records)
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", line
+        yield from read(path)
     except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; --instructions takes a .jsonl file, hf:NAME or demo"
-        ) from error
+        raise DataError(f"{path}: {error.strerror or error}; {_TAKES}") from error
+
+
+def _line_records(path: Path) -> Iterator[tuple[str, bytes]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the records of an array. A file of lines may have this name too."""
+    content = path.read_bytes()
+    if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        yield from _line_records(path)
+        return
+    try:
+        records = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON ({error})") from error
+    for number, record in enumerate(records, start=1):
+        yield f"{path} record {number}", record
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            batches = file.iter_batches(batch_size=1000)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{path} row {number}", row
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
@@ -95,32 +139,87 @@ def _turns(record: Any) -> tuple[Turn, ...]:
             raise ValueError(f"not JSON ({error})") from error
     if not isinstance(record, dict):
         raise ValueError(f"{type(record).__name__}, not an object with {_FORMS}")
-    if record.get("messages") is not None:
-        return _turns_of_messages(record["messages"])
-    if record.get("instruction") is None or "output" not in record:
+    # A data set has every column in every row: null means that it is not there.
+    has = {key for key, value in record.items() if value is not None}
+    if has >= {"chosen", "rejected"}:
+        raise ValueError("preference data; gpt2lab has no preference recipe")
+    if record.get("tools"):
+        raise ValueError(_TOOLS)
+    if "messages" in has:
+        turns = _of_messages(record["messages"], "messages")
+    elif "conversations" in has:
+        turns = _of_messages(record["conversations"], "conversations")
+    elif "instruction" in has and "output" in record:
+        turns = _of_alpaca(record)
+    elif "data" in has:
+        turns = _of_texts(record["data"])
+    elif "prompt" in has and "completion" in record:
+        turns = [Turn("user", _text(record, "prompt"))]
+        turns += [Turn("assistant", _text(record, "completion"))]
+    else:
         keys = ", ".join(map(str, record)) or "nothing"
         raise ValueError(f"it has {keys}; needed is {_FORMS}")
+    if record.get("system"):
+        turns = [Turn("system", _text(record, "system")), *turns]
+    return _alternating(turns)
+
+
+def _of_messages(messages: Any, key: str) -> list[Turn]:
+    """Return the turns of messages in OpenAI's words or in ShareGPT's."""
+    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+        raise ValueError(f'"{key}" is not a list of {{"role", "content"}} or {{"from", "value"}}')
+    turns = []
+    for one in messages:
+        who, what = ("role", "content") if one.get("role") is not None else ("from", "value")
+        role = str(one.get(who))
+        if role in _OF_TOOLS or one.get("tool_calls") or one.get("function_call"):
+            raise ValueError(_TOOLS)
+        if one.get("weight", 1) == 0:
+            raise ValueError('an answer of "weight" 0; every answer is trained on')
+        turns.append(Turn(_ROLES[who].get(role, role), _text(one, what)))
+    return turns
+
+
+def _of_alpaca(record: dict[str, Any]) -> list[Turn]:
+    if record.get("history"):
+        raise ValueError('"history" is not read; write the conversation as "messages"')
     asked = _text(record, "instruction")
     if record.get("input"):
         asked += f"\n\n{_text(record, 'input')}"
-    return (Turn("user", asked), Turn("assistant", _text(record, "output")))
+    return [Turn("user", asked), Turn("assistant", _text(record, "output"))]
 
 
-def _turns_of_messages(messages: Any) -> tuple[Turn, ...]:
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-        raise ValueError('"messages" is not a list of {"role", "content"}')
-    turns = tuple(Turn(str(one.get("role")), _text(one, "content")) for one in messages)
+def _of_texts(texts: Any) -> list[Turn]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError('"data" is not a list of texts')
+    return [Turn("assistant" if n % 2 else "user", text.strip()) for n, text in enumerate(texts)]
+
+
+def _alternating(turns: list[Turn]) -> tuple[Turn, ...]:
+    """Return the turns if user and assistant alternate after at most one system turn.
+
+    The chat templates of most models on the Hub demand the same. An empty system message is none.
+
+    Raises: ValueError.
+    """
     after_system = turns[1:] if turns and turns[0].role == "system" else turns
     for place, turn in enumerate(after_system):
-        expected = "user" if place % 2 == 0 else "assistant"
+        expected = "assistant" if place % 2 else "user"
         if turn.role != expected:
             raise ValueError(f"a message of role {turn.role!r} where {expected!r} is due")
     if not after_system or len(after_system) % 2:
         raise ValueError("the last message must be the assistant's")
-    return turns
+    return tuple(turns if turns[0].text else after_system)
 
 
 def _text(record: dict[str, Any], key: str) -> str:
-    if not isinstance(record.get(key), str):
+    """Return the text of a field: a string, or OpenAI's list of text parts."""
+    value = record.get(key)
+    if isinstance(value, list) and value:
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
+        if other := [kind for kind in kinds if kind != "text"]:
+            raise ValueError(f'"{key}" has a part of type {other[0]!r}; only text is learned')
+        value = "".join(_text(part, "text") for part in value)
+    if not isinstance(value, str):
         raise ValueError(f'"{key}" is {type(record.get(key)).__name__}, not text')
-    return str(record[key]).strip()
+    return value.strip()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,18 @@ class InstructionData(TokenData):
 
     rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
     conversations: dict[str, int] = field(default_factory=dict)
+    first: Encoded | None = field(default=None, repr=False, compare=False)  # of the file
+
+    def example(self) -> str:
+        """Return the first conversation as the model reads it, what it is trained on between >>> and <<<."""
+        if self.first is None or self.tokenizer is None:
+            return ""
+        groups = itertools.groupby(
+            zip(self.first.ids, self.first.is_answer, strict=True), key=lambda one: one[1]
+        )
+        texts = [(answers, [id for id, _ in part]) for answers, part in groups]
+        decoded = [(answers, self.tokenizer.decode(ids)) for answers, ids in texts]
+        return "".join(f">>>{text}<<<" if answers else text for answers, text in decoded)
 
     def describe(self, unused_targets: int) -> str:
         """Describe the data for people."""
@@ -120,6 +133,7 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
         warnings=warnings,
         tokenizer=tokenizer,
         rows=rows,
+        first=kept[0],
         conversations={split: len(part) for split, part in parts.items()},
     )
 

@@ -1,4 +1,4 @@
-"""Write a run's events to metrics.jsonl (the truth), console, log.txt, TensorBoard and W&B.
+"""Write a run's events to metrics.jsonl (the truth), console, log.txt, TensorBoard and trackers.
 
 Only rank 0 writes; the other ranks hold a MetricsLogger without a folder. A full disk does not end a run: lines that
 metrics.jsonl cannot take stay in memory until it can, and no checkpoint is written before.
@@ -26,7 +26,7 @@ from gpt2lab.errors import SaveError
 from gpt2lab.runs import log_index
 from gpt2lab.runs.console import Console, beats, silence_ends
 from gpt2lab.runs.tensorboard import mirror, open_tensorboard
-from gpt2lab.runs.wandb_mirror import WandbMirror, is_installed
+from gpt2lab.runs.tracking import FINISH_SECONDS, TrackerProcess, open_trackers
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class MetricsLogger:
         attempt: int,
         tensorboard_from: int | None = None,
         hparams: dict[str, Any] | None = None,
-        use_wandb: bool = False,
+        trackers: tuple[str, ...] = (),
     ) -> None:
         """Open the files of `run_dir` (None: write nothing); replace TensorBoard events after `tensorboard_from`."""
         self._attempt = attempt
@@ -65,7 +65,7 @@ class MetricsLogger:
         self._log: IO[str] | None = None
         self._began = self._last_line = monotonic()
         self._tensorboard: SummaryWriter | None = None
-        self._wandb: WandbMirror | None = None
+        self._trackers: list[TrackerProcess] = []
         if run_dir is None:
             return
         self._run_dir = run_dir
@@ -79,8 +79,7 @@ class MetricsLogger:
             self._tensorboard = open_tensorboard(
                 run_dir, after_step=tensorboard_from, hparams=hparams or {}
             )
-        if use_wandb:
-            self._wandb = _open_wandb(run_dir, attempt=attempt, settings=hparams or {})
+        self._trackers = open_trackers(run_dir, trackers, settings=hparams or {})
 
     def event(self, event: str, step: int, /, **fields: Any) -> None:
         """Append one event to metrics.jsonl and mirror its numbers to TensorBoard.
@@ -105,9 +104,10 @@ class MetricsLogger:
         with self._tensorboard_or_none() as tensorboard:
             if tensorboard is not None:
                 mirror(tensorboard, event, step, values)
-        if self._wandb is not None and (problem := self._wandb.problem()) is not None:
-            self._wandb = None
-            self.warn(problem, step)
+        for tracker in self._trackers:
+            if (problem := tracker.problem()) is not None:
+                self._trackers = [other for other in self._trackers if other is not tracker]
+                self.warn(problem, step)
 
     def catch_up(self) -> str | None:
         """Append the lines held back to metrics.jsonl; return why not if the disk is full or fails.
@@ -254,11 +254,14 @@ class MetricsLogger:
         self.event("warning", step, message=text)
 
     def close(self) -> None:
-        """Flush and close every file; W&B may take some seconds to send the rest."""
-        if self._wandb is not None:
-            problem, self._wandb = self._wandb.close(), None
-            if problem is not None:
+        """Flush and close every file; trackers may take some seconds to send the rest."""
+        for tracker in self._trackers:
+            tracker.end()
+        deadline = monotonic() + FINISH_SECONDS
+        for tracker in self._trackers:
+            if (problem := tracker.wait(deadline)) is not None:
                 self.say(f"warning: {problem}")
+        self._trackers = []
         with contextlib.suppress(SaveError):
             self.flush()
         if self._held_back:
@@ -297,13 +300,3 @@ def _cut_torn_line(path: Path) -> None:
                 break
             end = begin
         file.truncate(end)
-
-
-def _open_wandb(run_dir: Path, *, attempt: int, settings: dict[str, Any]) -> WandbMirror | None:
-    try:
-        if not is_installed():
-            raise OSError("it is not installed: pip install wandb")
-        return WandbMirror(run_dir, attempt=attempt, settings=settings)
-    except OSError as error:
-        print(f"warning: no mirror at W&B: {error}", file=sys.stderr)
-        return None

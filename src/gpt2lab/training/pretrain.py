@@ -255,7 +255,7 @@ def _train(
         attempt=start.attempt,
         tensorboard_from=components.state.step if config.log.use_tensorboard else None,
         hparams=to_flat(config),
-        use_wandb=config.log.use_wandb,
+        trackers=config.log.trackers,
     )
     heartbeat = Heartbeat(
         start.run_dir,

@@ -168,8 +168,8 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
     [
         (["sample"], "TARGET is missing: a run (name or folder), a checkpoint's folder"),
         (["export", "x"], "--out is missing: folder to write; must not exist; see python scripts/"),
-        (["runs"], "give a verb: rm or archive"),
-        (["runs", "delete", "x"], "unknown verb 'delete': rm or archive"),
+        (["runs"], "give a verb: rm, archive or sync"),
+        (["runs", "delete", "x"], "unknown verb 'delete': rm, archive or sync"),
         (["import"], "give the file: python src/train.py --import_checkpoint ckpt.pt --run_name "),
         (["import", "--run_name=a"], "give the file: "),
         (["tensorboard", "--port", "abc"], "--port abc: not a whole number like 5000, 100M or "),
