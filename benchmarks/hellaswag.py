@@ -16,9 +16,9 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelName, SystemConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score
 from gpt2lab.evaluation.hellaswag_items import STYLES, Style
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows, score
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import GPT2
 
@@ -58,7 +58,7 @@ def compare_with_tutorial(
     T = config.context_length
 
     def batches(style: Style) -> list[Any]:
-        rows = make_rows(sequences[style], context_length=T, first_slot=0)
+        rows = make_rows(sequences[style], context_length=T)
         return cut_batches(rows, batch_tokens=BATCH_TOKENS[runtime.device.type])
 
     tutorial = Timing("tutorial_loop", sequences["tutorial"])

@@ -23,7 +23,7 @@ class Compare:
         "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file"
     )
     b: Positional[str] = argument("the other")
-    only: Literal["validation", "hellaswag"] | None = option(None, "compare this alone")
+    only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 

@@ -3,6 +3,7 @@
 gpt2lab evaluate my_run
 gpt2lab evaluate my_run/step_00000250 --val data/fineweb_edu --hellaswag
 torchrun --nproc_per_node=4 -m gpt2lab evaluate hf:gpt2 --hellaswag
+gpt2lab evaluate my_run --tasks arc_easy,piqa --limit 100
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.hellaswag import HellaSwag
     from gpt2lab.evaluation.results import Results
+    from gpt2lab.evaluation.tasks import Measured
     from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
 
@@ -45,7 +47,7 @@ class Evaluate:
     target: Positional[str] = argument(TARGET)
     hellaswag: bool = option(False, "score HellaSwag")
     val: Path | None = option(
-        None, "folder of token shards; without it and --hellaswag: the run's own"
+        None, "folder of token shards; without it, --hellaswag and --tasks: the run's own"
     )
     val_tokens: int | None = option(None, "validation tokens; default as the run, else 10,485,760")
     hellaswag_path: Path | None = option(None, "HellaSwag items; default the run's, or downloaded")
@@ -64,6 +66,17 @@ class Evaluate:
     eval_generate: bool = option(
         False, "of a fine-tuned run: also let it answer what was held out, and compare (ROUGE-L)"
     )
+    tasks: str | None = option(
+        None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
+    )
+    limit: int | None = option(None, "of each task only the first N items")
+    num_fewshot: int | None = option(
+        None, "examples before each item of a task; default as the task says"
+    )
+    tasks_path: Path | None = option(None, "folder with more tasks, lm-eval's YAML files")
+    apply_chat_template: bool = option(
+        False, "ask a fine-tuned run in its chat template what the tasks ask"
+    )
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"
     )
@@ -72,21 +85,25 @@ class Evaluate:
 
 
 _COMMON = (  # flags of the short help
-    *("target", "val", "val_tokens", "hellaswag", "eval_generate", "save", "device", "json"),
-    "checkpoint_dir",
+    *("target", "val", "val_tokens", "hellaswag", "tasks", "limit", "eval_generate", "save"),
+    *("device", "json", "checkpoint_dir"),
 )
 
 
 def main(argv: list[str]) -> int:
     """Evaluate and print."""
     flags = run_tyro(Evaluate, argv, common=_COMMON)
-    for name, least in (("val_tokens", 1), ("batch_size", 1), ("hellaswag_limit", 0)):
+    least = {"val_tokens": 1, "batch_size": 1, "hellaswag_limit": 0, "limit": 1, "num_fewshot": 0}
+    for name, bound in least.items():
         value = getattr(flags, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name} {value} must be at least {least}")
+        if value is not None and value < bound:
+            raise ConfigError(f"{name} {value} must be at least {bound}")
+    for name in ("limit", "num_fewshot", "tasks_path", "apply_chat_template"):
+        if flags.tasks is None and getattr(flags, name) not in (None, False):
+            raise ConfigError(f"--{name} is for --tasks; give its names too")
     typed = {
         name: paths.from_working_directory(path)
-        for name in ("val", "hellaswag_path", "save")
+        for name in ("val", "hellaswag_path", "save", "tasks_path")
         if (path := getattr(flags, name)) is not None
     }
     numbers = evaluate(replace(flags, **typed))
@@ -102,10 +119,13 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     """
     from gpt2lab.checkpoint.target import find_target
     from gpt2lab.config.schema import Config
+    from gpt2lab.evaluation.tasks import keep_tasks, measure_tasks, require_lm_eval
 
     runs = paths.runs_folder(wanted.checkpoint_dir)
     # One rank asks nobody: a name that means nothing is rejected before torch is imported.
     named = find_target(wanted.target, runs) if "RANK" not in os.environ else None
+    if wanted.tasks is not None:
+        require_lm_eval(wanted.tasks_path)
     from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
@@ -113,6 +133,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.evaluation.hellaswag import summarize
     from gpt2lab.evaluation.results import write_results
     from gpt2lab.finetuning.evaluation import AnswerLoss, require_rouge, rouge_l
+    from gpt2lab.runs.evaluations import file_of
 
     runtime = Runtime()
     target = named or runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
@@ -120,7 +141,8 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     val, uses_own = wanted.val, False
     conversations = None
     is_tuned = settings.tuning.instructions is not None
-    if is_tuned and val is None and (wanted.eval_generate or not wanted.hellaswag):
+    others = wanted.hellaswag or wanted.tasks is not None
+    if is_tuned and val is None and (wanted.eval_generate or not others):
         conversations = runtime.on_rank_zero(lambda: _conversations(target, settings))
     if wanted.eval_generate and conversations is None:
         raise ConfigError(
@@ -129,9 +151,9 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
         )
     if wanted.eval_generate:
         require_rouge()
-    if val is None and conversations is None and not wanted.hellaswag:
+    if val is None and conversations is None and not others:
         if target.checkpoint is None:
-            raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag, or both")
+            raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag or --tasks NAMES")
         uses_own = True
     system = _system(wanted, settings, runtime)
     model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
@@ -140,7 +162,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     numbers: dict[str, Any] = {
         "target": str(target.folder),
         "step": step,
-        **dict.fromkeys((*_LOSS, *_BY_SOURCE, "hellaswag", "generate")),
+        **dict.fromkeys((*_LOSS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
         "dtype": system.dtype,
         "device": runtime.device.type,
     }
@@ -176,9 +198,30 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
         assert results is not None
         numbers["hellaswag"] = summarize(results)
         found.append(results)
+    measured: Measured | None = None
+    if wanted.tasks is not None:
+        measured = measure_tasks(
+            wanted.tasks,
+            target,
+            model,
+            strategy=strategy,
+            runtime=runtime,
+            limit=wanted.limit,
+            num_fewshot=wanted.num_fewshot,
+            tasks_path=wanted.tasks_path,
+            apply_chat_template=wanted.apply_chat_template,
+        )
+    warnings = [*target.warnings]
+    if measured is not None:  # rank 0
+        numbers["tasks"] = measured.numbers
+        if target.checkpoint is not None and (problem := keep_tasks(measured, target.checkpoint)):
+            warnings.append(problem)
     if runtime.rank == 0 and wanted.save is not None:
-        for results in found:
-            path = wanted.save / f"{results.kind}.npz"
+        saved = {Path(f"{results.kind}.npz"): results for results in found}
+        for task, results in (measured.items if measured else {}).items():
+            saved[file_of(Path("tasks"), task)] = results
+        for name, results in saved.items():
+            path = wanted.save / name
             try:
                 write_results(path, replace(results, step=step))
             except OSError as error:
@@ -186,7 +229,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     runtime.close()
     if runtime.rank > 0:
         return None
-    for warning in target.warnings:
+    for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return numbers
 
@@ -315,5 +358,11 @@ def describe(numbers: dict[str, Any]) -> str:
             error = fmt.number(scores[f"{name}_se"])
             lines.append(
                 f"  {name:15}  {scores[name]:.4f} +- {error} on {scores['n']:,} HellaSwag items"
+            )
+    for name, task in (numbers["tasks"] or {}).items():
+        items = "" if task["n"] is None else f" on {task['n']:,} items"
+        for metric, found in task["metrics"].items():
+            lines.append(
+                f"  {f'{name} {metric}':<30}  {found['value']:.4f} +- {fmt.number(found['se'])}{items}"
             )
     return "\n".join(lines)

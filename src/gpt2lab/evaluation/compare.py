@@ -20,7 +20,7 @@ from gpt2lab.evaluation.results import (
     read_results,
 )
 from gpt2lab.evaluation.uncertainty import estimate_mean, p_of_equal_accuracy, p_of_zero_mean
-from gpt2lab.runs import history
+from gpt2lab.runs import evaluations, history
 
 NOISE = 0.05  # a difference whose p-value is below is beyond noise: by chance alone 1 of 20 is
 _EVENTS: dict[Kind, str] = {"validation": "eval", "hellaswag": "hellaswag"}
@@ -47,20 +47,25 @@ class Difference:
 def compare(
     name_a: str, name_b: str, *, checkpoint_dir: Path, only: Kind | None = None
 ) -> list[Difference]:
-    """Compare what both have: validation losses document by document, HellaSwag item by item.
+    """Compare what both have: validation losses document by document, HellaSwag and tasks item by item.
 
     Raises: DataError if they have nothing in common or were measured on different units.
     """
-    found = [find_results(name, checkpoint_dir) for name in (name_a, name_b)]
-    kinds = [kind for kind in KINDS if only in (None, kind)]
-    both = [kind for kind in kinds if all(kind in results for results in found)]
-    if not both:
-        lacks = name_b if set(found[0]) & set(kinds) else name_a
+    found = [
+        {
+            key: results
+            for key, results in find_results(name, checkpoint_dir).items()
+            if only in (None, results.kind)
+        }
+        for name in (name_a, name_b)
+    ]
+    pairs = [(results, found[1][key]) for key, results in found[0].items() if key in found[1]]
+    if not pairs:
+        lacks = name_b if found[0] else name_a
         raise DataError(
-            f"{lacks}: no {' or '.join(kinds)} results to compare; measure them with "
-            f"{paths.command('evaluate')} {lacks} --save DIR (and --val DIR, --hellaswag), then compare DIR"
+            f"{lacks}: no {only or 'validation, hellaswag or tasks'} results to compare; measure them with "
+            f"{paths.command('evaluate')} {lacks} --save DIR (and --val DIR, --hellaswag, --tasks), then compare DIR"
         )
-    pairs = [tuple(results[kind] for results in found) for kind in both]
     for a, b in pairs:
         if a.units != b.units:
             unit = _unit_of(a)
@@ -70,35 +75,41 @@ def compare(
                 else f"{a.n:,} {unit}s each, but others"
             )
             raise DataError(
-                f"{a.kind} was not measured on the same {unit}s ({sizes}), so no difference of it means anything; "
-                f"evaluate both with the same limit, data and context length"
+                f"{_task_of(a) or a.kind} was not measured on the same {unit}s ({sizes}), so no difference of it means "
+                f"anything; evaluate both with the same limit, data and context length"
             )
     return [_difference(m, a, b) for a, b in pairs for m in a.per_unit if m in b.per_unit]
 
 
-def find_results(name: str, checkpoint_dir: Path) -> dict[Kind, Results]:
+def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
     """Return the results that a file, a folder of evaluate.py --save, a run (its newest) or a checkpoint holds.
 
     Raises: DataError naming the file.
     """
     if name.endswith(".npz"):
-        results = read_results(Path(name).expanduser())
-        return {results.kind: results}
+        return _by_what([read_results(Path(name).expanduser())])
     folder = find_folder(name, checkpoint_dir)
     if folder is None:
         return {}
-    files: dict[Kind, Path] = {kind: folder / f"{kind}.npz" for kind in KINDS}
+    files = [*(folder / f"{kind}.npz" for kind in KINDS), *sorted((folder / "tasks").glob("*.npz"))]
     run_dir, only_step = folder, None
     if not is_run(folder) and (folder / manifest.MANIFEST).exists():
         run_dir, only_step = folder.parent, manifest.read_manifest(folder)["step"]
     if is_run(folder) or only_step is not None:
-        log, files = history.read_log(run_dir), {}
+        log, files = history.read_log(run_dir), []
         for kind, event in _EVENTS.items():
             # On the run's own line of steps; files of other lines may lie beside them.
             steps = {s for s in log.current(event) if only_step in (None, s)}
             if steps:
-                files[kind] = file_of_step(run_dir, kind, max(steps))
-    return {kind: read_results(path) for kind, path in files.items() if path.exists()}
+                files.append(file_of_step(run_dir, kind, max(steps)))
+        for task, (step, _) in evaluations.newest_tasks(run_dir, log, only_step).items():
+            files.append(evaluations.file_of(evaluations.items_folder(run_dir, step), task))
+    return _by_what([read_results(path) for path in files if path.exists()])
+
+
+def _by_what(found: list[Results]) -> dict[str, Results]:
+    """Return results by what they measure: two evaluations have the same in common."""
+    return {f"{results.kind} {_task_of(results)}": results for results in found}
 
 
 def _difference(metric: str, a: Results, b: Results) -> Difference:
@@ -111,7 +122,7 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
         else p_of_zero_mean(of_b - of_a, a.weights)
     )
     return Difference(
-        metric=metric,
+        metric=f"{_task_of(a)} {metric}".strip(),
         unit=_unit_of(a),
         n=a.n,
         effective_n=found.effective_n,
@@ -128,11 +139,16 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
 
 def _unit_of(results: Results) -> str:
     """Name what was compared; files of earlier versions do not say it, and have windows."""
-    if results.kind == "hellaswag":
+    if results.kind != "validation":
         return "item"
     return str(
         results.units.get("unit", "conversation" if "answers" in results.units else "window")
     )
+
+
+def _task_of(results: Results) -> str:
+    """Name a task of lm-eval, its examples and its limit; empty for what is none."""
+    return str(results.units.get("name", ""))
 
 
 def as_json(name_a: str, name_b: str, differences: list[Difference]) -> dict[str, Any]:

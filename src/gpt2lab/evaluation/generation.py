@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from gpt2lab.model.attention_backend import for_changing_shapes
-from gpt2lab.model.gpt import GPT
+from gpt2lab.model.gpt import GPT, KVCache
 from gpt2lab.tokenizers.interface import Tokenizer
 
 
@@ -52,6 +52,51 @@ def draw(
         ids = torch.cat([ids, fresh], dim=1)
         if caches[0].length == T:
             fresh, caches = ids[:, -max(1, T // 2) :], model.new_caches()
+
+
+@torch.inference_mode()
+def draw_each(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    generators: Sequence[torch.Generator],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> Iterator[list[int]]:
+    """Continue each of B different prompts once, side by side; yield the next id of all of them, without an end.
+
+    Prompt and new tokens fit into the context. Shorter prompts are padded on the left, and a mask hides the padding.
+    """
+    device, real = next(model.parameters()).device, model.config.id_limit
+    lengths = torch.tensor([len(prompt) for prompt in prompts])  # (B,)
+    width = int(lengths.max())
+    fresh = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    places = torch.arange(width) - (width - lengths)[:, None]  # (B, width), below 0: padding
+    seen = torch.arange(width + max_new_tokens) >= (width - lengths)[:, None]  # (B, all keys)
+    # A padding position sees itself: a softmax over nothing would be no number.
+    earlier = torch.ones(width, width, dtype=torch.bool).tril()
+    mask = (earlier & seen[:, None, :width]) | torch.eye(width, dtype=torch.bool)  # (B, T, S)
+    positions, seen = places.clamp(min=0), seen.to(device)
+    caches = [KVCache(width + max_new_tokens) for _ in model.blocks]
+    for number in range(max_new_tokens):
+        with for_changing_shapes():
+            hidden = model.hidden(fresh.to(device), positions.to(device), mask.to(device), caches)[
+                :, -1
+            ]  # (B, C)
+        logits = model.head(hidden)[:, :real].float()  # (B, V_real)
+        if temperature == 0:
+            drawn = logits.argmax(dim=1).tolist()
+        else:
+            drawn = [
+                _pick(row, generator, temperature, top_k, top_p)
+                for row, generator in zip(logits.cpu(), generators, strict=True)
+            ]
+        yield drawn
+        fresh = torch.tensor(drawn)[:, None]  # (B, 1)
+        positions = positions[:, -1:] + 1
+        mask = seen[:, None, : width + number + 1]
 
 
 def _pick(

@@ -1,14 +1,8 @@
-"""HellaSwag accuracy: which of four endings has the highest probability? Zellers et al. 2019, arXiv:1905.07830.
-
-The four endings of an item lie behind one copy of their context in one row. A mask hides them from each other and
-their positions all go on from the context's end, so each is scored as if it stood there alone, and the context is
-computed once instead of four times.
-"""
+"""HellaSwag accuracy: which of four endings has the highest probability? Zellers et al. 2019, arXiv:1905.07830."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,29 +14,12 @@ from gpt2lab.errors import NonFiniteError
 from gpt2lab.evaluation.hellaswag_items import STYLES, Style
 from gpt2lab.evaluation.hellaswag_tokens import Questions
 from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows, score
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
-# Tokens of one forward pass, padding included. Fixed by the device, never by the world size: the same batches
-# everywhere, hence the same sums.
-BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
-_SHORTEST = 0.85  # of a batch's longest row: below, the padding would cost more than a batch more
-_MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths that masked attention kernels like
-
-
-@dataclass(frozen=True)
-class Row:
-    """One context and the endings that share it; `slots` say which of all endings they are."""
-
-    context: np.ndarray  # (n,) ids, n >= 1
-    endings: tuple[np.ndarray, ...]
-    slots: tuple[int, ...]
-
-    def __len__(self) -> int:
-        """Count the positions; an ending's last token is only ever a target."""
-        return len(self.context) + sum(max(len(ending) - 1, 0) for ending in self.endings)
 
 
 class HellaSwag:
@@ -61,15 +38,8 @@ class HellaSwag:
         self.num_items = len(questions)
         self._questions, self._strategy, self._runtime = questions, strategy, runtime
         self._styles: tuple[Style, ...] = STYLES if metrics == "all" else (metrics,)
-        rows = [
-            row
-            for number, style in enumerate(self._styles)
-            for row in make_rows(
-                questions.sequences(style),
-                context_length=context_length,
-                first_slot=4 * len(questions) * number,
-            )
-        ]
+        sequences = (item for style in self._styles for item in questions.sequences(style))
+        rows = make_rows(sequences, context_length=context_length)
         budget = batch_tokens or BATCH_TOKENS[runtime.device.type]
         self._batches = cut_batches(rows, batch_tokens=budget)
 
@@ -109,85 +79,6 @@ class HellaSwag:
             raise NonFiniteError("HellaSwag scores are not finite: broken weights")
         by_style = sums.reshape(len(self._styles), len(self._questions), 4)
         return judge(self._questions, dict(zip(self._styles, by_style, strict=True)))
-
-
-def make_rows(
-    sequences: list[list[np.ndarray]], *, context_length: int, first_slot: int
-) -> list[Row]:
-    """Put each item into one row, or into four where the model's context is too short for that.
-
-    As in the reference harness, context and ending are cut on the left to the last `context_length` + 1 tokens (the
-    last is only a target). A cut depends on the ending's length, so such an item has no common context.
-    """
-    longest, rows = context_length + 1, []
-    for number, (context, *endings) in enumerate(sequences):
-        slots = tuple(range(first_slot + 4 * number, first_slot + 4 * number + 4))
-        if len(context) + max(len(ending) for ending in endings) <= longest:
-            rows.append(Row(context, tuple(endings), slots))
-            continue
-        for ending, slot in zip(endings, slots, strict=True):
-            kept = np.concatenate([context, ending])[-longest:]
-            split = max(1, len(kept) - len(ending))
-            rows.append(Row(kept[:split], (kept[split:],), (slot,)))
-    return rows
-
-
-def cut_batches(rows: list[Row], *, batch_tokens: int) -> list[list[Row]]:
-    """Return batches of rows of similar length, longest first, none above `batch_tokens` unless by a single row."""
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=len, reverse=True):
-        width = len(batches[-1][0]) if batches else 0
-        is_full = not batches or (len(batches[-1]) + 1) * width > batch_tokens
-        if is_full or len(row) < _SHORTEST * width:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
-
-
-def score(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the slots of all endings in the rows and the summed log-probability of each, in nats, float64."""
-    device = next(model.parameters()).device
-    multiple = _MULTIPLE_OF[device.type]
-    width = -(-len(rows[0]) // multiple) * multiple  # the first row is the longest
-    tokens = np.zeros((len(rows), width), dtype=np.int64)
-    positions = np.zeros_like(tokens)
-    segments = np.full_like(tokens, -1)  # context 0, endings 1 .. 4, padding -1
-    # Of each scored token: where it is predicted, its id, its ending.
-    sources, targets, owners = [], [], []
-    slots = [slot for row in rows for slot in row.slots]
-    owner = 0
-    for number, row in enumerate(rows):
-        n = end = len(row.context)
-        tokens[number, :n], segments[number, :n] = row.context, 0
-        positions[number, :n] = np.arange(n)
-        for segment, ending in enumerate(row.endings, start=1):
-            start, end = end, end + max(len(ending) - 1, 0)
-            tokens[number, start:end] = ending[:-1]
-            positions[number, start:end] = np.arange(n, n + end - start)
-            segments[number, start:end] = segment
-            predicted_at = np.concatenate([[n - 1], np.arange(start, end)])[: len(ending)]
-            sources.append(number * width + predicted_at)
-            targets.append(ending)
-            owners.append(np.full(len(ending), owner))
-            owner += 1
-    hidden = model.hidden(
-        torch.from_numpy(tokens).to(device),
-        torch.from_numpy(positions).to(device),
-        see_own_text(torch.from_numpy(segments).to(device)),
-    )  # (B, width, C)
-    picked = hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(sources)).to(device)]  # (P, C)
-    ids = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)  # (P,)
-    nats = model.losses_of(picked, ids).double().cpu().numpy()  # (P,); sync
-    sums = -np.bincount(np.concatenate(owners), weights=nats, minlength=len(slots))
-    return np.array(slots), sums
-
-
-def see_own_text(segments: torch.Tensor) -> torch.Tensor:
-    """Return which positions see which, (B, T, T) bool: earlier ones of the context (0) and of the own segment."""
-    T = segments.size(1)
-    earlier = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
-    query, key = segments[:, :, None], segments[:, None, :]
-    return earlier & ((key == 0) | (key == query))
 
 
 def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:

@@ -1,7 +1,8 @@
 """Results of an evaluation, unit by unit, in a small file, so that two can be compared in pairs. No torch.
 
-A unit is a HellaSwag item, or a document of the validation split. Comparing the same units is far sharper than
-comparing two means: a unit that is hard for one model is mostly hard for the other too, and that cancels.
+A unit is an item of HellaSwag or of a task of lm-eval, or a document of the validation split. Comparing the same units
+is far sharper than comparing two means: a unit that is hard for one model is mostly hard for the other too, and that
+cancels.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 from gpt2lab.errors import DataError
 from gpt2lab.files import replace_durably
 
-Kind = Literal["validation", "hellaswag"]
-KINDS: tuple[Kind, ...] = ("validation", "hellaswag")
+Kind = Literal["validation", "hellaswag", "tasks"]
+KINDS: tuple[Kind, ...] = ("validation", "hellaswag", "tasks")  # tasks: one file each
 FORMAT = "gpt2lab-results/2"
 _FORMATS = (
     "gpt2lab-results/1",

@@ -26,6 +26,7 @@ from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.runs import charts, curves, history, overview, summary
 from gpt2lab.runs.charts import Chart, Interval
+from gpt2lab.runs.evaluations import newest_tasks
 from gpt2lab.runs.history import Log, read_json
 
 _TEMPLATE, _STYLE, _SCRIPT = (Path(__file__).with_suffix(end) for end in (".html", ".css", ".js"))
@@ -129,6 +130,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "tiles": _tiles(log),
         "curves": curves.curves_of(run_dir, log, name) if len(log.numbers) else None,
         "sources": _sources(log),
+        "tasks": _tasks(run_dir, log),
         "forecast": _forecast(run_dir, log),
         "samples": [
             (step, *_parted(samples[step], config, log))
@@ -214,6 +216,22 @@ def _sources(log: Log) -> list[tuple[str, ...]]:
             fmt.number(errors.get(name)),
         )
         for name, share in shares.items()
+    ]
+
+
+def _tasks(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
+    """Return (task, metric, value, standard error, items, step) of lm-eval's tasks, each task's newest evaluation."""
+    return [
+        (
+            name,
+            metric,
+            fmt.number(found["value"]),
+            fmt.number(found["se"]),
+            fmt.number(task["n"], ",d"),
+            f"{step:,}",
+        )
+        for name, (step, task) in newest_tasks(run_dir, log).items()
+        for metric, found in task["metrics"].items()
     ]
 
 

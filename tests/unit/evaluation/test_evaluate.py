@@ -293,7 +293,7 @@ def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path: Path, folder: 
     (tmp_path / "empty").mkdir()
     code, line = ask("compare.py", "a", str(tmp_path / "empty"), folder=folder)
     assert (
-        "no validation or hellaswag results to compare; measure them with python scripts/evaluate.py"
+        "no validation, hellaswag or tasks results to compare; measure them with python scripts/evaluate.py"
         in line
     )
     (tmp_path / "x.npz").write_bytes(b"PK\x03\x04 nonsense")

@@ -17,7 +17,7 @@ from gpt2lab.config.schema import ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.completion import Completer, Style
-from gpt2lab.evaluation.generation import _pick, draw, sample_text
+from gpt2lab.evaluation.generation import _pick, draw, draw_each, sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
 from gpt2lab.model.gpt import GPT, attend, build_model
@@ -368,6 +368,20 @@ def test_sampling_draws_from_its_own_generator_alone(padded_model) -> None:
     texts = [continued(padded_model, [5], seed=n, max_new_tokens=8) for n in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompts_of_different_lengths_side_by_side_are_continued_as_alone(
+    padded_model, temperature: float
+) -> None:
+    prompts = [[5], [7, 8, 9], [3, 4]]
+    style = {"max_new_tokens": 4, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    generators = [torch.Generator().manual_seed(number) for number in range(3)]
+    together = draw_each(padded_model, prompts, generators=generators, **style)
+    assert [list(ids) for ids in zip(*together, strict=True)] == [
+        continued(padded_model, prompt, seed=number, **style)
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def test_sampling_ends_at_end_of_text_and_keeps_to_the_context(padded_model, monkeypatch) -> None:

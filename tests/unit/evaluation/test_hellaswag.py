@@ -13,10 +13,11 @@ from gpt2lab.config.schema import HellaSwagMetrics, ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
-from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, HellaSwag, cut_batches, make_rows, summarize
+from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.hellaswag_items import STYLES
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
 from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from tiny import write_items
@@ -148,7 +149,7 @@ def test_batches_hold_each_row_once_and_do_not_waste(tmp_path: Path) -> None:
     pieces = load_questions(write_items(tmp_path / "items.jsonl", count=40), GPT2).sequences(
         "harness"
     )
-    rows = make_rows(pieces, context_length=64, first_slot=0)
+    rows = make_rows(pieces, context_length=64)
     batches = cut_batches(rows, batch_tokens=300)
     assert sorted(slot for batch in batches for row in batch for slot in row.slots) == list(
         range(160)
@@ -180,7 +181,7 @@ def test_a_long_context_is_cut_on_the_left(model: GPT, tmp_path: Path) -> None:
         row["ctx_a"] = row["ctx"] = "word " * count + "end."
         (tmp_path / "long.jsonl").write_text(json.dumps(row))
         pieces = load_questions(tmp_path / "long.jsonl", GPT2).sequences("harness")
-        assert len(make_rows(pieces, context_length=64, first_slot=0)) == 4
+        assert len(make_rows(pieces, context_length=64)) == 4
         sums.append(measure(model, tmp_path / "long.jsonl").details["harness_nats"])
     np.testing.assert_array_equal(sums[0], sums[1])
     assert np.isfinite(sums[0]).all()

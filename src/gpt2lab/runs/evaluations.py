@@ -1,0 +1,70 @@
+"""What `gpt2lab evaluate --tasks` measured, in the run's folder: evaluations/step_00000250.json and, item by item, npz.
+
+A step's file holds {step, attempt, tasks: {name: {task, n, num_fewshot, metrics: {name: {value, se}}}}}. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpt2lab.files import replace_durably
+from gpt2lab.runs.history import Log, read_json
+
+FOLDER = "evaluations"
+Tasks = dict[str, dict[str, Any]]
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Name the file of a task's items."""
+    return folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.npz"
+
+
+def items_folder(run_dir: Path, step: int) -> Path:
+    """Name the folder of the items that the weights after `step` were evaluated on."""
+    return run_dir / FOLDER / f"step_{step:08d}"
+
+
+def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
+    """Add what was measured after `step` to what the run has; the same tasks are replaced.
+
+    Raises: OSError.
+    """
+    attempt, path = _attempt(log, step), items_folder(run_dir, step).with_suffix(".json")
+    known = read_json(path) or {}
+    before = known["tasks"] if known.get("attempt") == attempt and "tasks" in known else {}
+    content = {"step": step, "attempt": attempt, "tasks": before | tasks}
+    path.parent.mkdir(exist_ok=True)
+    replace_durably(path, json.dumps(content, indent=2) + "\n")
+
+
+def _current_tasks(run_dir: Path, log: Log) -> Iterator[tuple[int, Tasks]]:
+    """Yield (step, tasks), the newest first, along the steps that led to the newest weights."""
+    for path in sorted((run_dir / FOLDER).glob("step_*.json"), reverse=True):
+        found = read_json(path) or {}
+        if not {"step", "attempt", "tasks"} <= found.keys():
+            continue
+        # A start from an earlier step may have passed this one again, to other weights.
+        if found["attempt"] == _attempt(log, found["step"]):
+            yield found["step"], found["tasks"]
+
+
+def newest_tasks(
+    run_dir: Path, log: Log, only_step: int | None = None
+) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Return {name: (step, numbers)} of each task's newest evaluation, or of its evaluation at one step."""
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for step, tasks in _current_tasks(run_dir, log):
+        if only_step in (None, step):
+            for name, numbers in tasks.items():
+                found.setdefault(name, (step, numbers))
+    return dict(sorted(found.items()))
+
+
+def _attempt(log: Log, step: int) -> int | None:
+    """Return which start took a step, None if no current one did."""
+    attempts = log.column("attempt")[log.numbers == step]
+    return int(attempts[0]) if len(attempts) else None

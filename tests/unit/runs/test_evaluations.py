@@ -1,0 +1,72 @@
+"""Tasks that were measured on a run: kept by step, shown as long as the weights are those of the run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2lab.commands.evaluate import main
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation import tasks as harness
+from gpt2lab.runs.evaluations import add_tasks, newest_tasks
+from gpt2lab.runs.history import Log
+
+
+def log_of(*attempts: tuple[int, int, int]) -> Log:
+    """Return a log of starts (attempt, step it began after, step it reached)."""
+    events: list[dict[str, Any]] = []
+    for attempt, begin, end in attempts:
+        events.append({"event": "begin", "attempt": attempt, "step": begin, "time": 0.0})
+        events += [
+            {"event": "step", "attempt": attempt, "step": step, "time": 0.0, "loss": 1.0}
+            for step in range(begin + 1, end + 1)
+        ]
+    return Log.of(events)
+
+
+def test_each_task_shows_its_newest_evaluation(tmp_path: Path) -> None:
+    log = log_of((1, 0, 8))
+    add_tasks(tmp_path, log, 4, {"a": {"n": 1}, "b": {"n": 2}})
+    add_tasks(tmp_path, log, 8, {"b": {"n": 3}})
+    add_tasks(tmp_path, log, 8, {"c": {"n": 4}})
+    assert newest_tasks(tmp_path, log) == {
+        "a": (4, {"n": 1}),
+        "b": (8, {"n": 3}),
+        "c": (8, {"n": 4}),
+    }
+    assert newest_tasks(tmp_path, log, 4) == {"a": (4, {"n": 1}), "b": (4, {"n": 2})}
+
+
+def test_weights_that_the_run_left_are_not_shown(tmp_path: Path) -> None:
+    """The second start goes back to step 4 and takes steps 5 to 8 again."""
+    add_tasks(tmp_path, log_of((1, 0, 8)), 4, {"a": {"n": 1}})
+    add_tasks(tmp_path, log_of((1, 0, 8)), 8, {"a": {"n": 2}, "b": {"n": 2}})
+    again = log_of((1, 0, 8), (2, 4, 8))
+    assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1})}
+    add_tasks(tmp_path, again, 8, {"a": {"n": 3}})
+    assert newest_tasks(tmp_path, again) == {"a": (8, {"n": 3})}
+    (tmp_path / "evaluations" / "step_00000008.json").write_text("{")
+    assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1})}
+
+
+def test_flags_of_tasks_are_checked_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"^--limit is for --tasks; give its names too$"):
+        main(["nobody", "--limit=3"])
+    with pytest.raises(ConfigError, match=r"^limit 0 must be at least 1$"):
+        main(["nobody", "--tasks=piqa", "--limit=0"])
+    real = importlib.util.find_spec
+    known = {"lm_eval": object()}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: known.get(name) or real(name))
+    with pytest.raises(ConfigError, match=r"^--tasks_path \S+: no such folder, or no task in it"):
+        harness.require_lm_eval(tmp_path)
+    known = {}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "lm_eval" else real(name)
+    )
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'gpt2lab\[lm-eval\]'$"):
+        harness.require_lm_eval(None)
