@@ -167,7 +167,10 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
     ("argv", "says"),
     [
         (["sample"], "TARGET is missing: a run (name or folder), a checkpoint's folder"),
-        (["export", "x"], "--out is missing: folder to write; must not exist; see python scripts/"),
+        (
+            ["export", "x"],
+            "--out is missing: folder to write, or file.gguf; must not exist; see python",
+        ),
         (["runs"], "give a verb: rm or archive"),
         (["runs", "delete", "x"], "unknown verb 'delete': rm or archive"),
         (["import"], "give the file: python src/train.py --import_checkpoint ckpt.pt --run_name "),
