@@ -147,18 +147,8 @@ def create_durably(path: Path, data: bytes) -> None:
 
     Raises: OSError, FileExistsError if the file is there already.
     """
-    with staged_file(path) as temporary, open(temporary, "wb") as file:
-        _write_flushed(file, data)
-        try:
-            os.link(temporary, path)  # unlike a rename it replaces nothing
-        except FileExistsError as error:
-            error.filename = str(path)
-            raise
-        except OSError:  # a disk without links
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-            os.rename(temporary, path)
-    sync_folder(path.parent)
+    with staged_new_file(path) as temporary, open(temporary, "wb") as file:
+        file.write(data)
 
 
 # -- temporaries -----------------------------------------------------------------------------------------------------
@@ -199,6 +189,27 @@ def staged_file(path: Path) -> Iterator[Path]:
     """
     with _temporary(path, make=lambda temporary: temporary.touch(exist_ok=False)) as file:
         yield file
+
+
+@contextmanager
+def staged_new_file(path: Path) -> Iterator[Path]:
+    """Hand out a new file beside `path`; when the block ends well it is flushed and becomes `path`, in one step.
+
+    Raises: OSError, FileExistsError if `path` is there already; nothing else is left then.
+    """
+    with staged_file(path) as temporary:
+        yield temporary
+        _sync(temporary)
+        try:
+            os.link(temporary, path)  # unlike a rename it replaces nothing
+        except FileExistsError as error:
+            error.filename = str(path)
+            raise
+        except OSError:  # a disk without links
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.rename(temporary, path)
+    sync_folder(path.parent)
 
 
 @contextmanager

@@ -32,6 +32,16 @@ def parse_count(text: str) -> int:
     return int(value)
 
 
+def parse_bytes(text: str) -> int:
+    """Read a size as transformers writes it: '5GB' -> 5_000_000_000, '1.5MB', '300KB'.
+
+    Raises: ValueError.
+    """
+    if text[-2:].upper() not in ("KB", "MB", "GB", "TB"):
+        raise ValueError(f"{text!r} is no size such as 5GB or 200MB")
+    return parse_count(text[:-1].upper().replace("G", "B"))
+
+
 def number(value: float | None, layout: str = ".4f") -> str:
     """Write a number; None -> 'n/a'."""
     return "n/a" if value is None else format(value, layout)

@@ -18,10 +18,11 @@ import torch
 from harness import SHAPE, FaultRun
 
 import launch
-from corpora import TEXTS, write_jsonl
+from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.command_line import parse
 from gpt2lab.model.gpt import build_model
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.tokenizers.training import train_bpe
 from launch import call
 from ranks import run_ranks
 from tiny import write_shards
@@ -195,6 +196,30 @@ def test_export(at: str, tiny_data: Path, tmp_path: Path) -> None:
     straight = tmp_path / "elsewhere" / "run"
     assert call("export_hf.py", *words, f"--out={straight}").returncode == 0
     assert content(out) == content(straight)
+
+
+def test_export_for_llama_cpp(tmp_path: Path) -> None:
+    texts = [f"text {n} of some: {n * n}" for n in range(200)]
+    write_jsonl(tmp_path / "corpus" / "a.jsonl", texts)
+    run_prepare(tmp_path / "corpus", tmp_path / "data", tokenizer=train_bpe(texts, 300))
+    run = FaultRun(tmp_path / "data", tmp_path / "runs", flags=("--max_steps=2", "--eval_freq=0"))
+    words = [word for word in run.argv() if not word.startswith("--vocab_size")]
+    done = launch.train_in_forks(words)
+    assert done.returncode == 0, done.stderr
+    words = ["run", f"--checkpoint_dir={run.folder}", "--format=gguf"]
+    out, straight = tmp_path / "exports" / "x.gguf", tmp_path / "elsewhere" / "x.gguf"
+    killed = subprocess.run(
+        [sys.executable, str(launch.SCRIPTS / "export_hf.py"), *words, f"--out={out}"],
+        env=launch.environment(FAULT="export.before_rename:kill9@0"),
+        capture_output=True,
+    )
+    assert killed.returncode == KILLED, killed.stderr
+    [leftover] = out.parent.iterdir()
+    assert leftover != out
+    for path in (out, straight):
+        assert call("export_hf.py", *words, f"--out={path}").returncode == 0
+    assert [*out.parent.iterdir()] == [out]
+    assert out.read_bytes() == straight.read_bytes()
 
 
 @contextlib.contextmanager

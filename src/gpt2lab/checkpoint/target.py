@@ -13,13 +13,20 @@ from gpt2lab.checkpoint.hub import is_offline
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import CheckpointError, first_line
 from gpt2lab.files import JsonFile
-from gpt2lab.model.hf_config import HF_CONFIG, HF_WEIGHTS, PADDED_VOCABULARY, read_hf_config
+from gpt2lab.model.hf_config import (
+    HF_CONFIG,
+    HF_INDEX,
+    HF_SHARDS,
+    HF_WEIGHTS,
+    PADDED_VOCABULARY,
+    read_hf_config,
+)
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import HF_TOKENIZER_FILES, find_in, of_record
 
-_DOWNLOADED = [HF_CONFIG, HF_WEIGHTS, *HF_TOKENIZER_FILES]
+_DOWNLOADED = [HF_CONFIG, HF_WEIGHTS, HF_INDEX, HF_SHARDS, *HF_TOKENIZER_FILES]
 HUB = "hf:"  # before a name: on the Hugging Face Hub, whatever folders there are
 
 

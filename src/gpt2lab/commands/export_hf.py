@@ -1,27 +1,44 @@
-"""Write a run's weights as a Hugging Face folder, checked against transformers before it appears.
+"""Write a run's weights for other programs: a folder for transformers, or a GGUF file for llama.cpp.
 
 gpt2lab export gpt2-124m --out exports/gpt2-124m
 gpt2lab export my_run/step_00000250 --out small --dtype bfloat16
+gpt2lab export gpt2-124m --format gguf --dtype q8_0 --out gpt2-124m.gguf
 """
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint.target import Target, find_target
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.errors import ConfigError
+
+# The types of the weights that each format has; the first is the default.
+_DTYPES = {"transformers": ("float32", "bfloat16"), "gguf": ("float32", "float16", "q8_0")}
 
 
 @dataclass(frozen=True)
 class Export:
-    """Write a run's weights as a Hugging Face folder, checked against transformers before it appears."""
+    """Write a run's weights for transformers or llama.cpp, read back and compared before they appear."""
 
     target: Positional[str] = argument(TARGET)
-    out: Path = argument("folder to write; must not exist")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights in the file")
+    out: Path = argument("folder to write, or file.gguf; must not exist")
+    format: Literal["transformers", "gguf"] = option(
+        "transformers", "gguf: one file for llama.cpp (GPT-2's shape only)"
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = option(
+        "float32",
+        "of the weights: float32 or bfloat16 for transformers; float32, float16 or q8_0 for gguf",
+    )
+    max_shard_size: str | None = option(
+        None,
+        "split larger weights for transformers into files of this size, such as 200MB; default 5GB",
+    )
     push_to_hub: str | None = option(None, "also upload to this name on the Hugging Face Hub")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -30,24 +47,61 @@ class Export:
 def main(argv: list[str]) -> int:
     """Export, check and print."""
     flags = run_tyro(Export, argv)
-    from gpt2lab import paths
-    from gpt2lab.checkpoint.target import find_target
-
+    _check(flags)
     target = find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
-    from gpt2lab.huggingface.export import export  # torch, which a wrong name does not wait for
-
-    found, warnings = export(
-        target,
-        out=paths.from_working_directory(flags.out),
-        dtype=flags.dtype,
-        push_to_hub=flags.push_to_hub,
-    )
+    found, warnings = _export(flags, target, paths.from_working_directory(flags.out))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    whose = (
+        "transformers' logits" if flags.format == "transformers" else "logits of the file's weights"
+    )
     print(
         json.dumps(found)
         if flags.json
         else f"{paths.for_people(Path(found['out']))}: {found['parameters']:,} parameters, {found['dtype']}; "
-        f"transformers' logits differ by at most {found['max_abs_diff']:.1e} of {found['max_abs_logit']:.1f}"
+        f"{whose} differ by at most {found['max_abs_diff']:.1e} of {found['max_abs_logit']:.1f}"
     )
     return 0
+
+
+def _check(flags: Export) -> None:
+    """Reject flags that do not go together.
+
+    Raises: ConfigError.
+    """
+    if flags.dtype not in _DTYPES[flags.format]:
+        raise ConfigError(
+            f"--format {flags.format} has no --dtype {flags.dtype}; it has {', '.join(_DTYPES[flags.format])}"
+        )
+    for name in ("max_shard_size", "push_to_hub"):
+        if flags.format == "gguf" and getattr(flags, name) is not None:
+            raise ConfigError(f"--{name} is for --format transformers; leave it out")
+    _shard_bytes(flags)
+
+
+def _shard_bytes(flags: Export) -> int | None:
+    """Return the largest size of a file that was typed, None if none was."""
+    if flags.max_shard_size is None:
+        return None
+    try:
+        found = fmt.parse_bytes(flags.max_shard_size)
+    except ValueError as error:
+        raise ConfigError(f"--max_shard_size {error}") from error
+    if found < 1:
+        raise ConfigError(f"--max_shard_size {flags.max_shard_size} must be above 0")
+    return found
+
+
+def _export(flags: Export, target: Target, out: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Write the format; torch is imported only here, so a wrong name does not wait for it."""
+    dtype: Any = flags.dtype  # one that the format has
+    if flags.format == "gguf":
+        from gpt2lab.huggingface.gguf_file import export_gguf
+
+        return export_gguf(target, out=out, dtype=dtype)
+    from gpt2lab.huggingface.export import SHARD_BYTES, export
+
+    shard_bytes = _shard_bytes(flags) or SHARD_BYTES
+    return export(
+        target, out=out, dtype=dtype, push_to_hub=flags.push_to_hub, shard_bytes=shard_bytes
+    )

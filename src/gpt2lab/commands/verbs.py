@@ -44,7 +44,7 @@ VERBS = {
     "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
     "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
     "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
-    "export": Verb("write a model as a Hugging Face folder", f"{_HERE}.export_hf"),
+    "export": Verb("write a model for transformers or llama.cpp", f"{_HERE}.export_hf"),
     "import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.train", "import_checkpoint"),
     "resume-command": Verb("print the command that continues a run", f"{_HERE}.resume_command"),
     "preflight": Verb("check all that a run will need", f"{_HERE}.train", "preflight"),

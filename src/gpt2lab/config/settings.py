@@ -28,6 +28,8 @@ ARCHITECTURE = tuple(
     leaf.name for leaf in fields(ModelConfig) if leaf.metadata["policy"] == "fixed"
 )
 SIZES = ("n_layer", "n_head", "n_embd", "context_length", "vocab_size")
+# Those in which a model may differ from GPT-2.
+OPTIONS = tuple(name for name in ARCHITECTURE if name not in (*SIZES, "num_tokens"))
 
 
 def options_of(model: ModelConfig) -> str:
@@ -35,8 +37,8 @@ def options_of(model: ModelConfig) -> str:
     plain = ModelConfig()
     return ", ".join(
         f"{name} {getattr(model, name)}"
-        for name in ARCHITECTURE
-        if name not in (*SIZES, "num_tokens") and getattr(model, name) != getattr(plain, name)
+        for name in OPTIONS
+        if getattr(model, name) != getattr(plain, name)
     )
 
 

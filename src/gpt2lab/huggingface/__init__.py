@@ -1,1 +1,1 @@
-"""Weights in and out of the layout of Hugging Face."""
+"""Weights in the layout of other programs: transformers and llama.cpp."""

@@ -17,12 +17,11 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.target import Target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.config.settings import options_of
 from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line
 from gpt2lab.files import staged_folder, write_durably
 from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.hf_config import HF_WEIGHTS, write_hf_config
+from gpt2lab.model.hf_config import GPT2LAB, HF_INDEX, model_type_of, write_hf_config
 from gpt2lab.model.hf_weights import hf_tensors
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import GPT2, vocabulary_files
@@ -33,11 +32,19 @@ from gpt2lab.tokenizers.plain import CharactersTokenizer
 
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE = 1e-5  # of the largest logit
+SHARD_BYTES = 5 * 10**9  # larger weights are split into files of at most this size
+# What a folder of a model that transformers does not know needs besides, to be loaded with trust_remote_code.
+OWN_FILES = ("configuration_gpt2lab.py", "modeling_gpt2lab.py")
 _TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345"
 
 
 def export(
-    target: Target, *, out: Path, dtype: Dtype, push_to_hub: str | None
+    target: Target,
+    *,
+    out: Path,
+    dtype: Dtype,
+    push_to_hub: str | None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write the weights of `target` to the new folder `out`; it appears complete and checked, or not at all.
 
@@ -48,27 +55,26 @@ def export(
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
-            'an export is checked with transformers, which is not installed: pip install "transformers>=5"'
+            "an export is checked with transformers, which is not installed (the extra `export`): "
+            'pip install "transformers>=5"'
         )
     if out.exists():
         raise ConfigError(f"{out}: exists already; choose another --out")
     if push_to_hub is not None:
         _check_login()
-    if options := options_of(target.model_config()):
-        raise ConfigError(
-            f"{target.name}: {options}; Hugging Face's GPT-2 has no such model, only the gpt2 presets are exported"
-        )
     model = load_weights(target).eval()
     tokenizer = target.tokenizer()
     if why_no_text(tokenizer, model.config.vocab_size):
         tokenizer = None
     tensors = hf_tensors(model, getattr(torch, dtype))
     with _staged(out) as folder:
-        content = safetensors.torch.save(tensors, metadata={"format": "pt"})
-        write_durably(folder / HF_WEIGHTS, content)
+        _write_weights(folder, tensors, shard_bytes)
         faultpoint("export.weights", 0)
         end_of_text = tokenizer.end_of_text if tokenizer else None
         write_hf_config(model.config, folder, dtype=dtype, end_of_text=end_of_text)
+        if model_type_of(model.config) == GPT2LAB:
+            for name in OWN_FILES:
+                shutil.copyfile(Path(__file__).with_name(name), folder / name)
         if tokenizer is not None:
             _write_tokenizer(folder, target, tokenizer, model.config.context_length)
         with torch.no_grad():
@@ -97,6 +103,25 @@ def _staged(out: Path) -> Iterator[Path]:
             faultpoint("export.before_rename", 0)
     except OSError as error:
         raise SaveError(f"{out}: {error.strerror or error}; choose another --out") from error
+
+
+def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:
+    """Write one file, or shards of at most `shard_bytes` and their index, as transformers' save_pretrained does."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
+    )
+    for file, names in split.filename_to_tensors.items():
+        some = {name: tensors[name] for name in names}
+        write_durably(folder / file, safetensors.torch.save(some, metadata={"format": "pt"}))
+    if split.is_sharded:
+        count = sum(tensor.numel() for tensor in tensors.values())
+        index = {
+            "metadata": {"total_parameters": count, **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        (folder / HF_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _write_tokenizer(
@@ -139,6 +164,11 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
     from transformers import AutoTokenizer, GPT2LMHeadModel
     from transformers.utils import logging
 
+    network = GPT2LMHeadModel
+    if model_type_of(model.config) == GPT2LAB:  # the same file as in the folder
+        from gpt2lab.huggingface.modeling_gpt2lab import GPT2LabForCausalLM
+
+        network = GPT2LabForCausalLM
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     real, length = model.config.id_limit, model.config.context_length
@@ -148,9 +178,7 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
     with torch.no_grad():
         expected = model(ids)[..., :real]
         try:
-            theirs = GPT2LMHeadModel.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True
-            )
+            theirs = network.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
             found = theirs.eval()(ids).logits
         except Exception as error:  # transformers may raise anything
             raise CheckError(
@@ -166,7 +194,10 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
         )
     if tokenizer is not None:
         text = _text_for(tokenizer)
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # A tokenizer needs none of the folder's code; without a word of that, transformers asks on stdout.
+        loaded = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         ids_of_text = tokenizer.encode(text)
         if loaded(text, add_special_tokens=False)["input_ids"] != ids_of_text:
             raise CheckError("the export was not kept: transformers' tokenizer gives other ids")

@@ -9,7 +9,7 @@ from typing import Any
 from gpt2lab import __version__, fmt
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.target import Target
-from gpt2lab.config.settings import data_name
+from gpt2lab.config.settings import data_name, options_of
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.opening import why_no_text
 
@@ -23,7 +23,7 @@ tags:
 
 # {title}
 
-GPT-2, exported by gpt2lab {version} from {source}.
+{model}, exported by gpt2lab {version} from {source}.
 
 | | |
 | --- | --- |
@@ -32,18 +32,25 @@ GPT-2, exported by gpt2lab {version} from {source}.
 Weights are {dtype}, the head is the token embedding, and there are no padding rows. When this folder was written,
 transformers' logits were compared with gpt2lab's own: largest difference {max_abs_diff:.1e} of logits up to
 {max_abs_logit:.1f} (fp32{rounded}).
-
+{own_code}
 ```python
 from transformers import {classes}
 
-model = AutoModelForCausalLM.from_pretrained("this folder, or its name on the Hub"){tokenizer}
+model = AutoModelForCausalLM.from_pretrained("this folder, or its name on the Hub"{trust}){tokenizer}
 ```
+"""
+
+_OWN_CODE = """
+transformers has no such model of its own: it loads `modeling_gpt2lab.py` of this folder, which it does only if told to
+trust it. The two files need transformers 5 and torch, not gpt2lab.
 """
 
 
 def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
     """Write README.md into `folder` with the numbers of the export; one that the run does not have is left out."""
     shape = target.model_config()
+    options = options_of(shape)
+    trust = ", trust_remote_code=True" if options else ""
     rows = {
         "parameters": f"{numbers['parameters']:,}",
         "shape": f"{shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, "
@@ -63,11 +70,14 @@ def write_card(target: Target, folder: Path, numbers: dict[str, Any]) -> None:
         title=Path(numbers["out"]).name,
         version=__version__,
         source=source,
+        model=f"GPT-2 with {options}" if options else "GPT-2",
+        own_code=_OWN_CODE if options else "",
+        trust=trust,
         rows="\n".join(f"| {name} | {text} |" for name, text in rows.items()),
         rounded="" if numbers["dtype"] == "float32" else ", of the weights rounded to bfloat16",
         classes="AutoModelForCausalLM" + (", AutoTokenizer" if has_text else ""),
         tokenizer=(
-            '\ntokenizer = AutoTokenizer.from_pretrained("the same")'
+            f'\ntokenizer = AutoTokenizer.from_pretrained("the same"{trust})'
             '\nids = tokenizer("Once upon a time", return_tensors="pt")'
             "\nprint(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))"
             if has_text

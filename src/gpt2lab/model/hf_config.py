@@ -1,4 +1,4 @@
-"""Hugging Face's config.json of a GPT-2, read and written. No torch, no transformers."""
+"""Hugging Face's config.json of a GPT-2 or of our own model type, read and written. No torch, no transformers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import contextlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from gpt2lab.config.schema import ModelConfig
+from gpt2lab.config.settings import OPTIONS, options_of
 from gpt2lab.errors import CheckpointError, DataError
-from gpt2lab.files import SIZE, JsonFile
-from gpt2lab.model.weights_header import check_shapes, read_shapes
+from gpt2lab.files import NAME, OBJECT, SIZE, JsonFile, is_file_name, one_of
+from gpt2lab.model.weights_header import Shapes, check_shapes, read_shapes
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.tokenizers.opening import find_in
 
 HF_CONFIG, HF_WEIGHTS = "config.json", "model.safetensors"
+# Of weights in several files.
+HF_INDEX, HF_SHARDS = f"{HF_WEIGHTS}.index.json", "model-*-of-*.safetensors"
+# Model types: transformers' own, and that of huggingface/modeling_gpt2lab.py.
+GPT2, GPT2LAB = "gpt2", "gpt2lab"
+FORMAT = 1  # of a GPT2LAB folder; huggingface/configuration_gpt2lab.py has the same number
 PADDED_VOCABULARY = 50_304  # rows of our own GPT-2s: NUM_TOKENS rounded up to a multiple of 64
 
 # Our network in transformers' GPT2Config names: the default where the file says nothing, then equivalent values.
@@ -27,49 +33,58 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-
+_REQUIRED_OF_OURS = {"gpt2lab_format": (FORMAT,), "tie_word_embeddings": (True,)}
 
 _BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$")  # causal masks that old files carry
 
 
 def our_name(name: str) -> str | None:
-    """Return our name of a GPT-2 tensor, None for a causal mask, which is no weight."""
+    """Return our name of a tensor, None for a causal mask, which is no weight."""
     if _BUFFERS.search(name):
         return None
-    return re.sub(r"^h\.", "blocks.", name.removeprefix("transformer."))
+    return re.sub(r"^h\.", "blocks.", re.sub(r"^(transformer|model)\.", "", name))
+
+
+def model_type_of(config: ModelConfig) -> str:
+    """Return the model type under which a model is exported: GPT-2's wherever it is one."""
+    return GPT2LAB if options_of(config) else GPT2
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
     """Return the shape that config.json describes.
 
-    Raises: CheckpointError naming the first setting under which GPT-2 would be another network.
+    Raises: CheckpointError naming the first setting under which the network would be another.
     """
     file = JsonFile(folder / HF_CONFIG, CheckpointError)
     path, values = file.path, file.read()
-    if values.get("model_type") != "gpt2":
-        raise CheckpointError(
-            f"{path}: model_type {values.get('model_type')!r}, only 'gpt2' is read"
-        )
-    for name, allowed in _REQUIRED.items():
+    kind = values.get("model_type")
+    if kind not in (GPT2, GPT2LAB):
+        raise CheckpointError(f"{path}: model_type {kind!r}, only 'gpt2' and 'gpt2lab' are read")
+    for name, allowed in (_REQUIRED if kind == GPT2 else _REQUIRED_OF_OURS).items():
         found = values.get(name, allowed[0])
         if found not in allowed:
             raise CheckpointError(f"{path}: {name} {found!r} is not supported, only {allowed[0]!r}")
-    positions = "n_positions" if values.get("n_positions") else "n_ctx"
+    positions = "context_length"
+    if kind == GPT2:
+        positions = "n_positions" if values.get("n_positions") else "n_ctx"
     sizes = ("n_layer", "n_head", "n_embd", positions, "vocab_size")
     file.check(values, dict.fromkeys(sizes, SIZE))
     n_layer, n_head, n_embd, context_length, vocab_size = (values[name] for name in sizes)
     if n_embd % n_head:
         raise file.rejected(f"n_embd {n_embd} is not a multiple of n_head {n_head}")
-    if values.get("n_inner") not in (None, 4 * n_embd):
+    options: dict[str, Any] = {}
+    if kind == GPT2LAB:
+        hints = get_type_hints(ModelConfig)
+        file.check(values, {name: one_of(*get_args(hints[name])) for name in OPTIONS})
+        options = {name: values[name] for name in OPTIONS}
+        if values["positions"] == "rotary" and n_embd // n_head % 2:
+            raise file.rejected(f"n_embd {n_embd} / n_head {n_head} must be even to be rotated")
+    elif values.get("n_inner") not in (None, 4 * n_embd):
         raise CheckpointError(
             f"{path}: n_inner {values['n_inner']} is not supported, only 4 x n_embd"
         )
-    if not (folder / HF_WEIGHTS).exists():
-        raise CheckpointError(
-            f"{folder / HF_WEIGHTS}: no such file; only unsplit safetensors weights are read "
-            "(save_pretrained writes them)"
-        )
-    shapes = {our_name(n) or "": shape for n, shape in read_shapes(folder / HF_WEIGHTS).items()}
+    files = weight_files(folder)
+    shapes = {our_name(n) or "": shape for n, shape in _shapes_in(folder, files).items()}
     own = None
     with contextlib.suppress(DataError):  # weights need no tokenizer
         own = find_in(folder)
@@ -82,28 +97,91 @@ def read_hf_config(folder: Path) -> ModelConfig:
         context_length=context_length,
         vocab_size=PADDED_VOCABULARY if vocab_size == NUM_TOKENS else vocab_size,
         num_tokens=num_tokens if own is None else own.size,
+        **options,
     )
-    check_shapes(folder / HF_WEIGHTS, shapes, config, rows=vocab_size)
+    check_shapes(files[0], shapes, config, rows=vocab_size)
     return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's weights: one, or the shards that its index names.
+
+    Raises: CheckpointError.
+    """
+    if (folder / HF_WEIGHTS).exists():
+        return [folder / HF_WEIGHTS]
+    if not (folder / HF_INDEX).exists():
+        raise CheckpointError(
+            f"{folder / HF_WEIGHTS}: no such file, nor {HF_INDEX}; only safetensors weights are read "
+            "(save_pretrained writes them)"
+        )
+    return [folder / name for name in sorted(set(_weight_map(folder).values()))]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return {tensor: shard} of the index."""
+    index = JsonFile(folder / HF_INDEX, CheckpointError)
+    values = index.read()
+    index.check(values, {"weight_map": OBJECT})
+    found: dict[str, str] = values["weight_map"]
+    if not found or not all(map(is_file_name, found.values())):
+        raise index.rejected(f"'weight_map' does not map every tensor to {NAME[1]}")
+    return found
+
+
+def _shapes_in(folder: Path, files: list[Path]) -> Shapes:
+    """Return the shapes of all tensors; each shard holds just those that the index says."""
+    if files == [folder / HF_WEIGHTS]:
+        return read_shapes(files[0])
+    weight_map = _weight_map(folder)
+    shapes: Shapes = {}
+    for path in files:
+        found = read_shapes(path)
+        if set(found) != {name for name, shard in weight_map.items() if shard == path.name}:
+            raise CheckpointError(f"{path}: holds other tensors than {HF_INDEX} says; copy both")
+        shapes |= found
+    return shapes
 
 
 def write_hf_config(
     config: ModelConfig, folder: Path, *, dtype: str, end_of_text: int | None
 ) -> None:
     """Write config.json for a model without padding rows; dropout is 0, for inference."""
-    values = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **{name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")},
-        "n_positions": config.context_length,
-        "n_ctx": config.context_length,  # its old name, which lm-eval and older readers still ask for
-        "n_inner": None,
+    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
+    common = {
         "vocab_size": config.id_limit,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         "initializer_range": 0.02,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
         "dtype": dtype,
     }
-    values |= {name: allowed[0] for name, allowed in _REQUIRED.items()}
+    values: dict[str, Any]
+    if model_type_of(config) == GPT2:
+        values = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": GPT2,
+            **sizes,
+            "n_positions": config.context_length,
+            "n_ctx": config.context_length,  # its old name, which lm-eval and older readers still ask for
+            "n_inner": None,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            **common,
+            **{name: allowed[0] for name, allowed in _REQUIRED.items()},
+        }
+    else:
+        values = {
+            "architectures": ["GPT2LabForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_gpt2lab.GPT2LabConfig",
+                "AutoModel": "modeling_gpt2lab.GPT2LabModel",
+                "AutoModelForCausalLM": "modeling_gpt2lab.GPT2LabForCausalLM",
+            },
+            "model_type": GPT2LAB,
+            **sizes,
+            "context_length": config.context_length,
+            **{name: getattr(config, name) for name in OPTIONS},
+            "dropout": 0.0,
+            **common,
+            **{name: allowed[0] for name, allowed in _REQUIRED_OF_OURS.items()},
+        }
     (folder / HF_CONFIG).write_text(json.dumps(values, indent=2) + "\n")

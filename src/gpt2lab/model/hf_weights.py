@@ -1,4 +1,8 @@
-"""Hugging Face's GPT-2 weights, read and written without transformers: only this module knows its names and layout."""
+"""Hugging Face's weights, read and written without transformers: only this module knows their names and layout.
+
+GPT-2's are called transformer.h.0... and have transposed matrices. Those of our own model type are called
+model.blocks.0... and are ours as they stand.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,22 @@ import torch
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.hf_config import (
+    GPT2,
     HF_CONFIG,
-    HF_WEIGHTS,
     PADDED_VOCABULARY,
+    model_type_of,
     our_name,
     read_hf_config,
+    weight_files,
 )
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 
-_TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # Conv1D (in, out), Linear (out, in)
+# GPT-2's: Conv1D (in, out), ours: Linear (out, in).
+_TRANSPOSED = re.compile(r"^(transformer\.)?h\..*\.(c_attn|c_proj|c_fc)\.weight$")
 
 
 def load_hf(folder: Path) -> GPT:
-    """Return the model of a Hugging Face GPT-2 folder, on the CPU in fp32.
+    """Return the model of a Hugging Face folder, on the CPU in fp32.
 
     GPT-2's vocabulary gets padding rows up to 50304, each the mean of the real rows: their logit is then the average
     one, which a softmax over all rows hardly notices.
@@ -32,14 +39,14 @@ def load_hf(folder: Path) -> GPT:
     Raises: CheckpointError naming the file and what it is instead.
     """
     config = read_hf_config(folder)
-    tensors = _read_weights(folder / HF_WEIGHTS)
+    tensors, (path, *_) = _read_weights(folder), weight_files(folder)
     model = empty_model(config)
     wanted = dict(model.named_parameters())
     real = int(tensors["wte.weight"].size(0)) if "wte.weight" in tensors else 0
     missing, unknown = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or unknown:
         problem = f"no tensor {missing[0]}" if missing else f"unknown tensor {unknown[0]}"
-        raise CheckpointError(f"{folder / HF_WEIGHTS}: {problem}; not a GPT-2 of its {HF_CONFIG}")
+        raise CheckpointError(f"{path}: {problem}; not a GPT-2 of its {HF_CONFIG}")
     with torch.no_grad():
         for name, parameter in wanted.items():
             tensor = tensors[name]
@@ -48,9 +55,7 @@ def load_hf(folder: Path) -> GPT:
                 tensor = torch.cat([tensor, padding])
             if tensor.shape != parameter.shape:
                 found, meant = tuple(tensor.shape), tuple(parameter.shape)
-                raise CheckpointError(
-                    f"{folder / HF_WEIGHTS}: {name} is {found}, {HF_CONFIG} means {meant}"
-                )
+                raise CheckpointError(f"{path}: {name} is {found}, {HF_CONFIG} means {meant}")
             parameter.copy_(tensor)
     return model
 
@@ -58,31 +63,35 @@ def load_hf(folder: Path) -> GPT:
 def hf_tensors(model: GPT, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return {transformers' name: tensor in its layout} without padding rows; the tied head appears once."""
     tensors = {}
+    is_gpt2 = model_type_of(model.config) == GPT2
     for full_name, parameter in model.named_parameters():
-        name = re.sub(r"^blocks\.", "h.", full_name)
+        name = f"model.{full_name}"
+        if is_gpt2:
+            name = "transformer." + re.sub(r"^blocks\.", "h.", full_name)
         tensor = parameter.detach()
         if full_name == "wte.weight":
-            tensor = tensor[: model.config.id_limit]
+            tensor = tensor[: model.config.id_limit].clone()  # without the memory of the rest
         if _TRANSPOSED.search(name):
             tensor = tensor.T
-        tensors[f"transformer.{name}"] = tensor.to("cpu", dtype).contiguous()
+        tensors[name] = tensor.to("cpu", dtype).contiguous()
     return dict(sorted(tensors.items()))
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return {our parameter name: tensor in our layout}."""
-    try:
-        tensors = safetensors.torch.load_file(path, device="cpu")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"{path}: cut short or damaged ({error}); copy or download it again"
-        ) from error
     ours: dict[str, torch.Tensor] = {}
-    for full_name, tensor in tensors.items():
-        name = our_name(full_name)
-        if name is None:
-            continue
-        ours[name] = tensor.T if _TRANSPOSED.search(name) else tensor
+    for path in weight_files(folder):
+        try:
+            tensors = safetensors.torch.load_file(path, device="cpu")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(
+                f"{path}: cut short or damaged ({error}); copy or download it again"
+            ) from error
+        for full_name, tensor in tensors.items():
+            name = our_name(full_name)
+            if name is None:
+                continue
+            ours[name] = tensor.T if _TRANSPOSED.search(full_name) else tensor
     head = ours.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, ours.get("wte.weight", head.new_empty(0))):
         raise CheckpointError(

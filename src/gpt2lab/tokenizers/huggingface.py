@@ -53,7 +53,7 @@ class HuggingFaceTokenizer(Tokenizer):
             TOKENIZER_FILE: content,
             CONFIG_FILE: (json.dumps(settings, indent=2) + "\n").encode(),
         }
-        self.cuts = gpt2.CUTS if _splits_as_gpt2(values) else None
+        self.cuts = gpt2.CUTS if splits_as_gpt2(values) else None
         self._where = where
 
     def encode(self, text: str) -> list[int]:
@@ -197,7 +197,7 @@ def _find_end(values: dict[str, Any], where: str) -> str:
     return found[0]
 
 
-def _splits_as_gpt2(values: dict[str, Any]) -> bool:
+def splits_as_gpt2(values: dict[str, Any]) -> bool:
     """Tell whether words are split as GPT-2 does, and nothing but words decides the ids."""
     splitter = values.get("pre_tokenizer") or {}
     added = values.get("added_tokens") or ()
@@ -246,7 +246,7 @@ def _is_gpt2(values: dict[str, Any]) -> bool:
     vocabulary, merges = model.get("vocab"), model.get("merges")
     if not isinstance(vocabulary, dict) or len(vocabulary) != gpt2.NUM_TOKENS:
         return False
-    if model.get("type", "BPE") != "BPE" or not _splits_as_gpt2(values):
+    if model.get("type", "BPE") != "BPE" or not splits_as_gpt2(values):
         return False
     try:
         theirs, ours = gpt2.vocabulary_files()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from gpt2lab.checkpoint.target import Target, find_folder, find_target
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig, ModelName
-from gpt2lab.config.settings import ARCHITECTURE, override
+from gpt2lab.config.settings import ARCHITECTURE, options_of, override
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.files import sha256_of
-from gpt2lab.model.hf_config import HF_WEIGHTS
+from gpt2lab.model.hf_config import HF_WEIGHTS, weight_files
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class InitialWeights:
     """Which weights a run begins with."""
 
     target: Target
-    sha256: str  # of their file
+    sha256: str  # of their file, or of the digests of its shards in the order of their names
 
     def record(self) -> dict[str, Any]:
         """Return the record in run.json and every manifest."""
@@ -88,14 +89,15 @@ def _preset_of(target: Target, source: ModelConfig) -> ModelName:
         return source.model
     shape = {field: getattr(source, field) for field in ("n_layer", "n_head", "n_embd")}
     names = [name for name, values in PRESETS.items() if shape.items() <= values.items()]
-    return names[0] if names else "gpt2"
+    same = [name for name in names if options_of(preset(name).model) == options_of(source)]
+    return [*same, *names, "gpt2"][0]
 
 
 def _hash(target: Target) -> str:
     if target.checkpoint is not None:
         return str(target.checkpoint.manifest["files"][HF_WEIGHTS]["sha256"])  # the same name
-    path = target.folder / HF_WEIGHTS
     try:
-        return sha256_of(path)
+        digest, *others = (sha256_of(path) for path in weight_files(target.folder))
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+    return hashlib.sha256("".join([digest, *others]).encode()).hexdigest() if others else digest

@@ -14,13 +14,11 @@ import torch
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.target import find_target
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import find_problems, options_of, override
 from gpt2lab.errors import ConfigError
-from gpt2lab.huggingface.export import export
 from gpt2lab.model.gpt import GPT, Attention, build_model, rotary_angles
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
@@ -207,17 +205,6 @@ def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(
     assert options_of(config.model) == options_of(preset("modern-nano").model)
     with pytest.raises(ConfigError, match="norm layernorm does not fit"):
         resolve(parse([*fresh, "--norm=layernorm"]), world_size=1, set_aside=False)
-
-
-def test_hugging_face_export_is_rejected_before_anything_is_written(
-    run: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "hf"
-    with pytest.raises(
-        ConfigError, match=r"positions rotary, .* only the gpt2 presets are exported"
-    ):
-        export(find_target(str(run), run.parent), out=out, dtype="float32", push_to_hub=None)
-    assert not list(tmp_path.iterdir())
 
 
 def test_settings_saved_before_there_were_options_mean_gpt2(run: Path) -> None:

@@ -1,0 +1,70 @@
+"""Settings of a model that gpt2lab trained, for transformers 5. MIT license.
+
+An export holds a copy of this file and of modeling_gpt2lab.py, so it needs transformers and torch, but not gpt2lab:
+
+    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+FORMAT = (
+    1  # of config.json and the tensors' names; a change that old files do not mean increases it
+)
+
+
+class GPT2LabConfig(PreTrainedConfig):
+    """GPT-2, and what may differ from it: positions, norm, qk_norm and activation. The head is the embedding."""
+
+    model_type = "gpt2lab"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (transformers declares a list)
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "context_length",
+    }
+
+    def __init__(
+        self,
+        gpt2lab_format: int = FORMAT,
+        n_layer: int = 12,
+        n_head: int = 12,
+        n_embd: int = 768,
+        context_length: int = 1024,
+        vocab_size: int = 50257,
+        positions: str = "learned",  # or rotary: RoPE with base 10,000, channel i paired with i + D/2
+        norm: str = "layernorm",  # or rmsnorm, without bias
+        qk_norm: str = "none",  # or rmsnorm: of queries and keys in each head, before they are rotated
+        activation: str = "gelu",  # GPT-2's tanh approximation; or relu2: ReLU squared
+        dropout: float = 0.0,
+        initializer_range: float = 0.02,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Raise ValueError for a format or an option that these two files do not know."""
+        if gpt2lab_format != FORMAT:
+            raise ValueError(f"config.json has format {gpt2lab_format}, these files read {FORMAT}")
+        for name, value, known in (
+            ("positions", positions, ("learned", "rotary")),
+            ("norm", norm, ("layernorm", "rmsnorm")),
+            ("qk_norm", qk_norm, ("none", "rmsnorm")),
+            ("activation", activation, ("gelu", "relu2")),
+            ("tie_word_embeddings", tie_word_embeddings, (True,)),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"{name} {value!r} is unknown; known: {', '.join(map(str, known))}"
+                )
+        self.gpt2lab_format = gpt2lab_format
+        self.n_layer, self.n_head, self.n_embd = n_layer, n_head, n_embd
+        self.context_length, self.vocab_size = context_length, vocab_size
+        self.positions, self.norm = positions, norm
+        self.qk_norm, self.activation = qk_norm, activation
+        self.dropout, self.initializer_range = dropout, initializer_range
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)

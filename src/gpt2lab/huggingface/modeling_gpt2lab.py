@@ -1,0 +1,285 @@
+"""The model of configuration_gpt2lab.py for transformers 5, to be read from top to bottom. MIT license.
+
+Pre-norm blocks around a residual stream, as in GPT-2 (Radford et al. 2019), with the options of the config. It needs
+transformers and torch alone. Shapes: B batch, T new positions, S all positions, C channels, H heads, D = C / H.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_gpt2lab import GPT2LabConfig
+
+EPS = 1e-5
+
+
+class GPT2LabRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) times a gain, in fp32; the result has the dtype of x."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., width) to the same shape."""
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPS)
+        return (y * self.weight.float()).type_as(x)
+
+
+def build_norm(config: GPT2LabConfig) -> nn.Module:
+    """Return a norm of the residual stream."""
+    if config.norm == "rmsnorm":
+        return GPT2LabRMSNorm(config.n_embd)
+    return nn.LayerNorm(config.n_embd, eps=EPS)
+
+
+def rotary_angles(position_ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, (B, 1, T, D/2) fp32 each, by which positions (B, T) turn the channel pairs of a head."""
+    pairs = torch.arange(0, width, 2, device=position_ids.device) / width
+    angles = (position_ids[..., None] * 10_000.0**-pairs)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn queries or keys (B, H, T, D); channel i is paired with channel i + D/2."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
+
+
+def visible_positions(
+    attention_mask: Tensor | None, T: int, past: int, device: torch.device
+) -> Tensor:
+    """Return which positions each of the T new ones attends to, (B or 1, 1, T, S), true = attends.
+
+    `attention_mask`: (B, S), 0 = padding on either side. Every position attends to itself: padding would otherwise
+    attend to nothing, which is no number.
+    """
+    S = past + T
+    queries = torch.arange(past, S, device=device)[:, None]
+    keys = torch.arange(S, device=device)
+    mask = (keys <= queries)[None, None]
+    if attention_mask is not None:
+        mask = (mask & attention_mask[:, None, None, :S].bool()) | (keys == queries)
+    return mask
+
+
+class GPT2LabAttention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: GPT2LabConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.n_head, self.dropout, self.layer_idx = config.n_head, config.dropout, layer_idx
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm == "rmsnorm":
+            self.q_norm = GPT2LabRMSNorm(config.n_embd // config.n_head)
+            self.k_norm = GPT2LabRMSNorm(config.n_embd // config.n_head)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """Map (B, T, C) to (B, T, C). Without a mask the T positions are all there are."""
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))
+        if self.qk_norm == "rmsnorm":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        S = T if mask is None else mask.size(-1)
+        y = F.scaled_dot_product_attention(
+            q,
+            k[:, :, :S],  # a static cache has room for more
+            v[:, :, :S],
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return F.dropout(y, self.dropout, self.training)
+
+
+class GPT2LabMLP(nn.Module):
+    """Two linear layers around GELU or ReLU squared."""
+
+    def __init__(self, config: GPT2LabConfig) -> None:
+        super().__init__()
+        self.dropout, self.activation = config.dropout, config.activation
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, C) to (B, T, C)."""
+        x = self.c_fc(x)
+        x = F.gelu(x, approximate="tanh") if self.activation == "gelu" else F.relu(x).square()
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class GPT2LabBlock(nn.Module):
+    """Attention, then MLP; each reads a normalized copy of the residual stream and adds to it."""
+
+    def __init__(self, config: GPT2LabConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.ln_1 = build_norm(config)
+        self.attn = GPT2LabAttention(config, layer_idx)
+        self.ln_2 = build_norm(config)
+        self.mlp = GPT2LabMLP(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """Map (B, T, C) to (B, T, C)."""
+        x = x + self.attn(self.ln_1(x), rotation, mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2LabPreTrainedModel(PreTrainedModel):
+    """What transformers asks of a model."""
+
+    config_class = GPT2LabConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["GPT2LabBlock"]  # noqa: RUF012 (transformers declares a list)
+    _skip_keys_device_placement = "past_key_values"
+    _supports_sdpa = True
+
+
+class GPT2LabModel(GPT2LabPreTrainedModel):
+    """Token ids in, final normalized hidden states out."""
+
+    def __init__(self, config: GPT2LabConfig) -> None:
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.positions == "learned":
+            self.wpe = nn.Embedding(config.context_length, config.n_embd)
+        self.blocks = nn.ModuleList(GPT2LabBlock(config, i) for i in range(config.n_layer))
+        self.ln_f = build_norm(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        return self.wte
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the token embedding."""
+        self.wte = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Map ids (B, T) that follow those in `past_key_values` to hidden states (B, T, C).
+
+        `attention_mask`: (B, S), 0 = padding; or (B, 1, T, S) as scaled_dot_product_attention takes it.
+        `position_ids`: (B, T); the default does not count padding.
+        """
+        x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        T = x.size(1)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache()
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask, padding = attention_mask, None
+        if mask is not None and mask.dim() == 2:
+            padding = mask
+        if position_ids is None:
+            position_ids = torch.arange(past, past + T, device=x.device)[None]
+            if padding is not None:
+                position_ids = (padding.long().cumsum(-1) - 1).clamp(min=0)[:, past : past + T]
+        if padding is not None or (mask is None and past > 0):
+            mask = visible_positions(padding, T, past, x.device)
+        rotation = None
+        if self.config.positions == "learned":
+            x = x + self.wpe(position_ids)
+        else:
+            rotation = rotary_angles(position_ids, self.config.n_embd // self.config.n_head)
+        x = F.dropout(x, self.config.dropout, self.training)
+        states = []
+        for block in self.blocks:
+            states.append(x)
+            x = block(x, rotation, mask, past_key_values)
+        x = self.ln_f(x)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*states, x) if output_hidden_states else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+
+class GPT2LabForCausalLM(GPT2LabPreTrainedModel, GenerationMixin):
+    """Token ids in, logits of the next id out; with labels also their mean loss."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.wte.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GPT2LabConfig) -> None:
+        super().__init__(config)
+        self.model = GPT2LabModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Map ids (B, T) to logits (B, T, V), or of the last `logits_to_keep` positions.
+
+        `labels`: (B, T), shifted here; -100 is left out. `kwargs` are those of transformers' loss.
+        """
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=found.past_key_values,
+            hidden_states=found.hidden_states,
+        )
+        return output.to_tuple() if return_dict is False else output
