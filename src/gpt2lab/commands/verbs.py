@@ -35,6 +35,7 @@ VERBS = {
     "finetune": Verb("fine-tune a model on conversations", f"{_HERE}.train", "finetune"),
     "sample": Verb("continue prompts with a model", f"{_HERE}.sample"),
     "chat": Verb("chat with a fine-tuned model", f"{_HERE}.chat"),
+    "serve": Verb("try a model in the browser, or by OpenAI's API", f"{_HERE}.serve"),
     "evaluate": Verb("measure validation loss and HellaSwag", f"{_HERE}.evaluate"),
     "compare": Verb("tell whether two evaluations differ", f"{_HERE}.compare"),
     "estimate": Verb("predict time, memory, cost and loss of a run", f"{_HERE}.estimate_time"),

@@ -116,7 +116,7 @@ def test_a_model_that_was_not_tuned_is_named_and_a_long_question_is_no_end(folde
 
 def test_wrong_settings_are_one_line(folder: Path) -> None:
     for flag, message in (
-        ("--temperature=-1", "temperature -1.0 must be 0 or above"),
+        ("--temperature=-1", "temperature -1.0 must be 0, or at least 1e-5"),
         ("--top_p=0", "top_p 0.0 must be above 0 and at most 1"),
         ("--max_new_tokens=0", "max_new_tokens 0 must be at least 1"),
     ):
