@@ -102,7 +102,9 @@ def test_ctrl_c_ends_it_in_the_middle_of_an_answer(runs: Path) -> None:
         connection = http.client.HTTPConnection(address.removeprefix("http://"))
         body = {"model": "base", "prompt": ["a"] * 16, "max_tokens": 64, "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(body))
-        assert connection.getresponse().readline().startswith(b"data: ")
+        answer = connection.getresponse()
+        assert answer.readline().startswith(b"data: ")
+    answer.close()
     connection.close()
 
 

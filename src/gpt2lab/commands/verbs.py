@@ -51,6 +51,7 @@ VERBS = {
     "preflight": Verb("check all that a run will need", f"{_HERE}.train", "preflight"),
     "data": Verb("verify, inspect, import and merge token shards", f"{_HERE}.data"),
     "tokenizer": Verb("learn a tokenizer from text", f"{_HERE}.tokenizer"),
+    "env": Verb("print versions and hardware to paste into an issue", f"{_HERE}.env"),
     "gpu-info": Verb("show the devices of this machine", f"{_HERE}.gpu_info"),
     "memory-check": Verb("compare a run's need with the free memory", f"{_HERE}.memory_check"),
     "tensorboard": Verb("start or stop TensorBoard", f"{_HERE}.show_tensorboard"),
