@@ -120,7 +120,7 @@ def program(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
         yield process, found[0]
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=launch.HANG_SECONDS)
-        assert (process.returncode, error) == (0, "")
+        assert (process.returncode, error) == (0, ""), error
     finally:
         process.kill()
         process.wait()

@@ -14,7 +14,7 @@ import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -25,7 +25,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Style
 
 _TOKEN = "GPT2LAB_API_KEY"
-_LAST_SECONDS = 2  # for answers under way when the server is told to end
+_LAST_SECONDS = 5  # for the token that is computed when the server is told to end
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,9 @@ def main(argv: list[str]) -> int:
         app, engine = build_app(
             completer, name, token=token, host=flags.host, max_waiting=flags.max_waiting
         )
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn ends, and raises them again
-            signal.signal(number, lambda *_: None)
         host = f"[{flags.host}]" if ":" in flags.host else flags.host
         address = f"http://{host}:{listener.getsockname()[1]}"
-        print(
-            f"{name}: {address}/ in a browser, {address}/v1 as OpenAI's API; Ctrl+C ends",
-            flush=True,
-        )
-        uvicorn.Server(
+        server = uvicorn.Server(
             uvicorn.Config(
                 app,
                 log_level="warning",
@@ -74,7 +68,21 @@ def main(argv: list[str]) -> int:
                 limit_concurrency=flags.max_waiting + 100,  # connections, with those of browsers
                 timeout_graceful_shutdown=_LAST_SECONDS,
             )
-        ).run(sockets=[listener])
+        )
+        end = server.handle_exit
+
+        def stop(number: int, frame: Any) -> None:
+            engine.stop()
+            end(number, frame)
+
+        server.handle_exit = stop
+        for number in (signal.SIGINT, signal.SIGTERM):  # raised again at the end: it is no error
+            signal.signal(number, lambda *_: None)
+        print(
+            f"{name}: {address}/ in a browser, {address}/v1 as OpenAI's API; Ctrl+C ends",
+            flush=True,
+        )
+        server.run(sockets=[listener])
         engine.close()
     return 0
 

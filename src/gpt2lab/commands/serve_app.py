@@ -94,10 +94,14 @@ class Engine:
         watcher.add_done_callback(self._watchers.discard)
         return job
 
+    def stop(self) -> None:
+        """Let every job end before its next token; safe in a signal handler."""
+        for job in list(self.jobs):
+            job.stopped.set()
+
     def close(self) -> None:
         """Stop all jobs and wait for the thread."""
-        for job in self.jobs:
-            job.stopped.set()
+        self.stop()
         self._thread.shutdown(cancel_futures=True)
 
 
@@ -125,6 +129,7 @@ async def _texts(
         await asyncio.wait([job.done])
         if not job.done.cancelled():
             job.done.result()  # raises what the thread raised
+        raise Problem(503, "the server ends")
     finally:
         job.stop()
 
@@ -235,7 +240,9 @@ async def _events(job: Job, reply: Reply, choices: list[Choice]) -> AsyncIterato
                 yield _event(reply.chunk(choice, new))
         for document in reply.closing(choices):
             yield _event(document)
-    except Exception:  # the status has been sent
+    except Problem as problem:  # the status has been sent
+        yield _event(problem.body)
+    except Exception:
         traceback.print_exc()
         yield _event(Problem(500, "the server failed; its terminal says why").body)
     yield "data: [DONE]\n\n"
