@@ -99,6 +99,13 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
+def version() -> str:
+    """Return the browser's version."""
+    assert CHROMIUM is not None
+    done = subprocess.run([CHROMIUM, "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.split()[1]
+
+
 @contextlib.contextmanager
 def page(profile: Path) -> Iterator[Page]:
     """Start the browser and yield an empty page."""

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import openai
@@ -15,6 +16,7 @@ import pytest
 import browser
 import launch
 import served
+from ecosystem import works_with
 
 pytestmark = pytest.mark.slow
 TOKEN = "a-token-of-the-tests"
@@ -39,6 +41,7 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 
 def test_openai_s_client_reads_every_kind_of_answer(client: openai.OpenAI) -> None:
+    works_with("openai", version("openai"), "completions, chats and streams of serve.py")
     assert [model.id for model in client.models.list()] == ["tuned"]
     assert client.models.retrieve("tuned").owned_by == "gpt2lab"
     asked = {"model": "tuned", "prompt": "Hello", "max_tokens": 12, "seed": 5}
@@ -104,6 +107,8 @@ def test_ctrl_c_ends_it_in_the_middle_of_an_answer(runs: Path) -> None:
         connection.request("POST", "/v1/completions", json.dumps(body))
         answer = connection.getresponse()
         assert answer.readline().startswith(b"data: ")
+    last = [json.loads(line[6:]) for line in answer.read().split(b"\n\n") if b"error" in line]
+    assert [one["error"]["message"] for one in last] == ["the server ends"]
     answer.close()
     connection.close()
 
@@ -113,6 +118,7 @@ LAST = "document.querySelector('article:last-child')?.textContent"
 
 @browser.needs_browser
 def test_a_browser_chats(address: str, client: openai.OpenAI, tmp_path: Path) -> None:
+    works_with("Chromium", browser.version(), "the page of serve.py, typed into", compare="name")
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     with browser.page(tmp_path / "profile") as page:
         page.open(f"{address}/", "dark")

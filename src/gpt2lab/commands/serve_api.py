@@ -80,7 +80,9 @@ def read_ask(content: bytes, completer: Completer, name: str, *, is_chat: bool) 
         neutral = _NEUTRAL.get(key, ())
         if not any(type(value) is type(one) and value == one for one in neutral):
             what = "has no parameter" if key not in _NEUTRAL else "does not support the value of"
-            raise Problem(400, f"this server {what} {key}", param=key, code="unsupported_parameter")
+            raise Problem(
+                400, f"this server {what} {key:.100}", param=key, code="unsupported_parameter"
+            )
     if not isinstance(body.get("model"), str):
         raise Problem(400, f"model must be {name!r}", param="model")
     if body["model"] != name:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import launch
+from ecosystem import works_with
 from gpt2lab.config.command_line import parse
 from gpt2lab.runs import wandb_mirror
 from gpt2lab.training.pretrain import pretrain
@@ -174,6 +176,7 @@ def test_the_library_itself_takes_it_offline(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    works_with("wandb", version("wandb"), "--use_wandb, offline")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb_mirror, "_FINISH_SECONDS", 120.0)
     pretrain(parse([*plain[0], f"--checkpoint_dir={tmp_path}", "--run_name=r", "--use_wandb"]))
