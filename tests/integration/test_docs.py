@@ -31,6 +31,7 @@ FOREIGN = {
     *("nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "shutdown-timeout"),
     *("max-restarts", "standalone", "check", "help", "help-all"),
     *("build-arg", "rm"),  # docker's
+    *("torch-backend", "no-deps"),  # uv's
 }
 
 
