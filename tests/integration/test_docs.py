@@ -32,6 +32,7 @@ FOREIGN = {
     *("max-restarts", "standalone", "check", "help", "help-all"),
     *("build-arg", "rm"),  # docker's
     *("model_args", "output_path"),  # lm-eval's
+    *("torch-backend", "no-deps"),  # uv's
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import launch
 from corpora import write_jsonl
+from ecosystem import works_with
 from gpt2lab.data.verify import verify
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 from launch import REPOSITORY
@@ -43,6 +45,7 @@ def run_example(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_datatrove_filters_and_deduplicates_what_is_prepared(tmp_path: Path) -> None:
+    works_with("datatrove", version("datatrove"), "filtering and deduplication before prepare")
     stories = [story(seed) for seed in range(40)]
     near = [f"{text} Copied." for text in stories[:10]]
     junk = ["buy now " * 200, "too short", "# # # ! ! ! " * 60]

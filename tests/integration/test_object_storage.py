@@ -6,12 +6,14 @@ import json
 import subprocess
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import launch
+from ecosystem import works_with
 from tiny import TRAIN_SHARDS, VAL_SHARDS, write_shards
 
 pytestmark = pytest.mark.slow
@@ -122,6 +124,7 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(
     store: Store, reference: Path
 ) -> None:
+    works_with("s3fs", version("s3fs"), "checkpoints on S3 (the server of moto), with kills")
     store.stop_after("a", 5)
     killed = store.run(
         "a", "--stop_after_steps=10", FAULT="mirror.upload.optim.safetensors:kill9@10"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ecosystem
 from launch import HANG_SECONDS, REPOSITORY, environment
 from tiny import make_tokens
 
@@ -103,6 +104,31 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_command_of_a_newcomer_is_known_here() -> None:
     assert set(commands_of_a_newcomer()) == set(COMMANDS)
+
+
+def test_the_table_of_what_it_works_with_is_what_the_tests_recorded() -> None:
+    page = (REPOSITORY / "README.md").read_text()
+    assert ecosystem.with_table(page) == page, "python tests/ecosystem.py writes it"
+    for name, row in ecosystem.read_rows().items():
+        file, _, test = row["test"].partition("::")
+        body = (REPOSITORY / file).read_text().partition(f"def {test}(")[2].partition("\ndef ")[0]
+        assert re.search(rf'works_with\(\s*"{name}"', body), row["test"]
+
+
+def test_another_major_version_than_the_recorded_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UPDATE_GOLDEN", raising=False)
+    row = ecosystem.read_rows()["peft"]
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{row['test']}[case] (call)")
+    major = int(row["version"].split(".")[0])
+    ecosystem.works_with("peft", f"{major}.999", row["what"])
+    ecosystem.works_with("peft", f"{major + 1}.0", row["what"], compare="name")
+    for name, version, what in (
+        ("peft", f"{major + 1}.0", row["what"]),
+        ("peft", row["version"], "more than that"),
+        ("nobody", "1.0", "anything"),
+    ):
+        with pytest.raises(AssertionError):
+            ecosystem.works_with(name, version, what)
 
 
 def test_the_front_page_shows_a_picture_and_a_short_transcript() -> None:

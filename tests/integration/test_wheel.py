@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import gpt2lab
 from launch import HANG_SECONDS, REPOSITORY, steps
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of programs of a fresh venv with the wheel, built as pip builds it.
+    """Return the folder of programs of a fresh venv with the wheel, built from the source archive, as for a release.
 
     The wheel's dependencies, torch above all, are read from this venv's site-packages through a .pth file: installing
     them again would take gigabytes. The wheel itself is installed with --no-deps.
@@ -27,9 +29,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(REPOSITORY / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source)], folder)
-    (wheel,) = folder.glob("gpt2lab-*.whl")
+    run([sys.executable, "-m", "build", "--outdir", str(folder), str(source)], folder)
+    (wheel,), (archive,) = folder.glob("gpt2lab-*.whl"), folder.glob("gpt2lab-*.tar.gz")
+    assert wheel.name == f"gpt2lab-{gpt2lab.__version__}-py3-none-any.whl"
+    run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(archive)], folder)
     shutil.rmtree(source)
     venv.create(folder / "venv", with_pip=True)
     programs = folder / "venv" / "bin"
@@ -52,6 +55,12 @@ def run(command: list[str], folder: Path, **extra: str) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_the_changelog_tells_of_this_version() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[([^]]+)\](?: - \d{4}-\d\d-\d\d)?$", text, flags=re.M)
+    assert versions[:2] == ["Unreleased", gpt2lab.__version__]
 
 
 @pytest.mark.slow
@@ -78,6 +87,7 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_p
     said = gpt2lab("sample", "first", "--prompt", "def ", "--max_new_tokens", "8")
     assert said.startswith("def ")
     assert "first" in gpt2lab("status")
+    assert "step             20\n" in gpt2lab("env", "first")
     assert "time" in gpt2lab("estimate", "--model", "gpt2-nano", "--steps", "20")
     gpt2lab("report", "first")
     assert (folder / "checkpoints" / "first" / "report.html").is_file()
@@ -91,5 +101,7 @@ def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_p
     )
     assert "resumes from   step 20 (2 to go)" in plan
     assert {path.name for path in folder.iterdir()} == {"data", "checkpoints"}
+    page = "import gpt2lab.commands.env as m; print(open(m.__file__.replace('env.py', 'serve.html')).read())"
+    assert "<textarea" in run([str(installed / "python"), "-c", page], folder)
     after = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}
     assert after == before

@@ -40,7 +40,7 @@ class Talk:
 def main(argv: list[str]) -> int:
     """Load the model and answer until the input ends."""
     flags = run_tyro(Talk, argv)
-    completer = load(flags)
+    completer = load(flags, flags.style)
     from gpt2lab.checkpoint.target import was_tuned
     from gpt2lab.finetuning.chat import Chat  # torch
 

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     if not any(_ways(flags)) and sys.stdin.isatty():
         flags = replace(flags, interactive=True)
     _check(flags)
-    completer = load(flags)
+    completer = load(flags, flags.style)
     if flags.batch is not None:
         from gpt2lab.evaluation.completion import complete_file
 
@@ -83,12 +83,12 @@ def _check(flags: Sample) -> None:
         raise ConfigError(f"num_samples {flags.num_samples} must be at least 1")
 
 
-def load(flags: Any) -> "Completer":
-    """Load the model that the flags of sample or chat name, and print its warnings.
+def load(flags: Any, style: Style) -> "Completer":
+    """Load the model that the flags of sample, chat or serve name, and print its warnings.
 
     Raises: ConfigError, CheckpointError.
     """
-    check_style(flags.style)
+    check_style(style)
     from gpt2lab.evaluation.completion import Completer
 
     completer = Completer(
@@ -96,7 +96,7 @@ def load(flags: Any) -> "Completer":
         checkpoint_dir=paths.runs_folder(flags.checkpoint_dir),
         device=flags.device,
         dtype=flags.dtype,
-        style=flags.style,
+        style=style,
     )
     for warning in completer.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,8 +39,8 @@ def check_style(style: Style) -> None:
     for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
         if getattr(style, name) < least:
             raise ConfigError(f"{name} {getattr(style, name)} must be at least {least}")
-    if not 0 <= style.temperature < float("inf"):
-        raise ConfigError(f"temperature {style.temperature} must be 0 or above")
+    if not (style.temperature == 0 or 1e-5 <= style.temperature < float("inf")):
+        raise ConfigError(f"temperature {style.temperature} must be 0, or at least 1e-5")
     if not 0 < style.top_p <= 1:
         raise ConfigError(f"top_p {style.top_p} must be above 0 and at most 1")
 
@@ -107,7 +107,7 @@ class Completer:
         self, ids: list[int], *, number: int = 0, num_samples: int = 1
     ) -> list[Completion]:
         """Return continuations of prompt `number`; each depends on the seed, the prompt and its place."""
-        rows = list(self._draw(ids, number, list(range(num_samples))))
+        rows = list(self.draw(ids, number, list(range(num_samples)), self.style))
         found = []
         for drawn in map(list, zip(*rows, strict=True)):
             end = self.tokenizer.end_of_text
@@ -119,17 +119,20 @@ class Completer:
         self, ids: list[int], *, number: int, place: int, at_most: int | None = None
     ) -> Iterator[str]:
         """Yield the text of `complete` at `place` token by token, up to `at_most` tokens."""
-        drawn = itertools.islice(self._draw(ids, number, [place]), at_most)
+        drawn = itertools.islice(self.draw(ids, number, [place], self.style), at_most)
         end = self.tokenizer.end_of_text
         yield from self.tokenizer.stream(id for (id,) in drawn if id != end)
 
-    def _draw(self, ids: list[int], number: int, places: list[int]) -> Iterator[list[int]]:
+    def draw(
+        self, ids: list[int], number: int, places: list[int], style: Style
+    ) -> Generator[list[int], None, None]:
+        """Yield the next id of the text at each place; `end_of_text` for one that has ended."""
         import torch
 
         from gpt2lab.evaluation.generation import draw
         from gpt2lab.model import rng
 
-        style, began = self.style, time.monotonic()
+        began = time.monotonic()
         generators = [
             torch.Generator().manual_seed(rng.fold_seed(style.seed, number, place))
             for place in places

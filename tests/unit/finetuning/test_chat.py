@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from conversations import CONTEXT, finetune, flags_of, write_model
+from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target, was_tuned
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, Style
@@ -116,7 +118,7 @@ def test_a_model_that_was_not_tuned_is_named_and_a_long_question_is_no_end(folde
 
 def test_wrong_settings_are_one_line(folder: Path) -> None:
     for flag, message in (
-        ("--temperature=-1", "temperature -1.0 must be 0 or above"),
+        ("--temperature=-1", "temperature -1.0 must be 0, or at least 1e-5"),
         ("--top_p=0", "top_p 0.0 must be above 0 and at most 1"),
         ("--max_new_tokens=0", "max_new_tokens 0 must be at least 1"),
     ):
@@ -171,6 +173,7 @@ def test_answers_are_compared_where_asked(folder: Path) -> None:
         "error: hf: --eval_generate compares answers, and that needs a run of src/finetune.py and no --val",
     )
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
+    works_with("rouge-score", version("rouge-score"), "evaluate.py --eval_generate")
     scored = ask("evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)
     assert scored["val_loss"] == plain["val_loss"]
     assert scored["generate"]["n"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.command_line import parse
@@ -97,6 +99,7 @@ def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(
 def test_transformers_generates_from_it_by_the_names_that_people_use(
     folder: Path, tmp_path: Path
 ) -> None:
+    works_with("transformers", version("transformers"), "exports load, tokenize and generate")
     ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "x")

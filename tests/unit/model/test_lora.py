@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import launch
 from conversations import CONTEXT, finetune, flags_of, order_of, write_model, write_pairs
+from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.derived import BatchPlan
@@ -154,6 +156,7 @@ def test_losses_are_those_of_peft(folder: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed (requirements-dev.txt)")
     from transformers import GPT2LMHeadModel
 
+    works_with("peft", version("peft"), "20 LoRA steps: same losses, same adapters")
     rate, steps = 5e-2, batches(folder, 20)
     model = without_padding(load(folder))
     add_lora(model, TUNING)

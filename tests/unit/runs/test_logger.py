@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.numpy import load_file
 
 import launch
+from ecosystem import works_with
 from gpt2lab.config import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
@@ -217,6 +219,7 @@ def open_tensorboard(run_dir: Path):
 
 
 def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path) -> None:
+    works_with("tensorboard", version("tensorboard"), "curves, texts and settings read back")
     more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
     pretrain(command_line.parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
     run_dir = tmp_path / "runs" / "tiny"

@@ -1,0 +1,9 @@
+"""Print the versions and the hardware, and a run's facts, to paste into an issue."""
+
+import sys
+
+from _bootstrap import run
+from gpt2lab.commands.env import main
+
+if __name__ == "__main__":
+    sys.exit(run(main))

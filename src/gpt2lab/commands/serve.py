@@ -1,0 +1,130 @@
+"""Serve a model on this machine: OpenAI's completion API, and a page to try it in the browser.
+
+gpt2lab serve my_tuned_run
+gpt2lab serve gpt2-124m --port 9000
+
+One request is computed at a time. For many users, export the model and serve that
+folder with vLLM. GPT2LAB_API_KEY in the environment: the token that clients send.
+"""
+
+import importlib.util
+import ipaddress
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from gpt2lab import paths
+from gpt2lab.commands.sample import load
+from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.completion import Style
+
+_TOKEN = "GPT2LAB_API_KEY"
+_LAST_SECONDS = 5  # for the token that is computed when the server is told to end
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve a model on this machine: OpenAI's completion API, and a page to try it in the browser."""
+
+    target: Positional[str] = argument(TARGET)
+    host: str = option("127.0.0.1", "address; another than this machine's needs GPT2LAB_API_KEY")
+    port: int = option(8000, "http://HOST:PORT/; 0 = any that is free")
+    max_waiting: int = option(64, "requests that may wait for their turn; more are rejected")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
+    dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+
+def main(argv: list[str]) -> int:
+    """Load the model and answer until Ctrl+C."""
+    flags = run_tyro(Serve, argv)
+    token = os.environ.get(_TOKEN)
+    _check(flags, token)
+    with _listen(flags.host, flags.port) as listener:
+        completer = load(flags, Style())
+        import uvicorn
+
+        from gpt2lab.commands.serve_app import build_app
+
+        name = completer.target.name.rstrip("/").rpartition("/")[2]
+        app, engine = build_app(
+            completer, name, token=token, host=flags.host, max_waiting=flags.max_waiting
+        )
+        host = f"[{flags.host}]" if ":" in flags.host else flags.host
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                limit_concurrency=flags.max_waiting + 100,  # connections, with those of browsers
+                timeout_graceful_shutdown=_LAST_SECONDS,
+            )
+        )
+        end = server.handle_exit
+
+        def stop(number: int, frame: Any) -> None:
+            engine.stop()
+            end(number, frame)
+
+        server.handle_exit = stop
+        for number in (signal.SIGINT, signal.SIGTERM):  # raised again at the end: it is no error
+            signal.signal(number, lambda *_: None)
+        print(
+            f"{name}: {address}/ in a browser, {address}/v1 as OpenAI's API; Ctrl+C ends",
+            flush=True,
+        )
+        server.run(sockets=[listener])
+        engine.close()
+    return 0
+
+
+def _check(flags: Serve, token: str | None) -> None:
+    """Reject what cannot be served, or not safely, before torch is loaded."""
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"no package {package}: pip install starlette uvicorn (the extra serve)"
+            )
+    if not 0 <= flags.port < 65536:
+        raise ConfigError(f"port {flags.port} must be from 0 to 65535")
+    if flags.max_waiting < 0:
+        raise ConfigError(f"max_waiting {flags.max_waiting} must be at least 0")
+    if token is not None and not (token and token.isascii() and token.isprintable()):
+        raise ConfigError(f"{_TOKEN} must be ASCII text, or not set at all")
+    if token is None and not _is_local(flags.host):
+        raise ConfigError(
+            f"host {flags.host}: other machines could use the model; set {_TOKEN} to a token that clients must send, "
+            f"or leave --host out and come through ssh -L {flags.port}:localhost:{flags.port}"
+        )
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises: ConfigError if the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise ConfigError(
+            f"port {port} of {host} cannot be used ({reason}); choose another with --port N: "
+            f"{paths.command('serve')} RUN --port {port + 1 if port < 65535 else 8000}"
+        ) from error

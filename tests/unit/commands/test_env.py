@@ -1,0 +1,64 @@
+"""gpt2lab env: what helps with an issue is in it, and what belongs to its writer is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+
+import launch
+from gpt2lab import __version__
+from whole_run import LAST, Run
+
+
+def test_it_prints_versions_and_hardware() -> None:
+    code, said, error = launch.call("env.py")
+    assert (code, error) == (0, "")
+    for name in ("torch", "numpy", "safetensors"):
+        assert f"  {name:<16} {importlib.metadata.version(name)}\n" in said
+    assert f"  gpt2lab          {__version__}\n" in said
+    assert f"python           CPython {platform.python_version()}\n" in said
+    assert said.startswith("versions:\n")
+    assert "\nmachine:\n" in said
+    assert "run:" not in said
+    found = json.loads(launch.call("env.py", "--json").stdout)
+    assert set(found) == {"versions", "machine"}
+    assert found["machine"]["cores"] >= 1
+    assert set(map(str, found["versions"])) >= {"gpt2lab", "git", "python", "torch", "triton"}
+
+
+def test_a_run_s_facts_identify_it_and_hide_its_owner(
+    straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home" / "somebody"
+    shutil.copytree(straight.path, home / "runs" / "tiny")
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USER", "somebody")
+    monkeypatch.setattr(platform, "node", lambda: "tiny-host")
+    monkeypatch.setattr(platform, "release", lambda: "6.1.0-tiny-host-somebody")
+    code, said, error = launch.call("env.py", home / "runs" / "tiny", "--json")
+    assert (code, error) == (0, "")
+    run = json.loads(said)["run"]
+    assert (run["folder"], run["state"], run["step"]) == ("~/runs/tiny", "completed", LAST)
+    facts = json.loads((straight.path / "run.json").read_text())
+    assert run["data_fingerprint"] == facts["data_fingerprint"]
+    assert run["run_torch"] == facts["environment"]["torch"]
+    for private in ("somebody", "tiny-host", "value-of", str(tmp_path)):
+        assert private not in said
+    # The same settings in another place have the same hash, other settings another one.
+    config = json.loads((home / "runs" / "tiny" / "config.json").read_text())
+    for change, same in (({"checkpoint_dir": "/else"}, True), ({"seed": 5}, False)):
+        (home / "runs" / "tiny" / "config.json").write_text(json.dumps(config | change))
+        other = json.loads(launch.call("env.py", home / "runs" / "tiny", "--json").stdout)["run"]
+        assert (other["settings_sha256"] == run["settings_sha256"]) == same
+
+
+def test_no_run_is_one_line(tmp_path: Path) -> None:
+    code, line = launch.ask("env.py", "nosuch", folder=tmp_path)
+    assert (code, line[:23]) == (2, "error: nosuch: no run o")
