@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 import launch
 from conversations import write_pairs
 from corpora import run_prepare, write_jsonl
+from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.commands.evaluate import Evaluate, evaluate
@@ -115,6 +117,9 @@ def test_every_item_is_as_through_the_export_and_lm_evals_own_model(
     folder: Path, shots: int
 ) -> None:
     """Twenty items of each kind of request; with two examples before each, most are cut to the context."""
+    works_with(
+        "lm-eval", version("lm-eval"), "every item as through the export; `lm_eval --model gpt2lab`"
+    )
     theirs = HFLM(str(folder / "export"), dtype="float32", batch_size=4, device="cpu")
     expected = measure(folder, theirs, num_fewshot=shots)
     model = ours(folder, "plain")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from corpora import TEXTS, run_prepare, write_jsonl
+from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.command_line import parse
@@ -87,6 +89,7 @@ def parameters(folder: Path, name: str) -> dict[str, np.ndarray]:
 def test_ggufs_reader_finds_every_value_and_the_tokenizer(
     folder: Path, tmp_path: Path, dtype: str, kind: str, step: float
 ) -> None:
+    works_with("gguf", version("gguf"), "every value and the tokenizer read back")
     out = tmp_path / "deep" / "x.gguf"
     words = ("bpe", f"--out={out}", "--format=gguf", f"--dtype={dtype}", "--json")
     answer = ask("export_hf.py", *words, folder=folder)
@@ -262,6 +265,11 @@ def test_llama_cpp_generates_our_greedy_text(
 ) -> None:
     """llama.cpp itself, from the f32 file: the same ids of a text, and the same 32 greedy tokens."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    works_with(
+        "llama-cpp-python",
+        version("llama-cpp-python"),
+        "32 greedy tokens equal, where it is installed",
+    )
     home = folder
     if kind == "gpt2":
         home = tmp_path / "made"

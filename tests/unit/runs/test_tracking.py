@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import launch
+from ecosystem import works_with
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.schema import TRACKERS
 from gpt2lab.config.settings import find_problems
@@ -411,6 +413,13 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     for name in os.environ:
         if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
+    what = "--track and runs.py sync, read back, no server"
+    if "wandb" in names:
+        works_with("wandb", version("wandb"), what)
+    if "trackio" in names:
+        works_with("trackio", version("trackio"), what)
+    if "mlflow" in names:
+        works_with("mlflow", version("mlflow-skinny"), what)
     stores = {
         "wandb": f"{tmp_path}/r/wandb/offline-run-*/*.wandb",
         "mlflow": f"sqlite:///{tmp_path}/mlflow/mlflow.db",
