@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.adamw import adamw
 
 from gpt2lab.distributed.sharding import row_range, rows_of
+from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon, orthogonalize
 
 Gradient = Callable[[nn.Parameter], torch.Tensor | None]  # this rank's rows of a weight's gradient
@@ -26,7 +26,7 @@ def gradient_rows(parameter: nn.Parameter) -> torch.Tensor | None:
     return None if parameter.grad is None else rows_of(parameter.grad)
 
 
-class ShardedAdamW(torch.optim.AdamW):
+class ShardedAdamW(AdamW):
     """torch's fused AdamW over rows; bit by bit that of full weights where rows fill a CPU's vectors."""
 
     @torch.no_grad()
@@ -49,24 +49,7 @@ class ShardedAdamW(torch.optim.AdamW):
                 means.append(rows_of(state["exp_avg"]))
                 squares.append(rows_of(state["exp_avg_sq"]))
                 steps.append(state["step"])
-            beta1, beta2 = group["betas"]
-            adamw(
-                rows,
-                gradients,
-                means,
-                squares,
-                [],
-                steps,
-                fused=group["fused"],
-                found_inf=getattr(self, "found_inf", None),  # as torch's own step
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            self.update(group, rows, gradients, means, squares, steps)
 
 
 class ShardedMuon(Muon):

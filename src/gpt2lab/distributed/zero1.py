@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.adamw import adamw
 
 from gpt2lab.distributed.buckets import Bucket, Pairs, divide, padded_numbers
 from gpt2lab.distributed.sharded_optimizers import ShardedMuon
 from gpt2lab.distributed.sharding import clip_rows, from_local_rows, local_rows, rows_of
+from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon
 
 
@@ -91,7 +91,7 @@ def _sharded_muon(
     return result
 
 
-class BucketAdamW(torch.optim.AdamW):
+class BucketAdamW(AdamW):
     """torch's fused AdamW over flat buckets of rows; its state, by weight, is views of flat moments."""
 
     def __init__(self, groups: list[dict[str, Any]], buckets: list[list[Bucket]]) -> None:
@@ -106,34 +106,17 @@ class BucketAdamW(torch.optim.AdamW):
         for group, buckets in zip(self.param_groups, self._buckets, strict=True):
             for bucket in buckets:
                 weights = bucket.weights()
-                self._update(bucket, weights, group)
+                self._update_bucket(bucket, weights, group)
                 bucket.send(weights)
 
-    def _update(self, bucket: Bucket, weights: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_bucket(self, bucket: Bucket, weights: torch.Tensor, group: dict[str, Any]) -> None:
         """Update a bucket's rows (n,) in place. The copy of the gradient ends here: sending needs memory too."""
         if bucket not in self._moments:
             device = weights.device if group["fused"] else "cpu"
             steps = torch.zeros(len(bucket.owned), dtype=torch.float32, device=device)
             self._keep(bucket, torch.zeros_like(weights), torch.zeros_like(weights), steps)
         mean, square, steps = self._moments[bucket]
-        beta1, beta2 = group["betas"]
-        adamw(
-            [weights],
-            [bucket.gradients()],
-            [mean],
-            [square],
-            [],
-            [steps[0]],
-            fused=group["fused"],
-            found_inf=getattr(self, "found_inf", None),  # as torch's own step
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        self.update(group, [weights], [bucket.gradients()], [mean], [square], [steps[0]])
         steps[1:] = steps[:1]  # a count for each weight, as in a checkpoint
 
     def _keep(

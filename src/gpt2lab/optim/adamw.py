@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
 
 class AdamW(torch.optim.AdamW):
-    """The same arithmetic, groups and state; `step` calls the same function."""
+    """The same arithmetic, groups and state; `step` calls the same function.
+
+    The fused kernel changes nothing where the attribute `found_inf` is 1.0, a () tensor on the weights' device, as
+    torch.amp.GradScaler sets it. The step counts stay too.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -26,25 +31,36 @@ class AdamW(torch.optim.AdamW):
             squares: list[torch.Tensor] = []
             steps: list[torch.Tensor] = []
             self._init_group(group, weights, gradients, means, squares, [], steps)  # type: ignore[no-untyped-call]
-            beta1, beta2 = group["betas"]
-            adamw(
-                weights,
-                gradients,
-                means,
-                squares,
-                [],
-                steps,
-                fused=group["fused"],
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=getattr(self, "found_inf", None),
-            )
+            self.update(group, weights, gradients, means, squares, steps)
+
+    def update(
+        self,
+        group: dict[str, Any],
+        weights: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        means: list[torch.Tensor],
+        squares: list[torch.Tensor],
+        steps: list[torch.Tensor],
+    ) -> None:
+        """Update weights and moments in place with the settings of their group; `steps` are () counts."""
+        beta1, beta2 = group["betas"]
+        adamw(
+            weights,
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            fused=group["fused"],
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def skip_tracer() -> None:

@@ -64,8 +64,8 @@ def assert_partition(
 
 
 def can_reject_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether `reject_on_device` works: for torch's own fused AdamW, not for what is derived from it."""
-    return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults["fused"])
+    """Tell whether `reject_on_device` works: for AdamW with the fused kernel, of full or of sharded weights."""
+    return isinstance(optimizer, AdamW) and all(group["fused"] for group in optimizer.param_groups)
 
 
 def reject_on_device(
