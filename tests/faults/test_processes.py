@@ -119,12 +119,12 @@ def test_row_12_an_error_within_the_optimizer_saves_nothing(
 ) -> None:
     program = python_program(
         tmp_path,
-        "import os, torch\nplain, calls = torch.optim.AdamW.step, 0\n"
+        "import os\nfrom gpt2lab.optim.adamw import AdamW\nplain, calls = AdamW.step, 0\n"
         "def step(self, *a, **k):\n    global calls\n    calls += 1\n"
         "    if calls == 15 and os.environ['RANK'] == '0':\n"
         "        self.param_groups[0]['params'][0].data.add_(1)\n"
         "        raise RuntimeError('CUDA out of memory')\n"
-        "    return plain(self, *a, **k)\ntorch.optim.AdamW.step = step",
+        "    return plain(self, *a, **k)\nAdamW.step = step",
     )
     assert run.finish(world=2, program=program) != 0
     assert "half-way" in run.errors()
@@ -207,12 +207,12 @@ def test_row_29_a_hang_within_an_update_saves_nothing(
     """The weights are then those of no step: the watching thread leaves them alone."""
     program = python_program(
         tmp_path,
-        "import os, time, torch\nplain, calls = torch.optim.AdamW.step, 0\n"
+        "import os, time\nfrom gpt2lab.optim.adamw import AdamW\nplain, calls = AdamW.step, 0\n"
         "def step(self, *a, **k):\n    global calls\n    calls += 1\n"
         "    if calls == 13:\n"
         "        self.param_groups[0]['params'][0].data.add_(1)\n"
         "        time.sleep(600)\n"
-        "    return plain(self, *a, **k)\ntorch.optim.AdamW.step = step",
+        "    return plain(self, *a, **k)\nAdamW.step = step",
     )
     code = run.finish(
         "--hang_seconds=1", world=2, torchrun=("--shutdown-timeout=2",), program=program

@@ -15,6 +15,7 @@ import torch
 
 import launch
 from gpt2lab.errors import ConfigError, NonFiniteError, SaveError
+from gpt2lab.optim.adamw import AdamW
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import trainer
@@ -226,10 +227,10 @@ def test_a_device_too_full_for_the_optimizers_state_ends_in_one_line_too(
 ) -> None:
     """It is made by the first update, when the step itself has fitted; what moved by then is not saved."""
 
-    def full(self: torch.optim.AdamW, closure: object = None) -> None:
+    def full(self: AdamW, closure: object = None) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nGPU 0 ...")
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    monkeypatch.setattr(AdamW, "step", full)
     rejection = run.rejected("--max_steps=3")
     assert str(rejection).startswith(
         "out of memory: CUDA out of memory. Tried to allocate 6.00 GiB."
