@@ -303,6 +303,10 @@ class SystemConfig:
         "auto",
         "precision of matrix products, weights stay fp32; auto = bf16 where the hardware has it, else fp32",
     )
+    residual_dtype: Literal["auto", "fp32", "bf16"] = guarded(
+        "auto",
+        "precision, under bf16, of the sum that every block adds to; auto = bf16 on CUDA, fp32 on CPUs",
+    )
     compile: Literal["auto", "on", "off"] = free(
         "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"
     )

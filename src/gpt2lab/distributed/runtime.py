@@ -195,6 +195,20 @@ def resolve_dtype(wanted: Dtype, device: torch.device) -> Dtype:
     return "fp32"
 
 
+def resolve_residual_dtype(wanted: Dtype, dtype: Dtype, device: torch.device) -> Dtype:
+    """Turn `auto` into bf16 on a GPU that computes in bf16, else into fp32.
+
+    Raises: ConfigError if bf16 was asked for beside products in fp32.
+    """
+    if wanted == "bf16" and dtype != "bf16":
+        raise ConfigError(
+            "residual_dtype bf16: goes with --dtype bf16, and this run computes in fp32"
+        )
+    if wanted == "auto":
+        return "bf16" if dtype == "bf16" and device.type == "cuda" else "fp32"
+    return wanted
+
+
 def use_fast_fp32_matmul() -> bool:
     """Make a CPU multiply fp32 matrices with oneDNN instead of MKL where the result stays fp32; tell whether it does.
 

@@ -100,6 +100,7 @@ class Strategy:
 
         `to_train` may wrap the model in another module, whose forward returns the loss.
         """
+        model.residual_dtype = self._system.residual_dtype
         if self._parallel == "fsdp":
             self._bare = fsdp.skeleton(model)
         trained = to_train(model)

@@ -8,6 +8,7 @@ Shapes: B batch, T time, C channels (n_embd), H heads, D = C / H head width, V v
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +196,8 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # Of the sum that every block adds to, under bf16 autocast; auto = bf16 on a GPU, which waits for memory there.
+        self.residual_dtype: Literal["auto", "fp32", "bf16"] = "auto"
         self.wte = embedding(config.vocab_size, config.n_embd)  # also the head: tied
         if config.positions == "learned":
             self.wpe = embedding(config.context_length, config.n_embd)
@@ -219,9 +222,9 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)  # (B, T, C)
         else:
             rotation = rotary_angles(positions, self.config.n_embd // self.config.n_head)
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):
-            # A GPU waits for memory here. Norms still compute in fp32; what the blocks add to is rounded.
-            x = x.to(torch.get_autocast_dtype("cuda"))
+        rounds = self.residual_dtype == "bf16" or (self.residual_dtype == "auto" and x.is_cuda)
+        if rounds and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # norms still compute in fp32
         x = F.dropout(x, self.config.dropout, self.training)
         for index, block in enumerate(self.blocks):
             x = block(x, mask, caches[index] if caches else None, rotation)

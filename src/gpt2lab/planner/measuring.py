@@ -352,7 +352,14 @@ def data_for(config: Config, place: Path) -> list[str]:
 # Settings that decide what a step computes, and how; those of the model besides. The learning rate does not.
 _OF_A_STEP = (
     *("total_batch_size", "mini_batch_size", "optimizer", "grad_clip"),
-    *("device", "attention", "parallel", "activation_checkpointing", "ddp_bucket_mb"),
+    *(
+        "device",
+        "residual_dtype",
+        "attention",
+        "parallel",
+        "activation_checkpointing",
+        "ddp_bucket_mb",
+    ),
     *("fsdp_offload", "reduce", "deterministic"),
 )
 

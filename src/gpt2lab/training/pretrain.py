@@ -17,7 +17,12 @@ from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
 from gpt2lab.distributed.compile_cache import use_cache_folder
-from gpt2lab.distributed.runtime import Runtime, resolve_dtype, use_fast_fp32_matmul
+from gpt2lab.distributed.runtime import (
+    Runtime,
+    resolve_dtype,
+    resolve_residual_dtype,
+    use_fast_fp32_matmul,
+)
 from gpt2lab.distributed.strategy import Strategy, resolve_compile
 from gpt2lab.errors import (
     ConfigError,
@@ -178,7 +183,10 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
         use_cache_folder()
     if compiles and dtype == "fp32" and runtime.device.type == "cpu":
         use_fast_fp32_matmul()  # uncompiled fp32 stays the plain reference
-    system = dataclasses.replace(system, dtype=dtype, compile="on" if compiles else "off")
+    residual_dtype = resolve_residual_dtype(system.residual_dtype, dtype, runtime.device)
+    system = dataclasses.replace(
+        system, dtype=dtype, residual_dtype=residual_dtype, compile="on" if compiles else "off"
+    )
     config = dataclasses.replace(start.config, system=system)
     warnings = (*start.warnings, note) if note else start.warnings
     return dataclasses.replace(start, config=config, warnings=warnings)

@@ -252,7 +252,8 @@ def _resumed_settings(command: Command, saved: Config, run_dir: Path) -> Config:
         )
     config, before = command.override(saved), to_flat(saved)
     # A typed `auto` means what the run already decided for itself.
-    kept = {name: before[name] for name in ("dtype", "compile") if to_flat(config)[name] == "auto"}
+    decided = ("dtype", "residual_dtype", "compile")
+    kept = {name: before[name] for name in decided if to_flat(config)[name] == "auto"}
     if "min_lr" not in command.typed and before["min_lr"] == default_min_lr(before["max_lr"]):
         kept["min_lr"] = default_min_lr(
             config.optim.max_lr

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.schema import ModelConfig, SystemConfig, TuningConfig
-from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.runtime import Runtime, resolve_residual_dtype
 from gpt2lab.distributed.strategy import Strategy, resolve_compile
 from gpt2lab.errors import ConfigError
 from gpt2lab.model import attention_backend
@@ -77,6 +77,27 @@ def test_the_compiler_gets_what_the_run_needs(deterministic: bool) -> None:
             assert inductor_config.cpp.use_decompose_tanh
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "device", "found"),
+    [
+        ("auto", "bf16", "cuda", "bf16"),
+        ("auto", "fp32", "cuda", "fp32"),
+        ("auto", "bf16", "cpu", "fp32"),
+        ("bf16", "bf16", "cpu", "bf16"),
+        ("fp32", "bf16", "cuda", "fp32"),
+    ],
+)
+def test_the_residual_stream_is_bf16_on_a_gpu_or_where_asked(
+    wanted: Any, dtype: Any, device: str, found: str
+) -> None:
+    assert resolve_residual_dtype(wanted, dtype, torch.device(device)) == found
+
+
+def test_a_bf16_residual_stream_beside_fp32_products_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="residual_dtype bf16: goes with --dtype bf16"):
+        resolve_residual_dtype("bf16", "fp32", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])

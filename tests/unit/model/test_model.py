@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from gpt2lab.config.presets import PRESETS, preset
-from gpt2lab.config.schema import Config, ModelConfig
+from gpt2lab.config.schema import Config, ModelConfig, SystemConfig
 from gpt2lab.config.settings import override
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import GPT, Attention, build_model
 from gpt2lab.model.loss import head_cross_entropy_sum
@@ -244,6 +248,24 @@ def test_first_loss_is_that_of_a_uniform_guess() -> None:
     with torch.no_grad():
         loss = model(ids[:, :-1], ids[:, 1:]).item() / (2 * 64)
     assert loss == pytest.approx(math.log(1000), rel=0.01)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_residual_stream_in_bf16_is_rounded_and_that_in_fp32_is_not(positions: Any) -> None:
+    model = build_model(replace(SMALL, positions=positions), seed=1, device=CPU)
+    ids, strategy = random_ids(SMALL), Strategy(Runtime(), SystemConfig(dtype="bf16"))
+    seen: list[torch.dtype] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    losses = {}
+    for dtype in ("auto", "fp32", "bf16"):
+        model.residual_dtype = dtype  # type: ignore[assignment]
+        with torch.no_grad(), strategy.autocast():
+            losses[dtype] = model(ids[:, :-1], ids[:, 1:]).item() / ids[:, 1:].numel()
+    L = SMALL.n_layer
+    assert seen == [torch.float32] * 2 * L + [torch.bfloat16] * L
+    assert losses["auto"] == losses["fp32"] != losses["bf16"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-3)
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------
