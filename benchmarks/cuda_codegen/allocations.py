@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 def peak_bytes(module: str, *, is_backward: bool) -> int:
     """Return the most bytes that a module of Inductor's holds when called once.
 
-    A forward graph's inputs are weights and token ids, which it does not allocate, and do not count. A backward graph's
-    are what the forward pass kept for it; it frees them one by one.
+    The inputs of a forward graph are weights and token ids; they are not counted. The inputs of a backward graph are
+    what the forward pass kept for it; they are counted until the graph frees them, one by one.
     """
     call, arguments = _functions(module)
     with _Live() as live:

@@ -1,6 +1,6 @@
-"""The step of a rank of several, counted without a GPU and without the other ranks: graphs, recompiles, operators.
+"""The step of one rank of several, counted without a GPU and without the other ranks: graphs, recompiles, operators.
 
-Communication is a process group of torch's that sends nothing (`fake`). Its worker is parallel_worker.py. No torch.
+The process group is torch's `fake`, which sends nothing. The worker is parallel_worker.py. No torch.
 """
 
 from __future__ import annotations

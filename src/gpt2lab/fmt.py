@@ -38,8 +38,8 @@ def parse_bytes(text: str) -> int:
     Raises: ValueError.
     """
     if text[-2:].upper() not in ("KB", "MB", "GB", "TB"):
-        raise ValueError(f"{text!r} is no size such as 5GB or 200MB")
-    return parse_count(text[:-1].upper().replace("G", "B"))
+        raise ValueError(f"{text!r} is not a size such as 5GB or 200MB")
+    return parse_count(text[:-1].upper().replace("G", "B"))  # counts say B for 10^9
 
 
 def number(value: float | None, layout: str = ".4f") -> str:

@@ -59,6 +59,13 @@ def command_words(verb: str) -> list[str]:
     return [program("python"), for_people(REPOSITORY / script(verb))]
 
 
+def child_environment() -> dict[str, str]:
+    """Return the environment in which a child process finds this package, for `python -m gpt2lab.MODULE`."""
+    source = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def trainer(name: str) -> list[str]:
     """Return what follows `python` or `torchrun` to start `train` or `finetune` from any folder."""
     if not IS_CHECKOUT:

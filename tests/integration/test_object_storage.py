@@ -124,7 +124,7 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(
     store: Store, reference: Path
 ) -> None:
-    works_with("s3fs", version("s3fs"), "checkpoints on S3 (the server of moto), with kills")
+    works_with("s3fs", version("s3fs"), "checkpoints on an S3 server (moto), with kills")
     store.stop_after("a", 5)
     killed = store.run(
         "a", "--stop_after_steps=10", FAULT="mirror.upload.optim.safetensors:kill9@10"

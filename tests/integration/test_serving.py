@@ -108,7 +108,7 @@ def test_ctrl_c_ends_it_in_the_middle_of_an_answer(runs: Path) -> None:
         answer = connection.getresponse()
         assert answer.readline().startswith(b"data: ")
     last = [json.loads(line[6:]) for line in answer.read().split(b"\n\n") if b"error" in line]
-    assert [one["error"]["message"] for one in last] == ["the server ends"]
+    assert [one["error"]["message"] for one in last] == ["the server is shutting down"]
     answer.close()
     connection.close()
 

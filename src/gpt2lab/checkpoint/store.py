@@ -1,7 +1,7 @@
 """Tensors and state, in and out of a checkpoint folder.
 
-One format for any world size, keyed by parameter name. safetensors serializes, so loading runs no code. manifest.py
-hashes, flushes and commits.
+One format for any world size: safetensors files, keyed by parameter name, so loading runs no code. manifest.py hashes,
+flushes and commits them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpt2lab.files import OBJECT, JsonFile, list_of
 MODEL, OPTIM, STATE = WEIGHTS, "optim.safetensors", "state.json"
 _ALIGNMENT = 64  # bytes, of tensors in the staging buffer
 _MAX_STATE_BYTES = 2**30  # some 15 kB for each rank
-# What safetensors calls the types of tensors, in its order: the last come first in a file.
+# safetensors' names of the types of tensors, in its order: tensors of the last type come first in a file.
 _NAMES = ("U8", "F16", "BF16", "I32", "F32", "F64", "I64")
 _DTYPES = (
     *(torch.uint8, torch.float16, torch.bfloat16, torch.int32),
@@ -53,8 +53,8 @@ def collect(
 ) -> Content:
     """Gather the full tensors of a checkpoint; a collective, which every rank calls.
 
-    Without `keep` a rank gives its shards and gets nothing. With `into` all tensors are copied there, one by one; else
-    those that are on the CPU already are no copies.
+    Without `keep` a rank gives its shards and gets nothing. With `into` all tensors are copied there, one by one;
+    without it, tensors that are on the CPU already are not copied.
     """
     if into is not None:
         into.reset()
@@ -80,7 +80,7 @@ def _to_cpu(tensor: torch.Tensor, into: StagingBuffer | None) -> torch.Tensor:
 
 
 class StagingBuffer:
-    """Shared memory into which every save copies its tensors; page-locked for a GPU, which copies faster to it."""
+    """Shared memory into which every save copies its tensors; page-locked for a GPU, whose copies are faster then."""
 
     def __init__(self, num_bytes: int, *, pin: bool) -> None:
         """Raises: OSError if there is not that much memory."""
@@ -94,7 +94,7 @@ class StagingBuffer:
         self._used = 0
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into the buffer; return it there, once the device's queue has come to the copy."""
+        """Return a copy of a tensor in the buffer; it is complete when the device's queue has come to the copy."""
         begin = self._used
         self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         taken = self._bytes[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,8 +1,8 @@
 """A process that writes checkpoints from shared memory while the trainer trains on. No torch.
 
-The trainer copies a checkpoint into a buffer that both processes see and sends the draft of it; the writer commits it
-as the trainer itself would (manifest.commit) and answers. It inherits the trainer's lock of the run's folder, so that
-no other start trains there before it has ended, and it ends at once when the trainer does.
+The trainer copies the tensors of a checkpoint into a buffer that both processes see, and sends its draft. The writer
+commits that draft as the trainer would (manifest.commit) and answers. The writer inherits the trainer's lock of the
+run's folder, so that no other start trains there before the writer has ended. It ends at once when the trainer does.
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from gpt2lab import paths
 from gpt2lab.checkpoint import manifest as manifests
 from gpt2lab.checkpoint.manifest import Draft
 
-_SOURCE = Path(paths.__file__).parents[1]
 _END_SECONDS = 5.0  # a writer that has nothing to do ends in milliseconds
-# What a terminal, a launcher or Slurm sends to all processes of a job is for the trainer.
-_NOT_FOR_IT = (
+# A terminal, a launcher or Slurm sends these to all processes of a job; the trainer handles them.
+_SIGNALS_OF_TRAINER = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP),
 )
-
 
 Place = bytes | tuple[int, int]  # of a part of a file: itself, or its begin and end in the buffer
 Files = dict[str, list[Place]]
 
 
 class SharedBuffer:
-    """Memory that a trainer and its writer both see; it has no name and is gone with the last of them.
+    """Memory that a trainer and its writer both see; it has no name and is freed when the last of them ends.
 
     /dev/shm is not used: containers give it 64 MB.
     """
@@ -94,18 +92,17 @@ class Writer:
 
         Raises: OSError.
         """
-        path = os.pathsep.join(filter(None, [str(_SOURCE), os.environ.get("PYTHONPATH")]))
         self._buffer = buffer
         self._connection, other = Pipe()
-        # It is born with these signals blocked: no instant in which one could end it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
+        # The process starts with these signals blocked, so there is no instant in which one could end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_TRAINER)
         try:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "gpt2lab.checkpoint.writer"),
                     *(str(other.fileno()), str(buffer.fd)),
                 ],
-                env={**os.environ, "PYTHONPATH": path},
+                env=paths.child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(other.fileno(), buffer.fd, lock),
@@ -131,7 +128,7 @@ class Writer:
             name: [self._buffer.place_of(part) for part in parts]
             for name, parts in draft.files.items()
         }
-        # As text: what a type of torch's is pickled as, such as its version, would import torch there.
+        # As JSON: to unpickle a value of a torch type, such as torch's version, the writer would import torch.
         self._connection.send((str(run_dir), draft.step, files, json.dumps(draft.facts)))
 
     def has_answered(self) -> bool:
@@ -163,7 +160,7 @@ class Writer:
 
 
 def serve(connection: Connection, memory: memoryview) -> None:
-    """Commit what comes until the trainer closes the connection, or is no more."""
+    """Commit what comes until the trainer closes the connection or has ended."""
     jobs: queue.SimpleQueue[tuple[str, int, Files, str]] = queue.SimpleQueue()
 
     def work() -> None:

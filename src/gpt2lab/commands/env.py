@@ -124,7 +124,7 @@ def _run(name: str, checkpoint_dir: Path | None) -> dict[str, Any]:
 
 
 def _without_names(facts: Any) -> Any:
-    """Return facts with ~ for the home folder, and the user's and the host's name blotted out."""
+    """Return facts with ~ for the home folder, and *** for the user's and the host's name."""
     if isinstance(facts, dict):
         return {key: _without_names(value) for key, value in facts.items()}
     if isinstance(facts, list):

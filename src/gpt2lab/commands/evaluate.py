@@ -73,9 +73,9 @@ class Evaluate:
     num_fewshot: int | None = option(
         None, "examples before each item of a task; default as the task says"
     )
-    tasks_path: Path | None = option(None, "folder with more tasks, lm-eval's YAML files")
+    tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
     apply_chat_template: bool = option(
-        False, "ask a fine-tuned run in its chat template what the tasks ask"
+        False, "put what the tasks ask into the chat template of a fine-tuned run"
     )
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"

@@ -79,7 +79,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Sync:
-    """Send the metrics of runs to a tracker: what it has not got, also while a run trains."""
+    """Send the metrics that a tracker lacks of runs, also while a run trains."""
 
     names: Positional[tuple[str, ...]] = argument("runs (names or folders)")
     to: Literal["wandb", "trackio", "mlflow"] = argument("tracker")
@@ -98,7 +98,7 @@ class Sync:
         settings = [to_flat(history.read_config(folder)) for folder in folders]
         for folder, flat in zip(folders, settings, strict=True):
             count = tracking.sync(folder.resolve(), self.to, settings=flat)
-            said = f"{count:,} events sent to {self.to}" if count else f"{self.to} has it all"
+            said = f"{count:,} events sent to {self.to}" if count else f"{self.to} has all events"
             print(f"{paths.for_people(folder)}: {said}")
         return 0
 

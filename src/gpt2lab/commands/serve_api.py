@@ -1,7 +1,7 @@
 """OpenAI's completion requests that one model can answer, and the JSON of its answers. No torch, no network.
 
-What a request asks for is done or rejected, never ignored: a parameter that this server does not know, or knows of and
-does not do, must be absent, null or at the value that changes nothing.
+What a request asks for is done or rejected, never ignored: a parameter that this server does not know or support must
+be absent, null or at the value that changes nothing.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ async def _texts(
         await asyncio.wait([job.done])
         if not job.done.cancelled():
             job.done.result()  # raises what the thread raised
-        raise Problem(503, "the server ends")
+        raise Problem(503, "the server is shutting down")
     finally:
         job.stop()
 
@@ -144,13 +144,12 @@ def build_app(
     card |= {"max_model_len": completer.context_length, "can_chat": can_chat}
 
     def check(request: Request) -> None:
-        """Reject who may not ask: without the token, or, where none is set, what other sites send through a browser."""
+        """Reject a request without the token or, where none is set, one that another site sends through a browser."""
         if token is not None:
             given = request.headers.get("authorization", "").encode()
             if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                raise Problem(
-                    401, "send Authorization: Bearer and the token", code="invalid_api_key"
-                )
+                why = "send the header Authorization: Bearer TOKEN"
+                raise Problem(401, why, code="invalid_api_key")
             return
         asked = request.headers.get("host", "")
         if _host(f"//{asked}") not in _LOCAL | {host}:
@@ -209,7 +208,7 @@ def build_app(
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             ],
-            exception_handlers={Problem: _refuse, HTTPException: _refuse, Exception: _refuse},
+            exception_handlers=dict.fromkeys((Problem, HTTPException, Exception), _answer_error),
         ),
         engine,
     )
@@ -257,8 +256,8 @@ def _json(document: dict[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(document).encode(), status, media_type="application/json")
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer an error in OpenAI's shape; what is no Problem is starlette's own, or a bug whose traceback it prints."""
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Answer an error in OpenAI's shape: a Problem, starlette's own, or a bug, whose traceback starlette prints."""
     if isinstance(error, HTTPException):
         error = Problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     elif not isinstance(error, Problem):

@@ -282,8 +282,8 @@ class LogConfig:
     )
     track: str | None = free(
         None,
-        "mirror the metrics to experiment trackers, each from a separate process: comma-separated wandb, trackio, "
-        "mlflow, which are extras to install",
+        "mirror the metrics to experiment trackers, each from a separate process: wandb, trackio, mlflow (separated by "
+        "commas; extras to install)",
     )
     use_wandb: bool = free(False, "the same as --track wandb")
 
@@ -305,7 +305,7 @@ class SystemConfig:
     )
     residual_dtype: Literal["auto", "fp32", "bf16"] = guarded(
         "auto",
-        "precision, under bf16, of the sum that every block adds to; auto = bf16 on CUDA, fp32 on CPUs",
+        "precision of the residual stream where dtype is bf16; auto = bf16 on CUDA, fp32 on CPUs",
     )
     compile: Literal["auto", "on", "off"] = free(
         "auto", "torch.compile; auto = on, but on CPU only from 200 steps up"

@@ -1,6 +1,7 @@
 """Many weights in one message: the rows of each rank, flat and one after another.
 
-A weight's rows are padded to those of the first rank, which has the most; so all ranks send as much.
+Each rank's rows of a weight are padded to as many as the first rank has, which has the most, so all ranks send the same
+number of bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Pairs = list[tuple[nn.Parameter, nn.Parameter]]  # a full weight here, and the s
 
 
 def divide(pairs: Pairs) -> list[Pairs]:
-    """Group weights that travel in one message: many small ones, or one large one."""
+    """Group weights into messages: of at most BUCKET_BYTES, or of one larger weight."""
     buckets: list[Pairs] = [[]]
     room = BUCKET_BYTES
     for pair in pairs:
@@ -34,7 +35,7 @@ def divide(pairs: Pairs) -> list[Pairs]:
 class Bucket:
     """This rank's rows of some weights in one flat tensor, (n,); each weight's are padded to those of the first rank.
 
-    Its lists of tensors are made once, because for a CPU each tensor is microseconds.
+    The lists of tensors are made once, because each new tensor costs the CPU microseconds.
     """
 
     def __init__(self, pairs: Pairs, mesh: DeviceMesh, *, gradients_stay: bool) -> None:
@@ -86,7 +87,7 @@ class Bucket:
             self._gradient_rows = self._with_padding([local_rows(g, self._mesh) for g in whole])
             self._seen = found
         packed = torch.cat(self._gradient_rows)
-        if not self._gradients_stay:  # else they would live as long as these views
+        if not self._gradients_stay:  # else the views would keep the gradients' memory
             self._seen, self._gradient_rows = [], []
         return packed
 

@@ -46,10 +46,8 @@ def _processor() -> str:
 
 def compiled_so_far() -> dict[str, Any]:
     """Return the seconds and graphs so far, as torch counts them: the fields of a run's `compile` event."""
-    from torch._dynamo.utils import (
-        calculate_time_spent,
-        counters,
-    )  # slow; only compiled runs need it
+    # Slow to import; only compiled runs need it.
+    from torch._dynamo.utils import calculate_time_spent, counters
 
     hits, *others = (counters["inductor"][f"fxgraph_cache_{e}"] for e in ("hit", "miss", "bypass"))
     return {

@@ -201,9 +201,7 @@ def resolve_residual_dtype(wanted: Dtype, dtype: Dtype, device: torch.device) ->
     Raises: ConfigError if bf16 was asked for beside products in fp32.
     """
     if wanted == "bf16" and dtype != "bf16":
-        raise ConfigError(
-            "residual_dtype bf16: goes with --dtype bf16, and this run computes in fp32"
-        )
+        raise ConfigError("residual_dtype bf16 needs --dtype bf16; this run computes in fp32")
     if wanted == "auto":
         return "bf16" if dtype == "bf16" and device.type == "cuda" else "fp32"
     return wanted

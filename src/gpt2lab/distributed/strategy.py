@@ -33,7 +33,7 @@ from gpt2lab.optim.clipping import clip_grad_norm
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a GPU's queue of work; a CPU has passed it when it is set."""
+    """A place in a GPU's queue of work; on a CPU all work before it is done at once."""
 
     _moment: float
     _event: torch.cuda.Event | None

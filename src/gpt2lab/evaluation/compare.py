@@ -75,8 +75,8 @@ def compare(
                 else f"{a.n:,} {unit}s each, but others"
             )
             raise DataError(
-                f"{_task_of(a) or a.kind} was not measured on the same {unit}s ({sizes}), so no difference of it means "
-                f"anything; evaluate both with the same limit, data and context length"
+                f"{_task_of(a) or a.kind} was not measured on the same {unit}s ({sizes}), so their difference means "
+                f"nothing; evaluate both with the same limit, data and context length"
             )
     return [_difference(m, a, b) for a, b in pairs for m in a.per_unit if m in b.per_unit]
 

@@ -139,7 +139,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
 
     @property
     def eot_token_id(self) -> int:
-        """Name the end of text, which also stands for an empty context."""
+        """The id of the end of text, which also stands for an empty context."""
         return self._tokenizer.end_of_text
 
     def tok_encode(
@@ -218,7 +218,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         for number, request in enumerate(requests):
             context, settings = request.args
             drawing = self._drawing(settings)
-            # Cut on the left, so that what is to be written fits.
+            # Cut on the left, so that the new tokens fit.
             ids = self.tok_encode(context)[-(self.max_length - drawing.max_new_tokens) :]
             prompt = Prompt(ids or [self.eot_token_id], number, drawing.max_new_tokens)
             groups[drawing].append(prompt)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.model.gpt import GPT
 
-# Of metrics that are no means, such as a perplexity. Its error is then known to 2 %; lm-eval's 100,000 take minutes.
+# Resamples for the standard error of metrics that are not means, such as a perplexity. They give the error to 2 %;
+# lm-eval's default of 100,000 takes minutes.
 _BOOTSTRAPS = 1000
 
 
@@ -102,7 +103,7 @@ def measure_tasks(
 
 
 def keep_tasks(measured: Measured, checkpoint: CheckpointInfo) -> str | None:
-    """Write what was measured into the run of a checkpoint; return the problem, because it is no reason to stop."""
+    """Write what was measured into the run of a checkpoint; return the problem, as the numbers are printed anyway."""
     run_dir, step = checkpoint.path.parent, checkpoint.step
     if not is_run(run_dir):  # a checkpoint that was copied
         return None
@@ -143,12 +144,10 @@ def _manager(wanted: list[str], tasks_path: Path | None) -> Any:
 
 
 def _in_one_line(act: Callable[[], Any]) -> Any:
-    """Return what `act` does; what lm-eval and datasets raise, anything, becomes a DataError."""
+    """Return what `act` returns; any exception of lm-eval or datasets becomes a DataError."""
     try:
         return act()
-    except GPT2LabError:
-        raise
-    except MemoryError:
+    except (GPT2LabError, MemoryError):
         raise
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":

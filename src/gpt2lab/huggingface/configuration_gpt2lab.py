@@ -11,9 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-FORMAT = (
-    1  # of config.json and the tensors' names; a change that old files do not mean increases it
-)
+FORMAT = 1  # of config.json and the tensors' names; raised when older files would be misread
 
 
 class GPT2LabConfig(PreTrainedConfig):

@@ -33,7 +33,7 @@ from gpt2lab.tokenizers.plain import CharactersTokenizer
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE = 1e-5  # of the largest logit
 SHARD_BYTES = 5 * 10**9  # larger weights are split into files of at most this size
-# What a folder of a model that transformers does not know needs besides, to be loaded with trust_remote_code.
+# Also in the folder of a model that transformers does not know: the code that trust_remote_code runs.
 OWN_FILES = ("configuration_gpt2lab.py", "modeling_gpt2lab.py")
 _TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345"
 
@@ -194,7 +194,7 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
         )
     if tokenizer is not None:
         text = _text_for(tokenizer)
-        # A tokenizer needs none of the folder's code; without a word of that, transformers asks on stdout.
+        # A tokenizer needs none of the folder's code. Without trust_remote_code=False transformers asks on stdout.
         loaded = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )

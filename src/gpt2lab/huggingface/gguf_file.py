@@ -32,9 +32,8 @@ from gpt2lab.tokenizers.json_form import byte_alphabet
 from gpt2lab.tokenizers.opening import why_no_text
 
 GgufDtype = Literal["float32", "float16", "q8_0"]
-_Stored = dict[
-    str, tuple[np.ndarray, Any]
-]  # the values as they are stored and gguf's type, by llama.cpp's name
+# By llama.cpp's name: the values as they are stored, and gguf's type.
+_Stored = dict[str, tuple[np.ndarray, Any]]
 _TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # GGMLQuantizationType
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 _BLOCK = 32  # values of a row that share a scale in q8_0

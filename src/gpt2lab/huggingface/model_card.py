@@ -41,8 +41,8 @@ model = AutoModelForCausalLM.from_pretrained("this folder, or its name on the Hu
 """
 
 _OWN_CODE = """
-transformers has no such model of its own: it loads `modeling_gpt2lab.py` of this folder, which it does only if told to
-trust it. The two files need transformers 5 and torch, not gpt2lab.
+transformers has no class for this model. With `trust_remote_code=True` it runs `modeling_gpt2lab.py` and
+`configuration_gpt2lab.py` of this folder. These need transformers 5 and torch, not gpt2lab.
 """
 
 

@@ -196,7 +196,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # Of the sum that every block adds to, under bf16 autocast; auto = bf16 on a GPU, which waits for memory there.
+        # Of the residual stream under bf16 autocast; auto = bf16 on a GPU, where reading and writing it takes time.
         self.residual_dtype: Literal["auto", "fp32", "bf16"] = "auto"
         self.wte = embedding(config.vocab_size, config.n_embd)  # also the head: tied
         if config.positions == "learned":

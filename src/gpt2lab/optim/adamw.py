@@ -64,7 +64,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def skip_tracer() -> None:
-    """Let the methods of torch.optim.Optimizer run as they are; called before the first optimizer is made.
+    """Keep methods of torch.optim.Optimizer from importing the tracer; call this before an optimizer is made.
 
     Their wrapper looks for this attribute before it imports the tracer (torch/_compile.py). With a torch that looks
     for another, starts only take longer.

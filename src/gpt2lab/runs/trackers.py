@@ -32,9 +32,9 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Row:
-    """What one event shows."""
+    """The values of one event."""
 
-    number: int  # of all rows that the tracker's run ever got, from 0
+    number: int  # counts all rows ever sent to the tracker's run, from 0
     step: int
     time: float  # Unix seconds
     values: dict[str, float | str]
@@ -56,7 +56,7 @@ class Tracker(Protocol):
         """Wait until everything is kept."""
 
 
-MOST_ROWS = 50  # what a killed process has sent and not yet recorded is at most this
+MOST_ROWS = 50  # of a batch; a killed process has sent at most one that is not recorded
 
 
 class WandB:

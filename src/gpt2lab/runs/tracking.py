@@ -4,8 +4,8 @@ The trainer starts a process for each tracker, which follows the file, and close
 error, hang or exit of a library can reach a run; at worst the end of the run waits some seconds. wandb's own service
 process does not isolate like this (wandb 0.31): with the service stopped, run.log blocks within 400 calls; with it
 killed, run.log raises.
-`trackers/NAME.json` in the run's folder holds the id of the tracker's run and what that has got. So every start goes on
-with the same one, nothing is sent twice, and what an earlier start could not send comes first.
+`trackers/NAME.json` in the run's folder holds the id of the tracker's run and how far metrics.jsonl has been sent.
+So every start continues the same run, nothing is sent twice, and what an earlier start could not send comes first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from gpt2lab.runs.tensorboard import tags_of
 from gpt2lab.runs.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
 
 FOLDER = "trackers"
-_SOURCE = Path(paths.__file__).parents[1]
 _POLL_SECONDS = 1.0
 FINISH_SECONDS = 30.0  # the longest wait at the end of a run for the rest to be sent
 
@@ -53,13 +52,12 @@ class TrackerProcess:
         Raises: OSError.
         """
         self._label = LIBRARIES[name].label
-        path = os.pathsep.join(filter(None, [str(_SOURCE), os.environ.get("PYTHONPATH")]))
         self._log = run_dir / FOLDER / f"{name}.log"
         self._log.parent.mkdir(exist_ok=True)
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gpt2lab.runs.tracking", str(run_dir), name],
-                env={**os.environ, "PYTHONPATH": path},
+                env=paths.child_environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -76,7 +74,7 @@ class TrackerProcess:
         if self._process.poll() is None:
             return None
         self.end()
-        said = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        said = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
         return (
             f"no more events go to {self._label}, the run continues: {without_secrets(said[-1])[:200]} "
             f"(all of it in {FOLDER}/{self._log.name})"
@@ -97,7 +95,7 @@ class TrackerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             return (
-                f"{self._label} did not take the rest within {FINISH_SECONDS:.0f} s and was left, see "
+                f"{self._label} did not take the rest within {FINISH_SECONDS:.0f} s and was stopped, see "
                 f"{FOLDER}/{self._log.name}; {paths.script('runs')} sync sends what is missing"
             )
         return self.problem() if code else None
@@ -120,7 +118,7 @@ def open_trackers(
 
 
 def sync(run_dir: Path, name: str, *, settings: dict[str, Any]) -> int:
-    """Send what a tracker has not got of a run; return the number of events sent.
+    """Send what a tracker lacks of a run; return the number of events sent.
 
     Raises: ConfigError if the library is missing or fails, InUseError if another process sends.
     """
@@ -141,13 +139,13 @@ def sync(run_dir: Path, name: str, *, settings: dict[str, Any]) -> int:
 
 @dataclass
 class Sent:
-    """What a tracker has of a run."""
+    """What has been sent of a run to a tracker."""
 
     id: str
     place: str
     rows: int = 0
-    begin: int = 0  # of the last line it got, byte of metrics.jsonl
-    end: int = 0
+    begin: int = 0  # first byte, in metrics.jsonl, of the last line sent
+    end: int = 0  # the byte after that line
     crc: int = 0  # of that line
 
 
@@ -192,7 +190,7 @@ def _unsent(path: Path, begin: int) -> Iterator[tuple[int, bytes, Event | None]]
 
     The event is None for one that is damaged, or that a later start or a rewind took back.
     """
-    # (byte after it, step) of what takes back everything after that step
+    # (byte after its line, step) of each event that takes back everything after that step
     starts: list[tuple[int, int]] = []
     with open(path, "rb") as file:
         file.seek(begin)
@@ -227,7 +225,7 @@ def _event(line: bytes) -> Event | None:
 
 @contextlib.contextmanager
 def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
-    """Yield the record of what a tracker has, which no other process uses meanwhile.
+    """Yield the record of what has been sent to a tracker; no other process uses it meanwhile.
 
     Raises: InUseError.
     """
@@ -238,14 +236,14 @@ def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InUseError(
-                f"{run_dir}: another process sends it to {LIBRARIES[name].label} now, the trainer perhaps; "
-                f"nothing is to do"
+                f"{run_dir}: another process sends it to {LIBRARIES[name].label} now, perhaps the trainer; "
+                f"wait until that has ended"
             ) from None
         yield JsonFile(folder / f"{name}.json", ConfigError)
 
 
 def _read_sent(file: JsonFile, place: str) -> Sent:
-    """Return what the tracker has got in this place, nothing yet where the record is of another."""
+    """Return what has been sent to this place: nothing if the record is of another place."""
     if file.path.exists():
         values = file.read()
         numbers = dict.fromkeys(("rows", "begin", "end", "crc"), COUNT)
@@ -298,7 +296,7 @@ def _follow(run_dir: Path, name: str) -> int:
         try:
             send(run_dir, name, settings=settings, ended=ended)
             return 0
-        except InUseError:  # the last start's process is not through yet
+        except InUseError:  # the process of the start before has not ended yet
             if monotonic() > give_up or ended.is_set():
                 raise
             time.sleep(_POLL_SECONDS)

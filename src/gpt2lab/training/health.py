@@ -67,7 +67,7 @@ def why_host_decides(
         "histograms of gradients": config.log.histogram_freq > 0,
         "reduce exact": config.system.reduce == "exact",
         "fsdp_offload": config.system.fsdp_offload,  # the CPU updates, and waits for gradients
-        f"{', '.join(unable)} cannot": bool(unable),
+        f"{', '.join(unable)} cannot reject updates on the device": bool(unable),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -23,7 +23,7 @@ class InitialWeights:
     """Which weights a run begins with."""
 
     target: Target
-    sha256: str  # of their file, or of the digests of its shards in the order of their names
+    sha256: str  # of their file; for shards of the shards' digests, in the order of names
 
     def record(self) -> dict[str, Any]:
         """Return the record in run.json and every manifest."""

@@ -1,7 +1,7 @@
 """Save a checkpoint: gather, write, label, retire old ones, report; and handle a failed write.
 
-Written while training waits, or (`--async_checkpoint`) by a process of its own: then training waits for a copy in
-memory alone. At most one save is in flight, and what reads, labels or retires checkpoints waits for it.
+The trainer writes while training waits; with `--async_checkpoint` a separate process writes, and training waits only
+for a copy in memory. At most one save is in flight, and what reads, labels or retires checkpoints waits for it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class _Save:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a save, equal on all ranks but for the clock."""
+    """How a save went, equal on all ranks except for the times."""
 
-    is_saved: bool  # as far as is known
-    stall_seconds: float  # that training waited
-    stop_seconds: float | None  # that a stop must allow for its save; None as long as nobody knows
+    is_saved: bool  # or in flight, without an error so far
+    stall_seconds: float  # for which training waited
+    stop_seconds: float | None  # that a stop must allow for its save; None while that is unknown
 
 
 class Saver:
@@ -193,7 +193,7 @@ class Saver:
             self._writer = None
 
     def _collect(self, step: int) -> store.Content:
-        """Gather the tensors of all ranks, for a writer process in the memory that it sees."""
+        """Gather the tensors of all ranks; for a writer process into the memory that it sees."""
         keep = self.folder is not None
         if self.is_async and keep:
             needed = store.staging_bytes(self.model, self.optimizers)
@@ -216,7 +216,7 @@ class Saver:
         self._buffer = store.StagingBuffer(num_bytes, pin=self.runtime.device.type == "cuda")
 
     def _leave(self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]) -> bool:
-        """Leave a save to the writer process, which starts at the first; False if there can be none."""
+        """Leave a save to the writer process, started at the first save; return False if that has failed."""
         assert self.folder is not None
         assert self._buffer is not None
         draft = store.draft(self.run_dir, **self._facts_of(save, content, rng_states))

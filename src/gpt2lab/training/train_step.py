@@ -18,13 +18,12 @@ from gpt2lab.optim.optimizers import reject_on_device, set_learning_rate
 
 @dataclass(frozen=True)
 class StepStats:
-    """What came of one step. A GPU may still compute it: whoever reads a number waits for it."""
+    """The results of one step. A GPU may still be computing it; reading a number waits for that number."""
 
     numbers: Numbers  # the loss and the gradient norm; they arrive before the update begins
     accepted: bool | None  # None: the device decides
-    work: tuple[
-        Mark, Mark
-    ]  # around this rank's own work; in the rest of a step ranks wait for each other
+    # Around this rank's own work; in the rest of a step ranks wait for each other.
+    work: tuple[Mark, Mark]
     done: Mark  # passed after the update
 
     @property

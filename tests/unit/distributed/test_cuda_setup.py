@@ -96,7 +96,7 @@ def test_the_residual_stream_is_bf16_on_a_gpu_or_where_asked(
 
 
 def test_a_bf16_residual_stream_beside_fp32_products_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="residual_dtype bf16: goes with --dtype bf16"):
+    with pytest.raises(ConfigError, match="residual_dtype bf16 needs --dtype bf16"):
         resolve_residual_dtype("bf16", "fp32", torch.device("cpu"))
 
 

@@ -118,7 +118,9 @@ def test_every_item_is_as_through_the_export_and_lm_evals_own_model(
 ) -> None:
     """Twenty items of each kind of request; with two examples before each, most are cut to the context."""
     works_with(
-        "lm-eval", version("lm-eval"), "every item as through the export; `lm_eval --model gpt2lab`"
+        "lm-eval",
+        version("lm-eval"),
+        "answers equal to those of `hf` on the export; `lm_eval --model gpt2lab`",
     )
     theirs = HFLM(str(folder / "export"), dtype="float32", batch_size=4, device="cpu")
     expected = measure(folder, theirs, num_fewshot=shots)

@@ -454,7 +454,7 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     def check(name: str) -> None:
         send = (launch.REPOSITORY / "scripts" / "runs.py", "sync", run_dir, f"--to={name}")
         assert f"events sent to {name}" in call(name, *send)
-        assert f"{name} has it all" in call(name, *send)
+        assert f"{name} has all events" in call(name, *send)
         found = call(name, "-c", READ_BACK[name]).splitlines()[-1]
         assert json.loads(found) == [rows, texts, 16]
 
