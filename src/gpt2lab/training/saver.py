@@ -143,13 +143,14 @@ class Saver:
             self._in_flight = None
             if answer.is_last:
                 self._end_writer()
-                with suppress(OSError, CheckpointError):  # what it left half-written
-                    catalog.sweep(self.run_dir)
             if answer.error is not None and not isinstance(answer.error, OSError):
                 raise answer.error
             if self._has_lost_folder():
                 self._is_on_disk = False
                 return False
+            if answer.is_last:
+                with suppress(OSError, CheckpointError):  # what it left half-written
+                    catalog.sweep(self.run_dir)
             save.stalled += time.monotonic() - began
             self._longest = max(self._longest or 0.0, answer.at - save.began)
             if (failure := self._conclude(save, answer.error, ended=answer.at)) is not None:
@@ -247,9 +248,13 @@ class Saver:
             self.settle()
             if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
                 return False
+            needed = store.staging_bytes(self.model, self.optimizers)
+            # A GPU copies faster into the buffer; it is too small while the only save had no moments.
+            fits = self._buffer is not None and self._buffer.shared.num_bytes >= needed
+            into = self._buffer if fits else None
             # Behind a collective that hangs, the GPU's usual stream would never come to the copies.
             with own_stream(self.runtime.device):
-                content = store.collect(self.model, self.optimizers, keep=True, into=self._buffer)
+                content = store.collect(self.model, self.optimizers, keep=True, into=into)
             if has_moved() or not content.is_finite:
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines
