@@ -76,6 +76,7 @@ class Trainer:
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         save_seconds = self.start.last_save_seconds
         self.progress.record_save(None if saver.is_async else save_seconds, save_seconds)
+        self.progress.record_save(None, saver.stop_seconds)
         self.grace, self.told_of_grace = launcher_grace_seconds(os.environ), False
         self.log = StepLog(components, session)
         self.stragglers = Stragglers(self.runtime, self.logger)
@@ -263,6 +264,7 @@ class Trainer:
         del self.launched[0]
         self.finished_at, self.last_loss = now, stats.loss
         self.progress.record_step(seconds)
+        self.progress.record_save(None, self.saver.stop_seconds)  # one may have ended meanwhile
         self.control.margin_seconds = self.stop_seconds(
             assumed_save=self.start.plan.checkpoint_bytes / _SAVE_BYTES_PER_SECOND
         )

@@ -22,6 +22,7 @@ from gpt2lab.model.gpt import GPT
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.saver import Saver
+from gpt2lab.training.trainer import Trainer
 from whole_run import Run
 
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
@@ -274,3 +275,26 @@ def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(
     flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert isinstance(run.rejected(*flags), FolderLostError)
     assert others.exists()
+
+
+def test_a_stop_allows_for_a_save_in_flight_and_its_own(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the end of the first save on, and from the first step of a resume."""
+    margins, plain = {}, Trainer.finish
+
+    def finish(self: Trainer) -> bool:
+        while self.saver.is_writing():
+            time.sleep(0.01)
+        went_on = plain(self)
+        margins[self.state.step] = self.control.margin_seconds
+        return went_on
+
+    monkeypatch.setattr(Trainer, "finish", finish)
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep0.3@*")
+    flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=3", "--max_steps=6")
+    run.train(*flags, "--stop_after_steps=5")
+    run.train(*flags, "--resume=latest")
+    first, second, _ = (event["seconds"] for event in run.events("checkpoint"))
+    assert margins[5] >= 1.5 * 2 * first
+    assert margins[6] >= 1.5 * 2 * second
