@@ -428,6 +428,8 @@ class Trainer:
         if outcome.is_saved:
             self.saved_step = self.state.step
             self.progress.record_save(outcome.stall_seconds, outcome.stop_seconds)
+            if outcome.stop_seconds is not None:  # a save before a stop waits for the writer
+                self.heartbeat.expect("saving", outcome.stop_seconds)
             self.warn_of_grace()
 
     def rescue(self, patience: float = 0.0) -> bool:

@@ -280,21 +280,23 @@ def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(
 def test_a_stop_allows_for_a_save_in_flight_and_its_own(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the end of the first save on, and from the first step of a resume."""
-    margins, plain = {}, Trainer.finish
+    """From the end of the first save on, and from the first step of a resume; a slow last save is no hang."""
+    margins, limits, plain = {}, {}, Trainer.finish
 
     def finish(self: Trainer) -> bool:
         while self.saver.is_writing():
             time.sleep(0.01)
         went_on = plain(self)
         margins[self.state.step] = self.control.margin_seconds
+        limits[self.state.step] = self.heartbeat.limit_seconds("saving")
         return went_on
 
     monkeypatch.setattr(Trainer, "finish", finish)
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep0.3@*")
-    flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=3", "--max_steps=6")
-    run.train(*flags, "--stop_after_steps=5")
+    flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=7")
+    run.train(*flags, "--hang_seconds=0", "--stop_after_steps=6")
     run.train(*flags, "--resume=latest")
-    first, second, _ = (event["seconds"] for event in run.events("checkpoint"))
-    assert margins[5] >= 1.5 * 2 * first
-    assert margins[6] >= 1.5 * 2 * second
+    first, _, third, _ = (event["seconds"] for event in run.events("checkpoint"))
+    assert margins[4] >= 1.5 * 2 * first
+    assert margins[7] >= 1.5 * 2 * third
+    assert limits[5] >= 10 * first, "not ten times what training waited"
