@@ -51,7 +51,8 @@ class CheckpointInfo:
         Raises: CheckpointError if they are invalid, or do not match the weights.
         """
         try:
-            config = read_settings(self.manifest["config"])
+            # Before there was a choice, the residual stream was fp32.
+            config = read_settings({"residual_dtype": "fp32", **self.manifest["config"]})
         except ConfigError as error:
             raise CheckpointError(f"{self.path / manifests.MANIFEST}: {error}") from error
         path = self.path / WEIGHTS

@@ -21,6 +21,7 @@ def load_weights(target: Target) -> GPT:
         return load_hf(target.folder)
     config = target.checkpoint.config()
     model = empty_model(config.model)
+    model.residual_dtype = config.system.residual_dtype
     if config.tuning.lora_r:
         add_lora(model, config.tuning)
     load_model(target.folder, model)

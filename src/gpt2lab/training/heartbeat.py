@@ -78,6 +78,10 @@ class Heartbeat:
         self._longest[before] = max(now - since, self._longest.get(before, 0.0))
         self._now = (step, phase, now)
 
+    def expect(self, phase: str, seconds: float) -> None:
+        """Say that a phase may last so long, though it did not yet."""
+        self._longest[phase] = max(seconds, self._longest.get(phase, 0.0))
+
     @property
     def doing(self) -> tuple[str, int]:
         """The phase of this rank and its step."""

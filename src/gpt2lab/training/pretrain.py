@@ -183,7 +183,9 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
         use_cache_folder()
     if compiles and dtype == "fp32" and runtime.device.type == "cpu":
         use_fast_fp32_matmul()  # uncompiled fp32 stays the plain reference
-    residual_dtype = resolve_residual_dtype(system.residual_dtype, dtype, runtime.device)
+    residual_dtype = system.residual_dtype
+    if start.checkpoint is None or dtype == "bf16":  # a run that goes on in fp32 keeps its own
+        residual_dtype = resolve_residual_dtype(residual_dtype, dtype, runtime.device)
     system = dataclasses.replace(
         system, dtype=dtype, residual_dtype=residual_dtype, compile="on" if compiles else "off"
     )

@@ -77,7 +77,8 @@ class Saver:
         self._writer: Writer | None = None
         self._in_flight: _Save | None = None
         self._is_on_disk = True  # the newest save that has ended
-        self._longest: float | None = None  # seconds of a save by the writer
+        # Seconds of a save by the writer; of the last start's until one has ended.
+        self._longest = start.last_save_seconds
         self._lock = threading.RLock()  # of what is in flight: the heartbeat's thread rescues
         signals.is_writing = self.is_writing
 
@@ -101,7 +102,7 @@ class Saver:
             failure = self._write(save, content, rng_states, must_succeed=must_succeed)
             return failure, self._in_flight is not None, self._longest
 
-        failure, is_in_flight, longest = self.runtime.on_rank_zero(write)
+        failure, is_in_flight, self._longest = self.runtime.on_rank_zero(write)
         if failure is not None and must_succeed:
             raise SaveError(
                 f"{failure}; free space, or repair the disk, and resume from the checkpoint before"
@@ -109,9 +110,15 @@ class Saver:
         if failure is not None:
             self._warn_of_failure(failure, state.step)
         stalled = time.monotonic() - began
-        # A stop first waits for a save in flight, then saves its own step.
-        needed = stalled if not is_in_flight else longest and 2 * longest
-        return Outcome(failure is None, stalled, needed)
+        return Outcome(failure is None, stalled, self.stop_seconds if is_in_flight else stalled)
+
+    @property
+    def stop_seconds(self) -> float | None:
+        """Seconds that a stop must allow where a writer saves; None as long as nobody knows, or there is none.
+
+        It first waits for a save in flight, which may begin at any step, then saves its own step.
+        """
+        return 2 * self._longest if self.is_async and self._longest is not None else None
 
     def _warn_of_failure(self, failure: str, step: int) -> None:
         self.logger.warn(f"{failure}; training goes on, the next is due as planned", step)
@@ -143,13 +150,14 @@ class Saver:
             self._in_flight = None
             if answer.is_last:
                 self._end_writer()
-                with suppress(OSError, CheckpointError):  # what it left half-written
-                    catalog.sweep(self.run_dir)
             if answer.error is not None and not isinstance(answer.error, OSError):
                 raise answer.error
             if self._has_lost_folder():
                 self._is_on_disk = False
                 return False
+            if answer.is_last:
+                with suppress(OSError, CheckpointError):  # what it left half-written
+                    catalog.sweep(self.run_dir)
             save.stalled += time.monotonic() - began
             self._longest = max(self._longest or 0.0, answer.at - save.began)
             if (failure := self._conclude(save, answer.error, ended=answer.at)) is not None:
@@ -247,9 +255,13 @@ class Saver:
             self.settle()
             if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
                 return False
+            needed = store.staging_bytes(self.model, self.optimizers)
+            # A GPU copies faster into the buffer; it is too small while the only save had no moments.
+            fits = self._buffer is not None and self._buffer.shared.num_bytes >= needed
+            into = self._buffer if fits else None
             # Behind a collective that hangs, the GPU's usual stream would never come to the copies.
             with own_stream(self.runtime.device):
-                content = store.collect(self.model, self.optimizers, keep=True, into=self._buffer)
+                content = store.collect(self.model, self.optimizers, keep=True, into=into)
             if has_moved() or not content.is_finite:
                 return False
             with suppress(GPT2LabError):  # the weights are worth more than the last lines

@@ -79,6 +79,7 @@ class Trainer:
         self.last_loss: float | None = self.start.recorded.get("step", {}).get("loss")
         save_seconds = self.start.last_save_seconds
         self.progress.record_save(None if saver.is_async else save_seconds, save_seconds)
+        self.progress.record_save(None, saver.stop_seconds)
         self.grace, self.told_of_grace = launcher_grace_seconds(os.environ), False
         self.log = StepLog(components, session)
         self.stragglers = Stragglers(self.runtime, self.logger)
@@ -266,6 +267,7 @@ class Trainer:
         del self.launched[0]
         self.finished_at, self.last_loss = now, stats.loss
         self.progress.record_step(seconds)
+        self.progress.record_save(None, self.saver.stop_seconds)  # one may have ended meanwhile
         self.control.margin_seconds = self.stop_seconds(
             assumed_save=self.start.plan.checkpoint_bytes / _SAVE_BYTES_PER_SECOND
         )
@@ -429,6 +431,8 @@ class Trainer:
         if outcome.is_saved:
             self.saved_step = self.state.step
             self.progress.record_save(outcome.stall_seconds, outcome.stop_seconds)
+            if outcome.stop_seconds is not None:  # a save before a stop waits for the writer
+                self.heartbeat.expect("saving", outcome.stop_seconds)
             self.warn_of_grace()
 
     def rescue(self, patience: float = 0.0) -> bool:

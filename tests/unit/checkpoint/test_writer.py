@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import time
@@ -12,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpt2lab.training.trainer
 from gpt2lab.checkpoint import manifest, store
 from gpt2lab.checkpoint.manifest import Draft
 from gpt2lab.checkpoint.writer import Writer
-from gpt2lab.errors import InUseError, SaveError
+from gpt2lab.errors import FolderLostError, InUseError, SaveError
+from gpt2lab.model.gpt import GPT
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.saver import Saver
+from gpt2lab.training.trainer import Trainer
 from whole_run import Run
 
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
@@ -231,3 +235,68 @@ def test_a_stop_at_the_step_in_flight_saves_it_again_if_that_fails(
     run.train(*flags)
     assert [(e["step"], e["kind"]) for e in run.events("checkpoint")] == [(2, "emergency")]
     assert (run.status()["state"], run.status()["step"]) == ("stopped", 2)
+
+
+def test_a_rescue_has_room_where_the_first_save_had_no_moments(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after updates that were all rejected: the buffer then holds weights alone."""
+    plain, factor = GPT.forward, [math.nan]
+
+    def act(name: str, step: int) -> None:
+        factor[0] = math.nan if step <= 2 else 1.0
+        if (name, step) == ("step", 4):
+            raise RuntimeError("a GPU fell off the bus")
+
+    monkeypatch.setattr(GPT, "forward", lambda self, *a: plain(self, *a) * factor[0])
+    monkeypatch.setattr(gpt2lab.training.trainer, "faultpoint", act)
+    with pytest.raises(RuntimeError, match="fell off"):
+        run.train("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
+    assert list(run.checkpoints()) == [2, 3]
+
+
+def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the writer is killed meanwhile: what it left half-written may not be its own."""
+    writers, send, others = [], Writer.send, run.path / ".tmp-00000002-of_another"
+    monkeypatch.setattr(Writer, "send", lambda self, *a: (writers.append(self), send(self, *a)))
+
+    def act(name: str, step: int) -> None:
+        if (name, step) == ("step", 3):
+            os.kill(writers[0].pid, signal.SIGKILL)
+            writers[0]._process.wait()
+            others.mkdir()
+            (run.path / "new.lock").touch()
+            os.replace(run.path / "new.lock", run.path / "run.lock")
+
+    monkeypatch.setattr(gpt2lab.training.trainer, "faultpoint", act)
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep600@2")
+    flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
+    assert isinstance(run.rejected(*flags), FolderLostError)
+    assert others.exists()
+
+
+def test_a_stop_allows_for_a_save_in_flight_and_its_own(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the end of the first save on, and from the first step of a resume; a slow last save is no hang."""
+    margins, limits, plain = {}, {}, Trainer.finish
+
+    def finish(self: Trainer) -> bool:
+        while self.saver.is_writing():
+            time.sleep(0.01)
+        went_on = plain(self)
+        margins[self.state.step] = self.control.margin_seconds
+        limits[self.state.step] = self.heartbeat.limit_seconds("saving")
+        return went_on
+
+    monkeypatch.setattr(Trainer, "finish", finish)
+    monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep0.3@*")
+    flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=7")
+    run.train(*flags, "--hang_seconds=0", "--stop_after_steps=6")
+    run.train(*flags, "--resume=latest")
+    first, _, third, _ = (event["seconds"] for event in run.events("checkpoint"))
+    assert margins[4] >= 1.5 * 2 * first
+    assert margins[7] >= 1.5 * 2 * third
+    assert limits[5] >= 10 * first, "not ten times what training waited"

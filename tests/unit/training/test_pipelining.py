@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpt2lab.training.control
 import gpt2lab.training.trainer
 import launch
+from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.schema import Config, LogConfig, OptimConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Mark, Numbers, Strategy
@@ -190,6 +191,49 @@ def test_requests_save_and_stop_at_the_same_step(
     run = both.runs[1]
     assert list(run.checkpoints()) == [4, 7, 12]
     assert [e["reason"] for e in run.events("stop")] == ["SIGTERM", "STOP file"]
+
+
+def test_a_writer_process_beside_pipelined_steps_changes_only_when_a_save_ends(
+    both: Both, on_steps: Callable[[OnStep], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, over a stop while a save is in flight, and a resume; against saves while training waits."""
+    heard, plain, written = threading.Event(), Signals._count, []
+    monkeypatch.setattr(Signals, "_count", lambda self, n: (plain(self, n), heard.set())[0])
+    monkeypatch.setattr(
+        Writer,
+        "send",
+        lambda self, d, draft, send=Writer.send: (written.append(draft.step), send(self, d, draft)),
+    )
+    for run, mode in zip(both.runs, ("off", "on"), strict=True):
+        run.flags.append(f"--async_checkpoint={mode}")
+
+    def prepare(run: Run) -> None:
+        if run is both.runs[1]:  # the save of step 9 takes some steps
+            monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep0.3@9")
+
+        def act(number: int) -> None:
+            if number == 5:
+                (run.path / "SAVE").touch()
+            if number == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert heard.wait(60)
+                heard.clear()
+
+        on_steps(act)
+
+    flags = ("--max_steps=16", "--eval_freq=6", "--checkpoint_freq=3", "--keep_checkpoints=9")
+    both.train(*flags, prepare=prepare)
+    both.train(*flags, "--resume=latest", prepare=prepare)
+    one, other = (_facts(run) for run in both.runs)
+    for facts in (one, other):  # the log tells of a save when it has ended
+        facts["events"].sort(key=lambda event: event["event"] == "checkpoint")
+    assert one == other
+    assert list(one["checkpoints"]) == [3, 5, 6, 9, 10, 12, 15, 16]
+    assert written == [3, 5, 6, 9, 12, 15], "a stop and the end save themselves"
+    order = [(event["event"], event["step"]) for event in history.read_events(both.runs[1].path)]
+    assert order.index(("checkpoint", 9)) > order.index(("step", 10)), "it was in flight"
+    for step in one["checkpoints"]:
+        assert order.index(("checkpoint", step)) > order.index(("step", step))
 
 
 @pytest.mark.slow
