@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -108,3 +109,16 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, name: int, size: int) -> None:
         self._known.discard(name)
         self.now -= size
+
+
+# Recomputed operators are called with the random state of the first time; there is none here.
+@run_and_save_rng_state.py_impl(_Live)  # type: ignore[untyped-decorator]
+def _save_state(live: _Live, op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    with live:
+        return torch.empty(0, dtype=torch.uint8), op(*args, **kwargs)
+
+
+@run_with_rng_state.py_impl(_Live)  # type: ignore[untyped-decorator]
+def _restore_state(live: _Live, state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+    with live:
+        return op(*args, **kwargs)

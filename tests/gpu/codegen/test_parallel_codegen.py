@@ -36,7 +36,7 @@ def test_fsdp_compiles_one_block_and_the_loss(counted: list[dict[str, Any]]) -> 
 
 
 def test_the_operators_outside_are_within_budget(counted: list[dict[str, Any]]) -> None:
-    """The budget is what was counted. 28 add gradients of a second micro-batch, 10 reject an update that is not finite."""
+    """The budget is what was counted. 28 add gradients of a second micro-batch, 10 reject what is not finite."""
     [row] = counted
     assert row["outside"]["_fused_adamw_"] == 2  # matrices and vectors
     assert sum(row["outside"].values()) <= 86
