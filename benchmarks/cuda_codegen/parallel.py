@@ -5,21 +5,12 @@ The process group is torch's `fake`, which sends nothing. The worker is parallel
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.cuda_codegen.device import Architecture, build
+from benchmarks.cuda_codegen.device import Architecture
+from benchmarks.cuda_codegen.report import count_in_process
 from gpt2lab.config.schema import ActivationCheckpointing, Parallel
-from gpt2lab.errors import ConfigError
-
-_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -38,21 +29,7 @@ def generate(architecture: Architecture, cases: list[ParallelCase]) -> list[dict
 
     Raises: ConfigError if something is missing or the process fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        names = ("device.so", "cases.json", "result.json")
-        library, asked, result = (Path(folder) / name for name in names)
-        build(library)
-        asked.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
-        environment = {**os.environ, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'src'}"}
-        environment["TORCHINDUCTOR_CACHE_DIR"] = folder
-        command = [sys.executable, "-m", "benchmarks.cuda_codegen.parallel_worker", architecture]
-        command += [str(library), str(asked), str(result)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            last = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise ConfigError(f"codegen: the compiling process failed: {last}")
-        counted: list[dict[str, Any]] = json.loads(result.read_text())
-    return counted
+    return count_in_process("parallel_worker", architecture, cases)
 
 
 def describe(architecture: Architecture, counted: list[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +46,16 @@ def generate(architecture: Architecture, cases: list[Case]) -> list[dict[str, An
 
     Raises: ConfigError if something is missing or the process fails.
     """
+    return count_in_process("generate", architecture, cases)
+
+
+def count_in_process(
+    worker: str, architecture: Architecture, cases: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Start a module of this package for cases, which are dataclasses, and return what it counted of each.
+
+    Raises: ConfigError if something is missing or the process fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         names = ("device.so", "cases.json", "result.json")
         library, asked, result = (Path(folder) / name for name in names)
@@ -53,7 +63,7 @@ def generate(architecture: Architecture, cases: list[Case]) -> list[dict[str, An
         asked.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
         environment = {**os.environ, "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'src'}"}
         environment["TORCHINDUCTOR_CACHE_DIR"] = folder
-        command = [sys.executable, "-m", "benchmarks.cuda_codegen.generate", architecture]
+        command = [sys.executable, "-m", f"{__package__}.{worker}", architecture]
         command += [str(library), str(asked), str(result)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
