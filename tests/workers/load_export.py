@@ -3,12 +3,12 @@
 Prints what it found as JSON: {folder: {logits, whole, cached, padded, text_ids, text}}.
 """
 
-import importlib.util
 import json
 import socket
 import sys
 
-assert importlib.util.find_spec("gpt2lab") is None, "gpt2lab can be imported"
+# Importing gpt2lab fails now, also where it is installed beside transformers.
+sys.modules["gpt2lab"] = None  # type: ignore[assignment]
 
 
 def no_network(*args: object) -> None:
@@ -27,7 +27,6 @@ found = {}
 for folder, asked in json.loads(sys.argv[1]).items():
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    assert "gpt2lab" not in sys.modules
     ids = torch.tensor(asked["ids"])
     prompt, new = ids[:, : asked["prompt"]], asked["new"]
     greedy = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
