@@ -21,7 +21,7 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.checkpoint.target import tokenizer_of
 from gpt2lab.config.command_line import Command
-from gpt2lab.config.derived import mini_batch_sizes
+from gpt2lab.config.derived import check_fsdp_param_dtype, mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.resume_policy import find_changes, reject_changes
 from gpt2lab.config.schema import LENGTHS, Config
@@ -362,6 +362,9 @@ def _fit_parallel(
         if "fsdp_offload" in command.values:
             raise ConfigError("--fsdp_offload goes with --parallel fsdp")
         system = dataclasses.replace(system, fsdp_offload=False)
+    if command.values.get("fsdp_param_dtype") == "bf16" and system.parallel != "fsdp":
+        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
+    check_fsdp_param_dtype(system)  # of another mode the setting is kept, without meaning
     return dataclasses.replace(config, system=system), tuple(notes)
 
 
