@@ -133,6 +133,7 @@ REFUSALS = {
     "absurd tokens": (["--tokens=1e30"], 2, "--tokens"),
     "absurd layers": (["--n_layer=99999999999"], 2, "n_layer"),
     "no layers": (["--n_layer=0"], 2, "n_layer"),
+    "the trainer's length": (["--max_steps=5"], 2, "--max_steps: here it is --steps"),
     "two lengths": (["--tokens=1B", "--steps=5"], 2, "--steps"),
     "less than a step": (["--gpu=H100", "--tokens=1000"], 2, "less than one step"),
     "epochs of nothing": (["--epochs=2"], 2, "--data_dir"),
