@@ -6,7 +6,7 @@ The process group is torch's `fake`, which sends nothing. The worker is parallel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.cuda_codegen.device import Architecture
 from benchmarks.cuda_codegen.report import count_in_process
@@ -22,6 +22,7 @@ class ParallelCase:
     n_layer: int = 2
     micro_batch: int = 8
     world_size: int = 2
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # what fsdp gathers blocks' matrices in
 
 
 def generate(architecture: Architecture, cases: list[ParallelCase]) -> list[dict[str, Any]]:

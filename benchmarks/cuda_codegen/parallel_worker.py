@@ -68,6 +68,7 @@ def take_steps(case: ParallelCase) -> dict[str, Any]:
             compile="on",
             parallel=case.parallel,
             activation_checkpointing=case.recompute,
+            fsdp_param_dtype=case.param_dtype,
         )
         runtime.use(system)
         with runtime.device:

@@ -45,16 +45,24 @@ CASES = [
     (modern(shape(4, 128, 4, 128, 512)), 6, 2, "bf16", "adamw"),
     (modern(shape(4, 256, 4, 32, 512)), 2, 1, "fp32", "muon"),
 ]
+MODES = [(parallel, "fp32") for parallel in get_args(Parallel)] + [("fsdp", "bf16")]
 runtime = Runtime()
 runtime.use(SystemConfig(device="cpu"))
 for config, B, A, dtype, optimizer in CASES:
-    for parallel in get_args(Parallel):
+    for parallel, param_dtype in MODES:
+        if param_dtype == "bf16" and dtype != "bf16":
+            continue
         for recompute in get_args(ActivationCheckpointing):
             if recompute != "none" and (config, A) != (CASES[0][0], 1):
                 continue
             strategy = Strategy(
                 runtime,
-                SystemConfig(dtype=dtype, parallel=parallel, activation_checkpointing=recompute),
+                SystemConfig(
+                    dtype=dtype,
+                    parallel=parallel,
+                    activation_checkpointing=recompute,
+                    fsdp_param_dtype=param_dtype,
+                ),
             )
             model = build_model(config, seed=0, device=runtime.device)
             wrapped = strategy.prepare(model)
@@ -68,7 +76,7 @@ for config, B, A, dtype, optimizer in CASES:
             case = {
                 "model": dataclasses.asdict(config),
                 **{"B": B, "A": A, "dtype": dtype, "parallel": parallel, "recompute": recompute},
-                "optimizer": optimizer,
+                **{"optimizer": optimizer, "param_dtype": param_dtype},
                 "peak": peak_of_step(wrapped, optimizers, batch, strategy),
             }
             if runtime.rank == 0:

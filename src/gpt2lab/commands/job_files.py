@@ -38,8 +38,8 @@ class Job:
     processes: int = 1  # on each node
     on_gpu: bool = False  # one for each process
     cpus: int = 1  # for each node
-    shared: tuple[Path, ...] = ()  # folders that every node must see: the runs and the data
-    # Flags that name these folders, with their words: for machines on which they lie elsewhere.
+    shared: tuple[Path, ...] = ()  # what every node must see: the runs' folder, data, files
+    # Flags that name these places, with their words: for machines on which they lie elsewhere.
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -113,7 +113,8 @@ def write_k8s(job: Job, *, image: str) -> str:
     folders = dict.fromkeys((paths.REPOSITORY, job.folder, *job.shared))
     for number, folder in enumerate(folders):
         mounts.append({"name": f"shared-{number}", "mountPath": str(folder)})
-        place = {"path": str(folder), "type": "Directory"}
+        kind = "File" if folder.is_file() else "Directory"
+        place = {"path": str(folder), "type": kind}
         volumes.append({"name": f"shared-{number}", "hostPath": place})
     limits = {"cpu": str(job.cpus)} | ({"nvidia.com/gpu": str(job.processes)} if job.on_gpu else {})
     script = (
@@ -212,7 +213,7 @@ def _placed_in_sky(job: Job) -> list[str]:
         if not skips:
             found.append(word)
     for name, words in job.places.items():
-        # Read as --data_dir is: one folder, or several with their weights.
+        # Read as --data_dir is: one place, or several with their weights.
         found += [f"--{name}", *normal_words("data_dir", words, lambda p: Path(_in_sky(p)))]
     return found
 

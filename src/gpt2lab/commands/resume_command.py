@@ -154,6 +154,7 @@ def plan_continuation(
         if name == "finetune"
         else [one.absolute() for one in read_sources(start.config.data).folders]
     )
+    files = files_of(start)
     job = Job(
         name=run_dir.name,
         words=(*paths.trainer(program), *flags, *argv),
@@ -162,10 +163,20 @@ def plan_continuation(
         processes=world // nodes,
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
-        shared=(run_dir.parent.absolute(), *data),
-        places=of_folders,
+        shared=(run_dir.parent.absolute(), *data, *files.values()),
+        places=of_folders | {name: (str(file),) for name, file in files.items()},
     )
     return Continuation(start, job, command.verbs.resume or "latest")
+
+
+def files_of(start: "Start") -> dict[str, Path]:
+    """Return the files that a run reads besides its data, by the flag that names them."""
+    files, source = {}, start.config.tuning.instructions
+    if start.hellaswag == "on" and start.config.eval.hellaswag_path is not None:
+        files["hellaswag_path"] = start.config.eval.hellaswag_path.absolute()
+    if source is not None and source != "demo" and not source.startswith("hf:"):
+        files["instructions"] = Path(source).absolute()
+    return files
 
 
 def write(

@@ -232,6 +232,8 @@ DEFAULTS: dict[Page, dict[str, str]] = {
     }
 }
 _TAKES: dict[Page, str] = {"list": "[RUN]", "import": "FILE"}  # of the verb, before its flags
+# The trainer's lengths, as the programs call them that only predict or time steps.
+_LENGTHS = {"max_steps": "steps", "max_tokens": "tokens", "num_epochs": "epochs"}
 _PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
 
 
@@ -452,7 +454,9 @@ def run_tyro(
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
-    return f"unknown flag --{name}; see --help"
+    ours = _LENGTHS.get(name)
+    hint = f": here it is --{ours}" if ours in known else "; see --help"
+    return f"unknown flag --{name}{hint}"
 
 
 def _unknown_here(name: str, known: Collection[str]) -> str:

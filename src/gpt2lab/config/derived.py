@@ -20,6 +20,18 @@ def compiles(system: SystemConfig, *, on_gpu: bool, max_steps: int) -> bool:
     return system.compile == "on"
 
 
+def check_fsdp_param_dtype(system: SystemConfig) -> None:
+    """Check that fsdp rounds no weight that the run computes with unrounded.
+
+    Raises: ConfigError.
+    """
+    if system.fsdp_param_dtype == "bf16" and system.parallel == "fsdp" and system.dtype == "fp32":
+        raise ConfigError(
+            "fsdp_param_dtype bf16 would round weights of a run that computes in fp32; "
+            "use --dtype bf16, or --fsdp_param_dtype fp32"
+        )
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How one global batch is cut: samples = world_size * accumulation * mini_batch_size."""

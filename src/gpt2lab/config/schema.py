@@ -325,6 +325,10 @@ class SystemConfig:
     ddp_bucket_mb: float = free(
         25.0, "MiB of gradients per all-reduce of ddp and zero1", least=1, most=1_000_000
     )
+    fsdp_param_dtype: Literal["fp32", "bf16"] = guarded(
+        "fp32",
+        "precision in which fsdp gathers the blocks' matrices; bf16 needs dtype bf16, and gradients are summed in fp32",
+    )
     fsdp_offload: bool = free(
         False, "fsdp, CUDA only: keep weights and optimizer state in the CPU's memory (slow)"
     )

@@ -10,7 +10,7 @@ unsharded until the last pass of a step.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -24,20 +24,44 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def shard(model: GPT, trained: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
+def shard(
+    model: GPT,
+    trained: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    offload: bool,
+    param_dtype: Literal["fp32", "bf16"] = "fp32",
+) -> None:
     """Shard each weight in place.
 
     `trained` is the model or contains it: the module whose forward is the full pass. `offload`: rows, gradients and
-    optimizer state live in CPU memory, the GPU holds only the weights in use.
+    optimizer state live in CPU memory, the GPU holds only the weights in use. `param_dtype`: what the blocks' matrices
+    are gathered in; rows stay fp32, and gradients are summed in fp32.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # slow
+    from torch.distributed.fsdp import (  # slow
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     # Pinned memory lets a GPU copy while it computes; torch cannot pin without a GPU.
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
+    by_block, precision = set(model.blocks.parameters()), MixedPrecisionPolicy()
+    if param_dtype == "bf16":
+        # Autocast rounds the blocks' matrices before each product anyway. Norms compute in fp32, and a compiled step
+        # does not round the sums of biases' gradients: both are gathered unrounded, with what is outside the blocks.
+        by_block = {p for p in by_block if p.dim() == 2}
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    fully_shard(trained, mesh=mesh, offload_policy=policy, ignored_params=by_block)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(trained, mesh=mesh, offload_policy=policy)
+        others = set(block.parameters()) - by_block
+        fully_shard(
+            block, mesh=mesh, mp_policy=precision, offload_policy=policy, ignored_params=others
+        )
 
 
 def keep_unsharded(model: nn.Module, *, after_backward: bool) -> None:

@@ -111,7 +111,13 @@ class Strategy:
             self._configure_compiler()
             trained.compile()
         if self._parallel == "fsdp":
-            fsdp.shard(model, trained, self._mesh, offload=self._system.fsdp_offload)
+            fsdp.shard(
+                model,
+                trained,
+                self._mesh,
+                offload=self._system.fsdp_offload,
+                param_dtype=self._system.fsdp_param_dtype,
+            )
         elif self._runtime.is_distributed and self._exact is None:
             replicated = DistributedDataParallel(
                 trained, gradient_as_bucket_view=True, bucket_cap_mb=self._system.ddp_bucket_mb

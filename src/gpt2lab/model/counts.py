@@ -36,6 +36,11 @@ def count_matmul_parameters(model: ModelConfig) -> int:
     return 12 * model.n_layer * model.n_embd**2 + model.vocab_size * model.n_embd
 
 
+def count_block_matrices(model: ModelConfig) -> int:
+    """Count the numbers in one block's matrices."""
+    return 12 * model.n_embd**2
+
+
 def flops_per_token(model: ModelConfig) -> int:
     """Count floating-point operations to train on one token: 6 N_matmul + 12 L C T.
 

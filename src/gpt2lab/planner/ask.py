@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import option
-from gpt2lab.config.derived import compiles, fit_vocabulary
+from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ActivationCheckpointing, Config, ModelName, Optimizer, Parallel
@@ -33,7 +34,7 @@ SETTINGS = (
     *("n_layer", "n_head", "n_embd", "context_length", "vocab_size"),
     *("total_batch_size", "mini_batch_size", "max_lr", "warmup_steps"),
     *("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq"),
-    *("optimizer", "parallel", "activation_checkpointing"),
+    *("optimizer", "parallel", "fsdp_param_dtype", "activation_checkpointing"),
 )
 # Flags that describe a run to come, rather than one that exists.
 _OF_A_JOB = (
@@ -90,6 +91,9 @@ class Ask:
     parallel: Parallel | None = option(
         None,
         "ddp: full replica; zero1: optimizer state sharded; fsdp: everything sharded; default ddp",
+    )
+    fsdp_param_dtype: Literal["fp32", "bf16"] | None = option(
+        None, "precision in which fsdp gathers the blocks' matrices; default fp32"
     )
     activation_checkpointing: ActivationCheckpointing | None = option(
         None, "activations that backward recomputes: none | selective | block; default none"
@@ -249,6 +253,8 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
         raise ConfigError(
             f"--parallel {ask.parallel} shards what one rank holds over several, and the world size is 1; add --gpus N"
         )
+    if ask.fsdp_param_dtype == "bf16" and ask.parallel != "fsdp":
+        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
     if ask.profile is not None:
         config = profile.applied(config, typed=typed)
     config = fit_mini_batch(config, world_size, typed=ask.mini_batch_size is not None)
@@ -285,6 +291,7 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
     compiled = compiles(config.system, on_gpu=not is_cpu, max_steps=steps)
     bf16 = ask.dtype == "bf16" or (ask.dtype == "auto" and native_bf16)
     dtype: Dtype = "bf16" if bf16 else "fp32"
+    check_fsdp_param_dtype(dataclasses.replace(config.system, dtype=dtype))
     return Job(config, steps, world_size, dtype, compiled, unique, tuple(dataset.items()), order)
 
 

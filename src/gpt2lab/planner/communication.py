@@ -16,7 +16,11 @@ from typing import Literal
 
 from gpt2lab.config.derived import BUCKET_BYTES
 from gpt2lab.config.schema import ModelConfig, Parallel
-from gpt2lab.model.counts import count_block_parameters, count_parameters
+from gpt2lab.model.counts import (
+    count_block_matrices,
+    count_block_parameters,
+    count_parameters,
+)
 from gpt2lab.planner.hardware import Link
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -26,26 +30,43 @@ SLOWDOWN = 0.03  # of the overlapped time: NCCL's kernels take multiprocessors f
 
 
 def step_bytes(
-    model: ModelConfig, *, parallel: Parallel, accumulation: int, on_gpu: bool = True
+    model: ModelConfig,
+    *,
+    parallel: Parallel,
+    accumulation: int,
+    on_gpu: bool = True,
+    param_dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> dict[Collective, int]:
     """Return the bytes of full tensors that a step's collectives sum, gather and scatter.
 
-    It assumes rows that all ranks share evenly and leaves out scalars such as the loss, and the matrices that Muon
-    shares out. A rank sends and receives `wire_share` of these bytes.
+    `param_dtype`: what fsdp gathers the blocks' matrices in. It assumes rows that all ranks share evenly and leaves out
+    scalars such as the loss, and the matrices that Muon shares out. A rank sends and receives `wire_share` of these
+    bytes.
     """
     gradients = 4 * count_parameters(model)
-    blocks = 4 * model.n_layer * count_block_parameters(model)
     if parallel == "fsdp":
         # Each micro-batch gathers a block's weights for forward and again for backward, and scatters its gradients.
+        weights, blocks = (model.n_layer * size for size in _block_bytes(model, param_dtype))
         around = gradients - blocks
         return {
-            "all_gather": around + accumulation * 2 * blocks,
+            "all_gather": around + accumulation * 2 * weights,
             "reduce_scatter": around + accumulation * blocks,
         }
     if parallel == "zero1":
         # gloo cannot reduce-scatter; see distributed/zero1.py.
         return {"reduce_scatter" if on_gpu else "all_reduce": gradients, "all_gather": gradients}
     return {"all_reduce": gradients}
+
+
+def _block_bytes(model: ModelConfig, param_dtype: str) -> tuple[int, int]:
+    """Return the bytes of what fsdp gathers for a block, and of the gradients that it scatters, fp32.
+
+    In bf16 these are the block's matrices alone; the rest travels with what is outside the blocks.
+    """
+    if param_dtype == "bf16":
+        matrices = count_block_matrices(model)
+        return 2 * matrices, 4 * matrices
+    return (4 * count_block_parameters(model),) * 2
 
 
 def wire_share(kind: Collective, *, world_size: int) -> float:
@@ -61,6 +82,7 @@ def exposed(
     link: Link | None,
     accumulation: int,
     micro_batch_seconds: float,
+    param_dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> tuple[float, float]:
     """Return the seconds that communication adds to a step, and those it would add if nothing hid it."""
     if world_size == 1 or link is None:
@@ -72,10 +94,10 @@ def exposed(
 
     window = OVERLAP * micro_batch_seconds
     if parallel == "fsdp":
-        block, L = 4.0 * count_block_parameters(model), model.n_layer
-        around = 4.0 * count_parameters(model) - L * block
-        gather = seconds("all_gather", block, block)
-        scatter = seconds("reduce_scatter", block, block)
+        (weights, gradients), L = _block_bytes(model, param_dtype), model.n_layer
+        around = 4.0 * count_parameters(model) - L * gradients
+        gather = seconds("all_gather", weights, weights)
+        scatter = seconds("reduce_scatter", gradients, gradients)
         forward = gather + _visible((L - 1) * gather, (1 - BACKWARD_SHARE) * window)
         backward = _visible(L * (gather + scatter), BACKWARD_SHARE * window)
         once = seconds("all_gather", around, around) + seconds("reduce_scatter", around, around)

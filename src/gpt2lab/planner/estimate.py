@@ -103,6 +103,7 @@ def step_time(job: Job, machine: Machine) -> tuple[Interval, float, float]:
     visible, unhidden = communication.exposed(
         job.config.model,
         parallel=job.parallel,
+        param_dtype=job.config.system.fsdp_param_dtype,
         world_size=job.world_size,
         # Rates learned from runs at this world size contain the communication.
         link=None if machine.rates.observations else machine.link,

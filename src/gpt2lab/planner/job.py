@@ -252,6 +252,7 @@ class Job:
             dtype=self.dtype,
             world_size=self.world_size,
             parallel=self.parallel,
+            param_dtype=self.config.system.fsdp_param_dtype,
             recompute=self.recompute,
             optimizer=self.config.optim.optimizer,
             tuning=self.config.tuning,

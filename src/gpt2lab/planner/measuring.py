@@ -360,7 +360,7 @@ _OF_A_STEP = (
         "activation_checkpointing",
         "ddp_bucket_mb",
     ),
-    *("fsdp_offload", "reduce", "deterministic"),
+    *("fsdp_param_dtype", "fsdp_offload", "reduce", "deterministic"),
 )
 
 
@@ -372,6 +372,8 @@ def _flags_of(job: Job, place: Path, data: list[str], run_name: str, *names: str
     for name in (*model, *_OF_A_STEP, *names):
         value = settings[name]
         if name == "num_tokens" or value is False:  # the data decides; a switch that is off
+            continue
+        if name == "fsdp_param_dtype" and settings["parallel"] != "fsdp":
             continue
         flags.append(f"--{name}" if value is True else f"--{name}={value}")
     flags += [*data, f"--checkpoint_dir={place}", f"--run_name={run_name}", f"--dtype={job.dtype}"]

@@ -23,6 +23,7 @@ from gpt2lab.config.schema import (
 )
 from gpt2lab.model.counts import (
     count_adapters,
+    count_block_matrices,
     count_block_parameters,
     count_matmul_parameters,
     count_parameters,
@@ -106,11 +107,14 @@ class StepMemory:
         optimizer: Optimizer,
         world_size: int = 1,
         parallel: Parallel = "ddp",
+        param_dtype: Dtype = "fp32",
         recompute: ActivationCheckpointing = "none",
         tuning: TuningConfig = PRETRAINING,
         fused_head: bool = False,
     ) -> None:
         """Derive them from a run's settings; `recompute`: what the backward pass computes again.
+
+        `param_dtype`: what fsdp gathers the blocks' matrices in.
 
         `fused_head`: the step is compiled for a GPU, so that the loss is computed without a log-softmax in memory.
 
@@ -131,6 +135,11 @@ class StepMemory:
         self.residual, self.scores = tokens * C, tokens * model.vocab_size
         self.matrix, self.vocab = C * C, model.vocab_size * C
         self.in_block = count_block_parameters(model)
+        # A block's matrices are gathered in bf16, so that autocast copies none; the rest of it counts as outside.
+        self.gathers_bf16 = self.gathers and param_dtype == "bf16"
+        if self.gathers_bf16:
+            self.in_block = count_block_matrices(model)
+        self.weights = (2 if self.gathers_bf16 else 4) * self.in_block  # bytes of a full block
         self.each = _BlockBytes(model, bf16=self.bf16, frozen=self.frozen)
         # With conversations each block keeps its own mask, a number for each pair of positions.
         masks = tuning.instructions is not None
@@ -168,6 +177,8 @@ class StepMemory:
         # An fsdp buffer that the micro-batch before left.
         self.stale = 4 * self.in_block if accumulation > 1 else 0
         self.copies = 2 * count_matmul_parameters(model) if self.bf16 else 0
+        if self.gathers_bf16:
+            self.copies = 2 * self.vocab
 
     def peak(self) -> Memory:
         """Return the largest of the moments at which memory can peak."""
@@ -212,7 +223,7 @@ def _around_the_loss(s: StepMemory) -> list[Memory]:
         _moment(
             at,
             s,
-            gathered=s.around + 4 * s.in_block + s.stale,  # and the block that comes next
+            gathered=s.around + s.weights + s.stale,  # and the block that comes next
             gradients=s.kept + gradients,
             copies=alive,
             activations=s.L * s.kept_block,
@@ -237,9 +248,11 @@ def _within_the_blocks(s: StepMemory) -> list[Memory]:
     for block in {s.L, max(1, s.L - 1), 1} if s.gathers else {s.L, 1}:
         done = (s.L - block) * 4 * s.in_block * s.shard // (4 * s.N)
         above = 0 if s.kept else done
-        own = 4 * s.in_block if s.gathers or not s.kept else 0
-        before_qkv = own - 12 * matrix if own else 0
-        if s.bf16:  # of the MLP's last matrix: bf16 gradients of input and weight, then the weight's in fp32
+        own = s.weights if s.gathers or not s.kept else 0  # in the dtype of the weights
+        before_qkv = own - 3 * (2 if s.gathers_bf16 else 4) * matrix if own else 0
+        if s.gathers_bf16:  # of the MLP's last matrix: gradients of input and weight
+            first, copy = 14 * s.residual + 8 * matrix, 0
+        elif s.bf16:  # of the MLP's last matrix: bf16 gradients of input and weight, then the weight's in fp32
             first = max(14 * s.residual + 8 * matrix, 4 * s.residual + 16 * matrix)
             copy = 6 * matrix  # of qkv's weight
         else:
@@ -253,7 +266,7 @@ def _within_the_blocks(s: StepMemory) -> list[Memory]:
         last = s.each.into_qkv * s.residual + copy
         last += 0 if own else 12 * matrix  # else the weight's gradient counts as a gradient
         last = max(last, s.each.norm * s.residual)
-        buffers = 1 + (block > 1) + 2 * (block < s.L)
+        buffers = (1 + (block > 1)) * s.weights + 2 * 4 * s.in_block * (block < s.L)
         for weights, gradients, activations in (
             (block, above, (block - 1) * s.kept_block + s.block + first),
             (block - 1, above + before_qkv, (block - 1) * s.kept_block + middle),
@@ -264,9 +277,9 @@ def _within_the_blocks(s: StepMemory) -> list[Memory]:
                 _moment(
                     f"backward of block {block}",
                     s,
-                    gathered=s.around + 4 * s.in_block * buffers + s.stale,
+                    gathered=s.around + buffers + s.stale,
                     gradients=s.kept + gradients + 4 * s.vocab,
-                    copies=24 * s.matrix * copied if s.bf16 else 0,
+                    copies=24 * s.matrix * copied if s.bf16 and not s.gathers_bf16 else 0,
                     activations=activations + s.inputs,
                 )
             )
@@ -276,7 +289,7 @@ def _within_the_blocks(s: StepMemory) -> list[Memory]:
 def _at_the_end(s: StepMemory) -> list[Memory]:
     """Return the moments of the embedding's gradient, the head's and their sum; and of the fused optimizer step."""
     gradients = (s.kept or s.shard - 4 * s.vocab * s.shard // (4 * s.N)) + 12 * s.vocab
-    gathered, sent = s.around + 4 * s.in_block, 2 * s.sent + s.sent // s.world_size
+    gathered, sent = s.around + s.weights, 2 * s.sent + s.sent // s.world_size
     return [
         _moment("backward of the embedding", s, gathered=gathered, gradients=gradients),
         _moment("optimizer step", s, rounds=s.rounds, gradients=s.shard),

@@ -296,7 +296,12 @@ _HIDDEN: dict[Parallel, str] = {
 def _communication(found: Estimate, link: str) -> str:
     """Write what a step sends, and what is assumed to hide it."""
     job, model = found.job, found.job.config.model
-    sent = step_bytes(model, parallel=job.parallel, accumulation=job.accumulation)
+    sent = step_bytes(
+        model,
+        parallel=job.parallel,
+        accumulation=job.accumulation,
+        param_dtype=job.config.system.fsdp_param_dtype,
+    )
     terms = [
         f"{kind.replace('_', '-')} {wire_share(kind, world_size=job.world_size):.3g} x {size / 1e6:,.0f} MB"
         for kind, size in sent.items()

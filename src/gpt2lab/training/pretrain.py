@@ -15,6 +15,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.command_line import Command
+from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.settings import to_flat
 from gpt2lab.distributed.compile_cache import use_cache_folder
 from gpt2lab.distributed.runtime import (
@@ -189,6 +190,7 @@ def _choose_hardware(start: Start, runtime: Runtime) -> Start:
     system = dataclasses.replace(
         system, dtype=dtype, residual_dtype=residual_dtype, compile="on" if compiles else "off"
     )
+    check_fsdp_param_dtype(system)
     config = dataclasses.replace(start.config, system=system)
     warnings = (*start.warnings, note) if note else start.warnings
     return dataclasses.replace(start, config=config, warnings=warnings)

@@ -21,7 +21,7 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.checkpoint.target import tokenizer_of
 from gpt2lab.config.command_line import Command
-from gpt2lab.config.derived import mini_batch_sizes
+from gpt2lab.config.derived import check_fsdp_param_dtype, count_steps, mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.resume_policy import find_changes, reject_changes
 from gpt2lab.config.schema import LENGTHS, Config
@@ -86,6 +86,25 @@ def without_followers(command: Command) -> Command:
         follow.add("warmup_steps")
     kept = {name: value for name, value in file.items() if name not in follow}
     return dataclasses.replace(command, file=kept)
+
+
+def _without_warmup_of_epochs(
+    command: Command, config: Config, steps: int, windows_per_epoch: int
+) -> Config:
+    """Do for a --config whose length is in epochs what `without_followers` does for one in steps: the data is known."""
+    own, T = dataclasses.replace(command, values={}).fresh(), config.model.context_length
+    is_from_file = "warmup_steps" in (command.file or {}) and "warmup_steps" not in command.values
+    if not is_from_file or _steps_of(own) is not None:
+        return config
+    try:
+        own_steps = count_steps(
+            own.length, own.batch, context_length=T, windows_per_epoch=windows_per_epoch
+        )
+    except ConfigError:  # of other data, of which this start has too little
+        return config
+    if own_steps == steps or own.optim.warmup_steps != default_warmup(own_steps):
+        return config
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, warmup_steps=None))
 
 
 def _steps_of(config: Config) -> int | None:
@@ -172,6 +191,8 @@ def resolve(
         train_tokens=data.tokens("train"),
         free_memory=free_memory,
     )
+    if saved is None:
+        config = _without_warmup_of_epochs(command, config, plan.max_steps, order.windows_per_epoch)
     config = _fill_in(config, plan.max_steps)
     changes: dict[str, list[Any]] = {}
     if saved is not None and checkpoint is not None:
@@ -362,6 +383,9 @@ def _fit_parallel(
         if "fsdp_offload" in command.values:
             raise ConfigError("--fsdp_offload goes with --parallel fsdp")
         system = dataclasses.replace(system, fsdp_offload=False)
+    if command.values.get("fsdp_param_dtype") == "bf16" and system.parallel != "fsdp":
+        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
+    check_fsdp_param_dtype(system)  # of another mode the setting is kept, without meaning
     return dataclasses.replace(config, system=system), tuple(notes)
 
 

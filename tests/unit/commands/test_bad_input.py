@@ -190,6 +190,9 @@ CASES = {
         ["--parallel=fsdp", "--reduce=exact"], ("reduce exact", "use --parallel ddp or zero1")
     ),
     "offload without fsdp": Case(["--fsdp_offload"], ("--fsdp_offload goes with --parallel fsdp",)),
+    "gathering in bf16 without fsdp": Case(
+        ["--fsdp_param_dtype=bf16"], ("--fsdp_param_dtype bf16 goes with --parallel fsdp",)
+    ),
     "a GPU's kernel on a CPU": Case(
         ["--attention=cudnn"],
         ("attention cudnn: is a GPU's kernel", "no GPU", "--attention auto"),

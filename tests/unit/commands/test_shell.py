@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from gpt2lab.commands.job_files import Job
 from gpt2lab.commands.resume_command import (
     Continuation,
     ResumeCommand,
+    files_of,
     plan_continuation,
     write,
 )
@@ -147,6 +149,39 @@ def test_slurm_reads_only_options_that_are_ours(found: Continuation) -> None:
     plain = write(found, output="slurm").splitlines()
     assert options == [line.split("=")[0] for line in plain if line.startswith("#SBATCH")]
     assert "#SBATCH --job-name=r__SBATCH_--wrap__x__--uid_0" in text
+
+
+def test_jobs_carry_the_files_that_a_run_reads_besides_its_data(
+    found: Continuation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "REPOSITORY", tmp_path)
+    monkeypatch.setattr("gpt2lab.training.resolve.why_no_text", lambda *words: None)
+    items = tmp_path / "items" / "hellaswag.jsonl"
+    items.parent.mkdir()
+    shutil.copy(REPOSITORY / "tests" / "golden" / "hellaswag_items.jsonl", items)
+    run = str(found.start.run_dir)
+    plan = plan_continuation(run, num_gpus=None, argv=[f"--hellaswag_path={items}"])
+
+    spec = json.loads(write(plan, output="k8s"))["spec"]
+    template = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
+    pod = template["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    kinds = {v["hostPath"]["path"]: v["hostPath"]["type"] for v in pod["volumes"]}
+    assert kinds.pop(str(items)) == "File"
+    assert set(kinds.values()) == {"Directory"}
+    assert str(items) in {m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
+
+    job = json.loads(write(plan, output="sky"))
+    there = "~/sky_workdir/items/hellaswag.jsonl"
+    assert job["file_mounts"][there] == str(items)
+    words = shlex.split(job["run"])
+    assert [words[i + 1] for i, w in enumerate(words) if "hellaswag" in w and w[:2] == "--"] == [
+        there
+    ]
+
+    tuning = dataclasses.replace(plan.start.config.tuning, instructions="/texts/pairs.jsonl")
+    config = dataclasses.replace(plan.start.config, tuning=tuning)
+    files = files_of(dataclasses.replace(plan.start, config=config))
+    assert files == {"hellaswag_path": items, "instructions": Path("/texts/pairs.jsonl")}
 
 
 def shellcheck(*words: Any) -> str:

@@ -134,7 +134,8 @@ def test_what_only_observes_or_places_a_run_is_free() -> None:
 
 def test_the_mathematics_is_guarded() -> None:
     names = """dropout shuffle seed total_batch_size max_lr min_lr warmup_steps lr_schedule wsd_decay
-        weight_decay grad_clip max_steps max_tokens num_epochs dtype"""
+        weight_decay grad_clip max_steps max_tokens num_epochs dtype
+        fsdp_param_dtype"""
     assert {policy_of(name, Config()) for name in names.split()} == {"guarded"}
 
 

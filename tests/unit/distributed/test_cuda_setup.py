@@ -14,6 +14,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.schema import ModelConfig, SystemConfig, TuningConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_residual_dtype
 from gpt2lab.distributed.strategy import Strategy, resolve_compile
@@ -98,6 +99,14 @@ def test_the_residual_stream_is_bf16_on_a_gpu_or_where_asked(
 def test_a_bf16_residual_stream_beside_fp32_products_is_rejected() -> None:
     with pytest.raises(ConfigError, match="residual_dtype bf16 needs --dtype bf16"):
         resolve_residual_dtype("bf16", "fp32", torch.device("cpu"))
+
+
+def test_gathering_in_bf16_beside_fp32_products_is_rejected() -> None:
+    system = SystemConfig(dtype="fp32", parallel="fsdp", fsdp_param_dtype="bf16")
+    with pytest.raises(ConfigError, match="use --dtype bf16, or --fsdp_param_dtype fp32"):
+        check_fsdp_param_dtype(system)
+    for change in ({"dtype": "bf16"}, {"parallel": "ddp"}, {"fsdp_param_dtype": "fp32"}):
+        check_fsdp_param_dtype(dataclasses.replace(system, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("buffers", "taken"), [(":16:8", True), (":0:0", False)])

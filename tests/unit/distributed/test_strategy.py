@@ -21,11 +21,13 @@ from gpt2lab.config.command_line import parse
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Parallel, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import ConfigError
 from gpt2lab.model.activation_checkpointing import apply_activation_checkpointing
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
 from gpt2lab.planner.communication import step_bytes
 from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.resolve import resolve
 
 STEPS = 20
 WORKERS = Path(__file__).parents[2] / "workers"
@@ -163,6 +165,41 @@ def test_a_resume_in_the_same_mode_keeps_every_bit(
     assert launch.losses(run) == launch.losses(expected)
     assert launch.parameter_hash(run, STEPS) == launch.parameter_hash(expected, STEPS)
     assert [event["level"] for event in launch.events(run, "resume")] == ["bit-identical"]
+
+
+@pytest.mark.slow
+def test_gathering_in_bf16_changes_no_bit_of_a_step_and_halves_what_is_gathered(
+    tmp_path: Path,
+) -> None:
+    """With adapters, Muon and recomputation too; see workers/gathers.py for what is compared."""
+    done = launch.train_in_forks([str(tmp_path)], world=2, program=WORKERS / "gathers.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all compared") == 2
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_the_other_precision_of_gathering_where_that_is_allowed(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    how = ("--dtype=bf16", "--parallel=fsdp", "--mini_batch_size=4", "--sample_freq=10")
+    counter, in_bf16 = WORKERS / "count_traffic.py", "--fsdp_param_dtype=bf16"
+    for name, more in (("fp32", ()), ("bf16", (in_bf16,))):
+        train(tiny_data, tmp_path / name, *how, *more, world=2, program=counter)
+    expected, run = tmp_path / "fp32" / "run", tmp_path / "bf16" / "run"
+    assert launch.losses(run) == launch.losses(expected)
+    assert launch.parameter_hash(run, STEPS) == launch.parameter_hash(expected, STEPS)
+    for one, other in zip(launch.events(run, "eval"), launch.events(expected, "eval"), strict=True):
+        assert one["val_loss"] == other["val_loss"]
+
+    back = ("--resume=5", "--fsdp_param_dtype=fp32")
+    with pytest.raises(ConfigError, match="fsdp_param_dtype bf16 -> fp32"):
+        words = flags(tiny_data, tmp_path / "bf16", *how, *back)
+        resolve(parse(words), world_size=2, set_aside=False)
+    allow = "--allow_change=fsdp_param_dtype"
+    train(tiny_data, tmp_path / "bf16", *how, *back, allow, world=2, program=counter)
+    assert [event["level"] for event in launch.events(run, "resume")] == ["changed"]
+    assert launch.losses(run) == launch.losses(expected)
+    assert launch.parameter_hash(run, STEPS) == launch.parameter_hash(expected, STEPS)
 
 
 @pytest.mark.slow

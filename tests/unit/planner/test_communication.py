@@ -6,13 +6,14 @@ That the bytes are those of real steps is tested in test_parallel.py, where real
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from forecasting import KNOWN, job_for, on
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelConfig, Parallel
+from gpt2lab.model.counts import count_block_parameters
 from gpt2lab.planner.communication import exposed, step_bytes, wire_share
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.hardware import Link
@@ -25,11 +26,12 @@ MODERN = preset("modern-small").model
 
 
 def seconds(
-    parallel: Parallel, *, window: float, model: ModelConfig = MODEL
+    parallel: Parallel, *, window: float, model: ModelConfig = MODEL, param_dtype: Any = "fp32"
 ) -> tuple[float, float]:
     found = exposed(
         model,
         parallel=parallel,
+        param_dtype=param_dtype,
         world_size=4,
         link=STEADY,
         accumulation=3,
@@ -46,6 +48,22 @@ def test_all_that_is_sent_is_timed(mode: Parallel, model: ModelConfig) -> None:
     visible, in_all = seconds(mode, window=0.0, model=model)
     assert in_all == pytest.approx(expected)
     assert visible == pytest.approx(expected), "nothing to hide behind"
+
+
+@pytest.mark.parametrize("model", [MODEL, MODERN], ids=lambda model: model.norm)
+def test_matrices_gathered_in_bf16_are_half_the_bytes_and_all_are_timed(model: ModelConfig) -> None:
+    """The gradients of vectors are scattered once instead of with each of three micro-batches; their sum stays fp32."""
+    matrices = 12 * model.n_layer * model.n_embd**2
+    vectors = model.n_layer * count_block_parameters(model) - matrices
+    fp32, bf16 = (
+        step_bytes(model, parallel="fsdp", accumulation=3, param_dtype=dtype)
+        for dtype in ("fp32", "bf16")
+    )
+    assert fp32["all_gather"] - bf16["all_gather"] == 3 * 2 * 2 * matrices + 5 * 4 * vectors
+    assert fp32["reduce_scatter"] - bf16["reduce_scatter"] == 2 * 4 * vectors
+    expected = sum(size * wire_share(kind, world_size=4) for kind, size in bf16.items()) / 1e9
+    found = seconds("fsdp", window=0.0, model=model, param_dtype="bf16")
+    assert found == pytest.approx((expected, expected))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -133,6 +133,7 @@ REFUSALS = {
     "absurd tokens": (["--tokens=1e30"], 2, "--tokens"),
     "absurd layers": (["--n_layer=99999999999"], 2, "n_layer"),
     "no layers": (["--n_layer=0"], 2, "n_layer"),
+    "the trainer's length": (["--max_steps=5"], 2, "--max_steps: here it is --steps"),
     "two lengths": (["--tokens=1B", "--steps=5"], 2, "--steps"),
     "less than a step": (["--gpu=H100", "--tokens=1000"], 2, "less than one step"),
     "epochs of nothing": (["--epochs=2"], 2, "--data_dir"),
@@ -149,6 +150,12 @@ REFUSALS = {
     "run of another name": (["--run_name=nobody"], 2, "nobody"),
     "measure elsewhere": (["--measure", "--gpu=H100"], 2, "--measure"),
     "sharing alone": (["--gpu=H100", "--parallel=fsdp"], 2, "--gpus"),
+    "bf16 without fsdp": (["--gpu=H100", "--gpus=8", "--fsdp_param_dtype=bf16"], 2, "fsdp"),
+    "bf16 gathered for fp32": (
+        ["--gpu=H100", "--gpus=8", "--parallel=fsdp", "--fsdp_param_dtype=bf16", "--dtype=fp32"],
+        2,
+        "--dtype bf16",
+    ),
     "free price": (["--gpu=H100", "--price=0"], 2, "--price"),
     "report nowhere": (["--gpu=H100", "--report=/nonexistent/x.json"], 2, "--report"),
     "fits no window": (["--gpu=RTX-4090", "--tokens=100B", "--deadline=1h"], 3, ""),
@@ -263,6 +270,7 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(
         {},
         {"parallel": "zero1"},
         {"parallel": "fsdp", "activation_checkpointing": "block"},
+        {"parallel": "fsdp", "fsdp_param_dtype": "bf16"},
         {"optimizer": "muon", "positions": "rotary"},
         {"instructions": "demo", "lora_r": 8},
     ],
@@ -285,6 +293,7 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(
         dtype="bf16",
         world_size=4,
         parallel=settings.get("parallel", "ddp"),  # type: ignore[arg-type]
+        param_dtype=settings.get("fsdp_param_dtype", "fp32"),  # type: ignore[arg-type]
         recompute=settings.get("activation_checkpointing", "none"),  # type: ignore[arg-type]
         optimizer=settings.get("optimizer", "adamw"),  # type: ignore[arg-type]
         tuning=config.tuning,

@@ -89,6 +89,7 @@ OF_A_STEP: list[dict[str, Any]] = [
     {"optimizer": "muon"},
     {"parallel": "zero1"},
     {"parallel": "fsdp", "fsdp_offload": True},
+    {"parallel": "fsdp", "fsdp_param_dtype": "bf16"},
     {"activation_checkpointing": "block"},
     {"activation_checkpointing": "selective"},
     {"attention": "flash"},

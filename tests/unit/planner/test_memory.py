@@ -303,7 +303,7 @@ def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None
         done = launch.train_in_forks([], world=2, program=launch.WORKERS / "live_bytes.py")
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
-        assert len(lines) == 21
+        assert len(lines) == 23
         missed_now = set()
         for case in lines:
             peak = case.pop("peak")
@@ -326,6 +326,7 @@ def _is_predicted(case: dict[str, Any], peak: float) -> bool:
         *(case[name] for name in ("B", "A", "dtype", "optimizer")),
         world_size=2,
         parallel=case["parallel"],
+        param_dtype=case["param_dtype"],
         recompute=case["recompute"],
     )
     margin = 0.05 if _comes_and_goes(case) else 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from gpt2lab.checkpoint import manifest
 from gpt2lab.config import command_line
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.settings import to_flat
 from gpt2lab.data.order import Order
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
@@ -50,3 +52,25 @@ def test_a_resume_with_a_preset_hashes_the_checkpoint_once(
     assert start.checkpoint is not None
     assert hashed == [tmp_path / "runs" / "tiny" / "step_00000002"]
     assert len(parses) == 1
+
+
+def test_a_warm_up_that_follows_from_a_files_epochs_follows_another_length(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    """As where the file's length is in steps; one that somebody chose stays, and so does that of the same length."""
+    flags = ["--context_length=16", "--total_batch_size=64", "--mini_batch_size=2"]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path}", "--vocab_size=256"]
+
+    def warmup_of(*more: str) -> int | None:
+        start = resolve(parse([*flags, *more]), world_size=1, set_aside=False)
+        (tmp_path / "config.json").write_text(json.dumps(to_flat(start.config)))
+        return start.config.optim.warmup_steps
+
+    file, epochs = f"--config={tmp_path / 'config.json'}", "--num_epochs=2"
+    assert warmup_of(epochs) == 9
+    assert warmup_of(file) == 9
+    assert warmup_of(file, "--max_steps=40") == 4
+    assert warmup_of(epochs) == 9
+    assert warmup_of(file, "--num_epochs=1") == 4
+    assert warmup_of(epochs, "--warmup_steps=7") == 7
+    assert warmup_of(file, "--max_steps=40") == 7
