@@ -93,7 +93,7 @@ class Spike:
         chosen = f" ({self.how}, the largest in the log that can be replayed)" if self.how else ""
         lines = [
             f"step {self.step} of {paths.for_people(self.run)}{chosen}",
-            f"loss {self.loss:.4f}, gradient norm {self.grad_norm:.4f}, {len(self.parts)} samples: "
+            f"loss {self.loss:.4f}, gradient norm {self.grad_norm:.4f}, {fmt.number_of(len(self.parts), 'sample')}: "
             + (self.departure or "as logged"),
         ]
         rows = [
@@ -129,8 +129,8 @@ class Spike:
             if sample.text is not None:
                 lines.append(f"  {sample.text}")
         lines += [self._in_words(one) for one in self.without]
-        least = self.without[0].grad_norm
-        if math.isfinite(self.grad_norm) and least > _LITTLE * self.grad_norm:
+        left = self.without[0].grad_norm if self.without else 0.0
+        if math.isfinite(self.grad_norm) and left > _LITTLE * self.grad_norm:
             lines.append("no single sample explains this norm")
         return "\n".join(lines)
 
@@ -173,7 +173,7 @@ def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
                 break
     chosen = [part.sample for part in parts[:worst]]
     left = []
-    for number in chosen if len(parts) > 1 else []:
+    for number in [part.sample for part in parts[:worst] if part.targets < batch.num_targets]:
         mask = replay.mask(step, Change(without_samples=frozenset({number})))
         left.append(WithoutSample(number, *replay.measure(without(batch, mask, step=step))))
     documents = tokens.documents()

@@ -25,6 +25,7 @@ class Contribution:
     """One sample's part in a step, with the weights before the update."""
 
     sample: int
+    targets: int
     loss: float  # nats/token, mean over its own targets; 0 without targets
     norm: float  # L2 of its part of the gradient: its summed loss / targets of the step
     projection: float  # of this part on the direction of the gradient; all samples' add up to the gradient norm
@@ -71,6 +72,7 @@ def contributions(replay: Replay) -> list[Contribution]:
             found.append(
                 Contribution(
                     sample=batch.first_sample + len(found),
+                    targets=targets,
                     loss=loss.item() / max(1, targets),
                     norm=own,
                     projection=dot / norm if norm else 0.0,
@@ -113,7 +115,7 @@ def patterns(ids: np.ndarray, others: np.ndarray, tokenizer: Tokenizer | None) -
     found = []
     end = None if tokenizer is None else tokenizer.end_of_text
     run, token = longest_run(ids)
-    if run >= max(8, len(ids) // 8):
+    if run >= max(16, len(ids) // 8):
         what = "end of text" if token == end else _shown(token, tokenizer)
         found.append(f"repetition of one token ({what}), {run:,} times")
     else:
