@@ -33,6 +33,7 @@ _FILES = {
     "estimate": "estimate_time",
     "export": "export_hf",
     "tensorboard": "show_tensorboard",
+    "bisect": "bisect_runs",  # in the folder of the programs, bisect.py would hide Python's own
 }
 _FLAGS = {"import": "--import_checkpoint"}  # of the trainer, for a verb without a file
 

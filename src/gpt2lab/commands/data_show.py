@@ -9,7 +9,9 @@ import numpy as np
 
 from gpt2lab import paths
 from gpt2lab.commands.train import recipe_named
+from gpt2lab.data.documents import find_documents
 from gpt2lab.data.mixture import Mixture, training_order
+from gpt2lab.data.shards import TokenData
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.finetuning.rows import InstructionData
@@ -28,6 +30,22 @@ class StepTokens:
     windows: np.ndarray  # (S, T + 1) of the ids' type, in sample order; targets are windows[:, 1:]
     places: tuple[str, ...]  # of each window: shard and token offset, or row
     hash: str
+    data: TokenData
+    shards: np.ndarray  # of each window: number of its shard and token offset there, both (S,)
+    offsets: np.ndarray
+
+    def documents(self) -> list[np.ndarray]:
+        """Return the document of each target, (T,) for each window; [] where nothing marks documents.
+
+        Reads the training tokens up to the last shard of these windows.
+        """
+        last = int(self.shards.max()) + 1
+        is_tuned = isinstance(self.data, InstructionData)
+        known = None if is_tuned else find_documents(self.data, shards=last)
+        if known is None:
+            return []
+        rows = zip(self.shards.tolist(), self.offsets.tolist(), strict=True)
+        return [known.of_targets(*row, self.windows.shape[1] - 1) for row in rows]
 
 
 def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
@@ -83,7 +101,18 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
             f"(hash {event['batch_hash'][:12]}, now {digest[:12]}); restore the data that it was trained on"
         )
     where = tuple(" ".join(both) for both in zip(names, places, strict=True))
-    return StepTokens(step, event["epoch"], first, data.tokenizer, windows, where, digest)
+    return StepTokens(
+        step=step,
+        epoch=event["epoch"],
+        first_sample=first,
+        tokenizer=data.tokenizer,
+        windows=windows,
+        places=where,
+        hash=digest,
+        data=data,
+        shards=chosen,
+        offsets=offsets,
+    )
 
 
 def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:

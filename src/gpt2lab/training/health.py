@@ -21,7 +21,7 @@ from gpt2lab.training.train_step import StepStats, is_finite
 
 FEWEST = 64  # before there are as many, nothing is a spike: a young run falls fast
 LIMIT = 6.0  # standard deviations
-_LEAST_SPREAD = 1e-3  # of the mean: a flat curve is not a licence to call noise a spike
+LEAST_SPREAD = 1e-3  # of the mean: a flat curve is not a licence to call noise a spike
 
 
 def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
@@ -33,7 +33,7 @@ def z_score(loss: float, recent: tuple[float, ...]) -> float | None:
     if len(recent) < FEWEST:
         return None
     mean = statistics.fmean(recent)
-    spread = max(statistics.pstdev(recent, mean), _LEAST_SPREAD * abs(mean))
+    spread = max(statistics.pstdev(recent, mean), LEAST_SPREAD * abs(mean))
     return (loss - mean) / spread if spread > 0 else None
 
 

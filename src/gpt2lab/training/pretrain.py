@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from typing import Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
@@ -216,8 +217,17 @@ def check_attention(start: Start, model: GPT, runtime: Runtime) -> Start:
     return dataclasses.replace(start, attention=found)
 
 
-def build(start: Start, runtime: Runtime, model: GPT, recipe: Recipe) -> Components:
+def build(
+    start: Start,
+    runtime: Runtime,
+    model: GPT,
+    recipe: Recipe,
+    *,
+    against_log: Literal["compare", "skip"] = "compare",
+) -> Components:
     """Build everything around the model; on a resume load the checkpoint and prove that it is the run's.
+
+    `against_log`: a replay skips the proof, because it compares every step itself.
 
     Raises: CheckpointError, DataError; nothing was written then.
     """
@@ -233,7 +243,8 @@ def build(start: Start, runtime: Runtime, model: GPT, recipe: Recipe) -> Compone
     state, check = TrainState(), None
     if start.checkpoint is not None:
         state = runtime.on_all_ranks(lambda: load_state(start, model, optimizers, runtime))
-        check = runtime.on_rank_zero(lambda: check_resume(start, state, batches.loader, facts))
+        if against_log == "compare":
+            check = runtime.on_rank_zero(lambda: check_resume(start, state, batches.loader, facts))
     return Components(
         *(start, runtime, strategy, facts, model, trained, optimizers, batches, state, check),
         host_decides=why_host_decides(config, optimizers, runtime),

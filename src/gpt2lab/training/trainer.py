@@ -8,13 +8,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.state import NOT_FINITE
+from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.errors import (
@@ -35,6 +35,7 @@ from gpt2lab.training.ranks import Stragglers, check_drift
 from gpt2lab.training.rewind import rewind
 from gpt2lab.training.run_log import StepLog
 from gpt2lab.training.saver import Saver
+from gpt2lab.training.start import Start
 from gpt2lab.training.stop import launcher_grace_seconds, more_to_abort
 from gpt2lab.training.train_step import StepStats, train_step
 
@@ -198,29 +199,17 @@ class Trainer:
     def launch(self, batch: GlobalBatch) -> None:
         """Launch the next optimizer step; a GPU may still compute the one before, a CPU computes at once."""
         began = (time.monotonic() - batch.wait_seconds, time.process_time())
-        number, policy = self.newest_step + 1, self.config.optim.on_spike
+        number = self.newest_step + 1
         faultpoint("step", number)
-        lr = lr_at(number, self.config.optim, max_steps=self.last_step)
         aside = 0.0  # seconds spent on looking at gradients, which are there before the update only
-
-        def accept(loss: float, norm: float) -> bool:
-            return accepts(loss, norm, self.state, policy)
 
         def before_update() -> None:
             nonlocal aside
             aside = self.histograms.gradients(number)
             self.busy.acquire()  # until the step is known; for good after an error on the way
 
-        stats = train_step(
-            self.components.trained,
-            self.components.optimizers,
-            batch,
-            lr,
-            strategy=self.components.strategy,
-            grad_clip=self.config.optim.grad_clip,
-            seed=rng.fold_seed(self.config.data.seed, number),
-            accept=None if self.is_pipelined else accept,
-            before_update=before_update,
+        lr, stats = launch_step(
+            self.components, number, batch, self.state, before_update=before_update
         )
         began = (began[0] + aside, began[1])
         self.launched.append(LaunchedStep(number, batch, lr, stats, began))
@@ -257,13 +246,7 @@ class Trainer:
         since = map(max, step.began, self.finished_at)
         seconds, cpu_seconds = (end - begin for end, begin in zip(now, since, strict=True))
         spiked = is_spike(stats.loss, self.state.recent_losses)
-        self.state = self.state.advance(
-            samples=step.batch.samples,
-            tokens=self.start.plan.batch.tokens,
-            seconds=seconds,
-            loss=stats.loss,
-            skip_reason=None if stats.updated else "spike" if spiked else NOT_FINITE,
-        )
+        self.state = state_after(self.state, step.batch, stats, self.start, seconds=seconds)
         del self.launched[0]
         self.finished_at, self.last_loss = now, stats.loss
         self.progress.record_step(seconds)
@@ -534,6 +517,53 @@ class Trainer:
         """Return the path of the run's newest checkpoint."""
         infos, _ = catalog.list_checkpoints(self.start.run_dir)
         return str(infos[-1].path) if infos else None
+
+
+def launch_step(
+    components: Components,
+    number: int,
+    batch: GlobalBatch,
+    state: TrainState,
+    *,
+    before_update: Callable[[], None] = lambda: None,
+) -> tuple[float, StepStats]:
+    """Launch update `number` of a run and return its learning rate and results: all that a replay of it must repeat.
+
+    `state`: of the newest step that is known to be complete; recent losses decide what is a spike.
+    """
+    start = components.start
+    optim, seed = start.config.optim, start.config.data.seed
+    lr = lr_at(number, optim, max_steps=start.plan.max_steps)
+
+    def accept(loss: float, norm: float) -> bool:
+        return accepts(loss, norm, state, optim.on_spike)
+
+    stats = train_step(
+        components.trained,
+        components.optimizers,
+        batch,
+        lr,
+        strategy=components.strategy,
+        grad_clip=optim.grad_clip,
+        seed=rng.fold_seed(seed, number),
+        accept=None if components.host_decides is None else accept,
+        before_update=before_update,
+    )
+    return lr, stats
+
+
+def state_after(
+    state: TrainState, batch: GlobalBatch, stats: StepStats, start: Start, *, seconds: float
+) -> TrainState:
+    """Return the state one step on."""
+    reason = "spike" if is_spike(stats.loss, state.recent_losses) else NOT_FINITE
+    return state.advance(
+        samples=batch.samples,
+        tokens=start.plan.batch.tokens,
+        seconds=seconds,
+        loss=stats.loss,
+        skip_reason=None if stats.updated else reason,
+    )
 
 
 def fetch(batches: Iterator[GlobalBatch]) -> tuple[GlobalBatch | None, GPT2LabError | None]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gpt2lab.training.trainer
+import launch
 from gpt2lab.checkpoint import state as state_module
 from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
 from gpt2lab.distributed.runtime import Runtime
@@ -239,3 +240,23 @@ def test_data_read_again_after_a_rewind_is_verified_again(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="damaged"):
         verifier.wait()
     verifier.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("soon")
+def test_rewound_and_skipped_steps_replay_as_they_went(
+    run: Run, spoil: Callable[..., None]
+) -> None:
+    """Step 10 follows step 9, but not its samples; step 14, of the samples from 128 on, is skipped."""
+    spoil(50.0, 12)
+    run.train("--max_steps=13", "--on_spike=rewind")
+    assert run.events("rewind")
+    spoil(math.inf, 17)
+    run.train("--max_steps=16", "--resume=latest", "--allow_change=max_steps")
+    assert [e["updated"] for e in run.events("step", attempt=2)] == [False, True, True]
+    for steps in ("10:13", "14:16"):
+        done = launch.call(
+            "replay.py", "tiny", f"--steps={steps}", f"--checkpoint_dir={run.path.parent}"
+        )
+        assert done.returncode == 0, done
+        assert "every bit as logged" in done.stdout

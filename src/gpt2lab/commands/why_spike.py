@@ -1,0 +1,233 @@
+"""Name the samples behind a spike of the loss or of the gradient norm, and what the step is without them.
+
+gpt2lab why-spike my_run --step 490
+gpt2lab why-spike my_run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tyro.conf import Positional
+
+from gpt2lab import fmt, paths
+from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from gpt2lab.training.spike import Contribution, WithoutSample
+
+_HEAD, _TAIL, _ROWS = 160, 60, 10  # characters of a text, lines of the table
+_LITTLE = (
+    0.8  # of the norm: where more is left without the worst sample, that sample does not explain it
+)
+
+
+@dataclass(frozen=True)
+class WhySpike:
+    """Rank the samples of a step by what they add to its gradient; nothing of the run is written."""
+
+    run: Positional[str] = argument("name of a run in checkpoints/, or its folder")
+    step: int | None = option(None, "the step; default the largest spike in the log")
+    worst: int = option(3, "take the step without each of so many samples")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+    json: bool = option(False, "print one JSON object")
+
+
+def main(argv: list[str]) -> int:
+    """Explain and print; return 1 if the steps before could not be replayed as they were."""
+    flags = run_tyro(WhySpike, argv)
+    from gpt2lab.runs import history
+
+    if flags.worst < 1 or (flags.step is not None and flags.step < 1):
+        name = "worst" if flags.worst < 1 else "step"
+        raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
+    run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
+    found = explain(run_dir, flags.step, worst=flags.worst)
+    print(json.dumps(found.as_json()) if flags.json else found.describe())
+    return 0 if found.departure is None else 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample with where it is from and what it says."""
+
+    place: str
+    documents: tuple[int, ...]  # those that its targets are of; () where they are not known
+    text: str | None
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step explained."""
+
+    run: Path
+    step: int
+    how: str | None  # it was chosen
+    loss: float
+    grad_norm: float
+    parts: list[Contribution]  # largest projection first
+    samples: dict[int, Sample]  # of the worst
+    without: list[WithoutSample]
+    departure: str | None  # of the replay from the log
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values; numbers that are not finite are null."""
+        found = {
+            **dataclasses.asdict(self),
+            "run": str(self.run),
+            "samples": {str(number): dataclasses.asdict(s) for number, s in self.samples.items()},
+        }
+        return _finite(found)
+
+    def describe(self) -> str:
+        """Write it for people."""
+        by_loss = {p.sample: n for n, p in enumerate(sorted(self.parts, key=_by_loss), start=1)}
+        chosen = f" ({self.how}, the largest in the log that can be replayed)" if self.how else ""
+        lines = [
+            f"step {self.step} of {paths.for_people(self.run)}{chosen}",
+            f"loss {self.loss:.4f}, gradient norm {self.grad_norm:.4f}, {fmt.number_of(len(self.parts), 'sample')}: "
+            + (self.departure or "as logged"),
+        ]
+        rows = [
+            [
+                f"{p.sample:,}",
+                f"{p.loss:.4f}",
+                str(by_loss[p.sample]),
+                f"{p.norm:.4f}",
+                f"{p.projection:.4f}",
+                f"{p.projection / self.grad_norm:.1%}" if self.grad_norm else "n/a",
+            ]
+            for p in self.parts[:_ROWS]
+        ]
+        header = [
+            "sample",
+            "loss",
+            "rank by loss",
+            "norm of its part",
+            "along the gradient",
+            "share",
+        ]
+        lines.append(fmt.table(header, rows))
+        if len(self.parts) > _ROWS:
+            lines.append(f"and {len(self.parts) - _ROWS:,} samples that add less")
+        for number, sample in self.samples.items():
+            documents = sample.documents
+            which = ""
+            if documents:
+                which = f", document {documents[0]:,}"
+                if len(documents) > 1:
+                    which = f", documents {documents[0]:,} to {documents[-1]:,}"
+            lines.append(f"sample {number:,}: {sample.place}{which}")
+            if sample.text is not None:
+                lines.append(f"  {sample.text}")
+        lines += [self._in_words(one) for one in self.without]
+        left = self.without[0].grad_norm if self.without else 0.0
+        if math.isfinite(self.grad_norm) and left > _LITTLE * self.grad_norm:
+            lines.append("no single sample explains this norm")
+        return "\n".join(lines)
+
+    def _in_words(self, one: WithoutSample) -> str:
+        said = "; ".join(self.samples[one.sample].patterns)
+        return (
+            f"without sample {one.sample:,}{f' ({said})' if said else ''} the norm is {one.grad_norm:.3g} instead "
+            f"of {self.grad_norm:.3g}, the loss {one.loss:.4f} instead of {self.loss:.4f}"
+        )
+
+
+def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
+    """Replay up to a step and take it apart."""
+    from gpt2lab.commands.data_show import tokens_of_step
+    from gpt2lab.commands.replay import open_run
+    from gpt2lab.training.replay import ROUNDING, Change, without
+    from gpt2lab.training.spike import WithoutSample, contributions, patterns
+
+    how = None
+    if step is None:
+        step, how = _choose(run_dir)
+    tokens = tokens_of_step(run_dir, step)  # before anything is computed: the data may have changed
+    replay = open_run(run_dir, range(step, step + 1))
+    departure = None
+    for taken in replay.take_until(step - 1):
+        if departure is None and (found := replay.departure(taken)) is not None:
+            departure = (
+                f"the replay departed from the log in step {taken.event['step']}, in its {found[0]}"
+            )
+    logged, batch = replay.logged[step], replay.batch()
+    parts = sorted(contributions(replay), key=_by_projection)
+    loss, norm = replay.measure(batch)
+    if departure is None:
+        for name, value in (("loss", loss), ("grad_norm", norm)):
+            before = logged[name]
+            tolerance = 0.0 if replay.is_exact else ROUNDING[name]
+            same = before is not None and math.isclose(value, before, rel_tol=tolerance)
+            if not same and not (before is None and not math.isfinite(value)):
+                departure = f"not as logged ({name} {before})"
+                break
+    chosen = [part.sample for part in parts[:worst]]
+    left = []
+    for number in [part.sample for part in parts[:worst] if part.targets < batch.num_targets]:
+        mask = replay.mask(step, Change(without_samples=frozenset({number})))
+        left.append(WithoutSample(number, *replay.measure(without(batch, mask, step=step))))
+    documents = tokens.documents()
+    samples = {}
+    for number in chosen:
+        row = number - batch.first_sample
+        ids = tokens.windows[row, 1:].astype(np.int64)
+        others = np.delete(tokens.windows[:, 1:], row, 0).astype(np.int64)
+        samples[number] = Sample(
+            tokens.places[row],
+            tuple(np.unique(documents[row]).tolist()) if documents else (),
+            None if tokens.tokenizer is None else _excerpt(tokens.tokenizer.decode(ids.tolist())),
+            tuple(patterns(ids, others, tokens.tokenizer)),
+        )
+    replay.close()
+    return Spike(run_dir, step, how, loss, norm, parts, samples, left, departure)
+
+
+def _choose(run_dir: Path) -> tuple[int, str]:
+    from gpt2lab.checkpoint import catalog
+    from gpt2lab.runs import history
+    from gpt2lab.training.spike import FEWEST_BEFORE, largest_spike
+
+    infos = catalog.list_checkpoints(run_dir)[0]
+    if not infos:
+        raise ConfigError(f"{paths.for_people(run_dir)}: it has no checkpoint to replay from")
+    found = largest_spike(history.read_log(run_dir), after=infos[0].step)
+    if found is None:
+        raise ConfigError(
+            f"{paths.for_people(run_dir)}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
+            f"be compared with; name one with --step"
+        )
+    return found
+
+
+def _by_projection(part: Contribution) -> tuple[bool, float]:
+    """Order by the part along the gradient, largest first; what is not finite before all."""
+    return math.isfinite(part.norm), -part.projection if math.isfinite(part.projection) else 0.0
+
+
+def _by_loss(part: Contribution) -> tuple[bool, float]:
+    return math.isfinite(part.loss), -part.loss if math.isfinite(part.loss) else 0.0
+
+
+def _excerpt(text: str) -> str:
+    """Return the beginning and the end of a text on one line, control characters as codes."""
+    if len(text) > _HEAD + _TAIL:
+        text = f"{text[:_HEAD]} ... {text[-_TAIL:]}"
+    return printable(text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

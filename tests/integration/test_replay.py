@@ -1,0 +1,472 @@
+"""replay, why-spike and bisect on real runs with planted causes; each cause is named exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import launch
+from corpora import run_prepare, write_jsonl
+from gpt2lab.checkpoint import manifest
+from gpt2lab.config.command_line import parse
+from gpt2lab.data.manifest import read_manifest, write_manifest
+from gpt2lab.data.shards import measure_shard
+from gpt2lab.data.verify import verify
+from gpt2lab.tokenizers.plain import BYTES
+from gpt2lab.training.pretrain import pretrain
+
+T, S, LAST = 64, 8, 24
+SPIKE, BAD = 14, 108  # the poisoned window is sample 108, of step 14
+SWAPPED = 37  # number of the document that is another one
+FLIPPED = 12  # step of the checkpoint with another bit
+
+
+def document(number: int, topic: str = "river") -> str:
+    return (
+        f"Page {number:03d}. The {topic} of year {number * 37 % 1000:03d} rose by {number * 7 % 100:02d} feet. "
+        * 4
+    )
+
+
+def texts(swapped: int | None = None) -> list[str]:
+    return [document(n, "ocean" if n == swapped else "river") for n in range(1, 90)]
+
+
+def flags_of(folder: Path, name: str, data: str, *more: str) -> list[str]:
+    return [
+        *("--n_layer=1", "--n_head=2", "--n_embd=32", f"--context_length={T}", "--vocab_size=257"),
+        *(f"--total_batch_size={T * S}", "--mini_batch_size=4", f"--max_steps={LAST}"),
+        *("--eval_freq=0", "--val_tokens=640", "--sample_freq=0", "--checkpoint_freq=4"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--max_lr=0.01", "--grad_clip=0"),
+        *("--epoch_checkpoints=off", f"--data_dir={folder / data}", f"--run_name={name}"),
+        *(f"--checkpoint_dir={folder / 'runs'}", *more),
+    ]
+
+
+def train(folder: Path, name: str, data: str = "clean", *more: str) -> None:
+    pretrain(parse(flags_of(folder, name, data, *more)))
+
+
+def poison(folder: Path) -> None:
+    """Overwrite all targets of one window, so that everything verifies."""
+    listed = read_manifest(folder)
+    (file,) = [one for one in listed["files"] if one["split"] == "train"]
+    path = folder / file["name"]
+    ids = np.load(path)
+    ids[BAD * T + 1 : BAD * T + T] = ord("x")
+    np.save(path, ids)
+    offset = path.stat().st_size - ids.nbytes
+    found = measure_shard(path, offset=offset, tokenizer=BYTES, end_of_text=BYTES.end_of_text)
+    file |= {name: found[name] for name in file.keys() & found.keys()}
+    (folder / "shards.json").unlink()
+    write_manifest(folder, listed)
+    assert verify(folder) == []
+
+
+def flip(folder: Path, tensor: str, place: int, *, redo: bool) -> None:
+    """Flip the lowest bit of one weight's exponent, and make the checksums fit again."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    begin = json.loads(content[8 : 8 + size])[tensor]["data_offsets"][0]
+    content[8 + size + begin + 4 * place + 2] ^= 0x80
+    path.write_bytes(content)
+    if redo:
+        listed = json.loads((folder / "manifest.json").read_text())
+        listed["files"]["model.safetensors"]["sha256"] = hashlib.sha256(content).hexdigest()
+        listed["manifest_sha256"] = manifest._hash_of(listed)
+        (folder / "manifest.json").write_text(json.dumps(listed, indent=1))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the data and runs of all tests; treat as read-only."""
+    folder = tmp_path_factory.mktemp("replays")
+    for name, swapped in (("clean", None), ("swapped", SWAPPED)):
+        source = write_jsonl(folder / f"{name}.jsonl", texts(swapped))
+        run_prepare(source, folder / name, val_tokens=700, tokenizer=BYTES)
+    shutil.copytree(folder / "clean", folder / "poisoned")
+    poison(folder / "poisoned")
+    train(folder, "clean")
+    train(folder, "poisoned", "poisoned")
+    return folder
+
+
+@pytest.fixture
+def own(place: Path, tmp_path: Path) -> Path:
+    """Return a copy of the runs to spoil, over the same data."""
+    shutil.copytree(place / "runs", tmp_path / "runs")
+    for name in ("clean", "poisoned", "swapped"):
+        (tmp_path / name).symlink_to(place / name)
+    return tmp_path
+
+
+def call(program: str, folder: Path, *words: object, code: int = 0) -> Any:
+    """Return what a program prints, as JSON where that is asked for; its error line where it is rejected."""
+    done = launch.call(program, *words, f"--checkpoint_dir={folder / 'runs'}")
+    assert done.returncode == code, done
+    if code == 2:
+        return done.stderr.splitlines()[-1]
+    return json.loads(done.stdout) if "--json" in words else done.stdout
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Return every path of a run with its inode's times and the hash of its content."""
+    found = {}
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        stat = path.stat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path)] = (stat.st_mtime_ns, stat.st_ctime_ns, content)
+    return found
+
+
+# -- replay ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place: Path) -> None:
+    before = listing(place / "runs" / "clean")
+    found = call("replay.py", place, "clean", "--steps=10:13", "--layers", "--json")
+    assert listing(place / "runs" / "clean") == before
+    assert (found["from_step"], found["departure"], found["compared"]) == (8, None, "bits")
+    logged = launch.steps(place / "runs" / "clean")
+    assert [step["step"] for step in found["steps"]] == [10, 11, 12, 13]
+    for step in found["steps"]:
+        event = logged[step["step"]]
+        for name in ("loss", "grad_norm", "lr", "batch_hash", "updated"):
+            assert step["replayed"][name] == event[name]
+        squares = sum(norm**2 for norm in step["layers"].values())
+        assert squares**0.5 == pytest.approx(event["grad_norm"], rel=1e-5)
+        assert list(step["layers"]) == ["wte", "wpe", "blocks.0", "ln_f"]
+    said = call("replay.py", place, "clean", "--steps=10:13")
+    assert "steps 9 to 13: batch, rate, loss and gradient norm are every bit as logged" in said
+
+
+def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place: Path) -> None:
+    one = ("poisoned", f"--without_sample={BAD}", "--json")
+    found = call("replay.py", place, *one, "--steps=14:15", "--layers")
+    spike, after = found["steps"]
+    assert found["change"] == f"without sample {BAD}"
+    assert (spike["targets"], after["targets"]) == ((S - 1) * T, S * T)
+    assert spike["replayed"]["batch_hash"] == spike["logged"]["batch_hash"]
+    assert spike["replayed"]["grad_norm"] < 0.5 * spike["logged"]["grad_norm"]
+    assert after["replayed"]["loss"] != after["logged"]["loss"]
+    as_was = spike["layers_unchanged"]
+    total = sum(norm**2 for norm in as_was.values()) ** 0.5
+    assert total == pytest.approx(spike["logged"]["grad_norm"], rel=1e-5)
+    assert as_was.keys() == spike["layers"].keys()
+    # The mean of the rest, from the losses of the samples alone.
+    parts = call("why_spike.py", place, "poisoned", "--step=14", "--json")["parts"]
+    rest = [part["loss"] for part in parts if part["sample"] != BAD]
+    assert spike["replayed"]["loss"] == pytest.approx(sum(rest) / len(rest), rel=1e-5)
+
+
+def test_a_document_is_left_out_wherever_it_is_a_target(place: Path) -> None:
+    """Document n is the n-th of the training split; its targets are found by its text."""
+    (path,) = (place / "clean").glob("*train*.npy")
+    ids = np.load(path)
+    number, end = 36, BYTES.end_of_text
+    places = np.flatnonzero(ids == end)
+    begin, stop = places[number - 1] + 1, places[number]  # and the end of text that ends it
+    count = [
+        int(
+            (
+                (np.arange(step * S * T, (step + 1) * S * T) + 1 >= begin)
+                & (np.arange(step * S * T, (step + 1) * S * T) + 1 <= stop)
+            ).sum()
+        )
+        for step in (12, 13, 14)
+    ]
+    assert sum(count) == stop - begin + 1
+    found = call(
+        "replay.py", place, "clean", "--steps=13:15", f"--without_document={number}", "--json"
+    )
+    assert [S * T - step["targets"] for step in found["steps"]] == count
+
+
+def test_another_rate_or_precision_holds_from_the_first_step_asked_for(place: Path) -> None:
+    found = call("replay.py", place, "clean", "--steps=11:13", "--max_lr=0.02", "--json")
+    first, second, _ = found["steps"]
+    assert first["replayed"]["loss"] == first["logged"]["loss"]
+    assert first["replayed"]["lr"] == pytest.approx(2 * first["logged"]["lr"], rel=1e-12)
+    assert second["replayed"]["loss"] != second["logged"]["loss"]
+    found = call("replay.py", place, "clean", "--steps=11", "--dtype=fp32", "--json")
+    assert found["steps"][0]["replayed"] == {
+        name: found["steps"][0]["logged"][name] for name in found["steps"][0]["replayed"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("clean", "--steps=3:4"), "no checkpoint before step 3 is left; steps from 5 on can be"),
+        (("clean", "--steps=24:25"), "no steps 24 to 25; it has steps 1 to 24"),
+        (("clean", "--steps=x"), "--steps x: give the first and last step, such as 480:500"),
+        (("clean", "--steps=9:7"), "--steps 9:7: steps count from 1"),
+        (
+            ("clean", "--steps=9", "--without_sample=5"),
+            "sample 5: steps 9 to 9 trained on samples 64",
+        ),
+        (("clean", "--steps=9", "--without_document=80"), "document 80: no target of steps 9 to 9"),
+        (("clean", "--steps=9", "--max_lr=-1"), "max_lr -1.0 must be above 0"),
+        (
+            ("clean", "--steps=9", "--max_lr=1", "--dtype=fp32"),
+            "with max_lr 1 and with dtype fp32: change one thing at a time",
+        ),
+        (
+            (
+                "clean",
+                "--steps=9",
+                *(f"--without_sample={' '.join(map(str, range(64, 72)))}".split()),
+            ),
+            "step 9: nothing of it would be left",
+        ),
+        (("nobody", "--steps=9"), "nobody: no run of this name"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_in_a_line(
+    words: tuple[str, ...], says: str, place: Path
+) -> None:
+    if "=64" in " ".join(words):
+        words = (*words[:2], "--without_sample", *map(str, range(64, 72)))
+    assert says in call("replay.py", place, *words, code=2)
+
+
+def edit_log(run: Path, step: int, **values: Any) -> None:
+    """Change the logged event of a step."""
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in lines:
+        if (event["event"], event["step"]) == ("step", step):
+            event |= values
+    path.write_text("".join(json.dumps(event) + "\n" for event in lines))
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("batch_hash", "batch"),
+        ("lr", "learning rate"),
+        ("loss", "loss"),
+        ("grad_norm", "gradient norm"),
+    ],
+)
+def test_a_step_that_is_not_as_logged_is_named(field: str, name: str, own: Path) -> None:
+    run = own / "runs" / "clean"
+    value = launch.steps(run)[11][field]
+    edit_log(run, 11, **{field: "0" * 64 if field == "batch_hash" else np.nextafter(value, 9.0)})
+    said = call("replay.py", own, "clean", "--steps=10:13", code=1)
+    assert f"not as logged: step 11 is the first that differs, in its {name} (" in said
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_the_first_difference(own: Path) -> None:
+    """It loads with its checksums redone; left as they are, the checkpoint is passed over."""
+    run = own / "runs" / "clean"
+    facts = json.loads((run / "run.json").read_text())
+    facts["environment"]["torch"] = "1.0"
+    (run / "run.json").write_text(json.dumps(facts))
+    flip(run / "step_00000012", "wte.weight", 5, redo=False)
+    said = call("replay.py", own, "clean", "--steps=14")
+    assert "passed over: " in said
+    assert "step_00000012/model.safetensors: damaged (sha256 does not match" in said
+    assert "from the checkpoint of step 8" in said
+    flip(run / "step_00000012", "wte.weight", 5, redo=False)  # back
+    flip(run / "step_00000012", "ln_f.weight", 5, redo=True)
+    found = call("replay.py", own, "clean", "--steps=14:15", "--json", code=1)
+    assert (found["departure"]["step"], found["departure"]["quantity"]) == (13, "loss")
+    said = call("replay.py", own, "clean", "--steps=14:15", code=1)
+    assert f"likely cause: torch 1.0 -> {torch.__version__}" in said
+
+
+# -- why-spike -------------------------------------------------------------------------------------------------------
+
+
+def test_the_poisoned_window_is_named_with_its_pattern(place: Path) -> None:
+    before = listing(place / "runs" / "poisoned")
+    found = call("why_spike.py", place, "poisoned", "--json")
+    said = call("why_spike.py", place, "poisoned", f"--step={SPIKE}", "--worst=2")
+    assert listing(place / "runs" / "poisoned") == before
+    assert found["step"] == SPIKE
+    assert "standard deviations above the mean of the 13 steps before" in found["how"]
+    parts = found["parts"]
+    assert (parts[0]["sample"], len(parts)) == (BAD, S)
+    assert max(parts, key=lambda part: part["loss"])["sample"] == BAD
+    assert sum(p["projection"] for p in parts) == pytest.approx(found["grad_norm"], rel=1e-4)
+    logged = launch.steps(place / "runs" / "poisoned")[SPIKE]
+    assert (found["loss"], found["grad_norm"]) == (logged["loss"], logged["grad_norm"])
+    # As a replay without the sample.
+    again = call(
+        "replay.py", place, "poisoned", f"--steps={SPIKE}", f"--without_sample={BAD}", "--json"
+    )["steps"][0]["replayed"]
+    assert found["without"][0] == {
+        "sample": BAD,
+        "loss": again["loss"],
+        "grad_norm": again["grad_norm"],
+    }
+    number = int((np.load(next((place / "poisoned").glob("*train*.npy")))[: BAD * T] == 256).sum())
+    assert found["samples"][str(BAD)]["documents"] == [number]
+    assert f"without sample {BAD} (repetition of one token (id 120, 'x'), {T - 1} times" in said
+    assert f" the norm is {again['grad_norm']:.3g} instead of {logged['grad_norm']:.3g}" in said
+    assert f"sample {BAD}: clean_train_000000.npy from token {BAD * T}, document {number}" in said
+    assert "no single sample explains" not in said
+
+
+def test_a_step_without_a_culprit_is_called_so(place: Path) -> None:
+    said = call("why_spike.py", place, "clean", "--step=9", "--worst=1")
+    assert said.splitlines()[-1] == "no single sample explains this norm"
+    assert "as logged" in said
+
+
+def test_wrong_words_for_why_spike(own: Path) -> None:
+    assert "--worst 0 must be at least 1" in call("why_spike.py", own, "clean", "--worst=0", code=2)
+    assert "no step 99; it has" in call("why_spike.py", own, "clean", "--step=99", code=2)
+    for checkpoint in (own / "runs" / "clean").glob("step_*"):
+        shutil.rmtree(checkpoint)
+    assert "it has no checkpoint to replay" in call("why_spike.py", own, "clean", code=2)
+
+
+# -- bisect ----------------------------------------------------------------------------------------------------------
+
+
+def differing(folder: Path, other: str, a: str = "clean") -> dict[str, Any]:
+    found: dict[str, Any] = call("bisect_runs.py", folder, a, other, "--json", code=1)
+    return found
+
+
+def test_equal_runs_are_called_equal(own: Path) -> None:
+    shutil.copytree(own / "runs" / "clean", own / "runs" / "copy")
+    before = listing(own / "runs")
+    said = call("bisect_runs.py", own, "clean", "copy")
+    assert listing(own / "runs") == before
+    assert f"equal: {LAST} steps" in said
+    assert "6 checkpoints of both" in said
+    assert "0 replays" in said
+
+
+def test_a_poisoned_window_is_named_without_a_replay(place: Path) -> None:
+    found = differing(place, "poisoned")
+    assert (found["step"], found["quantity"], found["replays"]) == (SPIKE, "batch", 0)
+    text = dict(map(tuple, found["differences"]))["batch"]
+    assert (
+        f"1 of {S} samples differ, the first is sample {BAD}: {T - 1} of its {T + 1} tokens" in text
+    )
+
+
+def test_a_flipped_bit_is_named_by_its_tensor(own: Path) -> None:
+    shutil.copytree(own / "runs" / "clean", own / "runs" / "flipped")
+    run = own / "runs" / "flipped"
+    flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=False)
+    line = call("bisect_runs.py", own, "clean", "flipped", code=2)
+    assert f"flipped/step_{FLIPPED:08d}/model.safetensors: damaged (sha256" in line
+    flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=False)  # back
+    flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=True)
+    found = differing(own, "flipped")
+    assert (found["step"], found["quantity"], found["replays"]) == (FLIPPED, "tensor", 0)
+    ((_, text),) = found["differences"]
+    assert text.startswith(
+        "blocks.0.mlp.c_fc.weight: 1 of 4,096 values differ, the first at [2, 6]"
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own: Path) -> None:
+    """The checkpoint with the bit is gone: one replay tells which run left its course."""
+    shutil.copytree(own / "runs" / "clean", own / "runs" / "flipped")
+    run = own / "runs" / "flipped"
+    flip(run / f"step_{FLIPPED:08d}", "blocks.0.mlp.c_fc.weight", 70, redo=True)
+    pretrain(
+        parse([*flags_of(own, "flipped", "clean"), f"--resume={FLIPPED}", "--stop_after_steps=14"])
+    )
+    shutil.rmtree(run / f"step_{FLIPPED:08d}")
+    found = differing(own, "flipped")
+    assert (found["step"], found["quantity"], found["replays"]) == (FLIPPED + 1, "loss", 1)
+    assert "agrees with the log of A in step 13, so B left its own course" in found["conclusion"][0]
+    # Without a common checkpoint both are replayed, and the first tensor before the step is named.
+    for name, step in (("flipped", 4), ("clean", 8)):
+        shutil.rmtree(own / "runs" / name / f"step_{step:08d}")
+    shutil.rmtree(own / "runs" / "clean" / "step_00000012")
+    found = differing(own, "flipped")
+    assert (found["step"], found["quantity"], found["replays"]) == (FLIPPED + 1, "loss", 2)
+    assert "the weights of both replays before step 13 are equal" in found["conclusion"]
+
+
+def test_a_changed_rate_is_named(own: Path) -> None:
+    train(own, "rate", "clean", "--max_lr=0.02", "--stop_after_steps=2")
+    found = differing(own, "rate")
+    assert (found["step"], found["quantity"], found["replays"]) == (1, "setting", 0)
+    assert found["differences"][0] == ["setting", "max_lr 0.01 and 0.02"]
+    assert ["setting", "min_lr 0.001 and 0.002"] in found["differences"]
+
+
+def test_a_rate_changed_at_a_resume_is_named_at_its_step(own: Path) -> None:
+    shutil.copytree(own / "runs" / "clean", own / "runs" / "later")
+    words = ("--resume=8", "--allow_change=max_lr", "--max_lr=0.02", "--stop_after_steps=10")
+    flags = [flag for flag in flags_of(own, "later", "clean") if "max_lr" not in flag]
+    pretrain(parse([*flags, *words]))
+    found = differing(own, "later")
+    assert (found["step"], found["quantity"]) == (9, "setting")
+    # Each side of the resume replays with its own rate; a range over it is rejected.
+    assert "every bit as logged" in call("replay.py", own, "later", "--steps=10")
+    line = call("replay.py", own, "later", "--steps=6:10", code=2)
+    assert "a resume after step 8 changed max_lr, min_lr; replay the steps before and" in line
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.slow
+def test_another_number_of_threads_is_named(own: Path, two_threads: None) -> None:
+    train(own, "threads", "clean", "--stop_after_steps=8")
+    done = launch.call("bisect_runs.py", "clean", "threads", f"--checkpoint_dir={own / 'runs'}")
+    # Where two threads happen to add in the same order, there is nothing to find.
+    assert done.returncode in (0, 1)
+    assert "threads 1 and 2" in done.stdout
+    assert (": environment" in done.stdout) == (done.returncode == 1)
+    # A replay takes as many threads as the run had.
+    assert "every bit as logged" in call("replay.py", own, "clean", "--steps=14")
+
+
+@pytest.mark.slow
+def test_a_swapped_document_is_named(own: Path) -> None:
+    train(own, "swapped", "swapped", "--stop_after_steps=16")
+    found = differing(own, "swapped")
+    texts_of = [
+        BYTES.decode(np.load(next((own / name).glob("*train*.npy"))).tolist()).split(
+            "<|endoftext|>"
+        )
+        for name in ("clean", "swapped")
+    ]
+    numbers = [n for n, (x, y) in enumerate(zip(*texts_of, strict=True)) if x != y]
+    assert len(numbers) == 1
+    assert (found["quantity"], found["replays"]) == ("batch", 0)
+    text = dict(map(tuple, found["differences"]))["batch"]
+    assert f"document {numbers[0]}; B " in text
+    assert text.endswith(f"document {numbers[0]}")
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_replays_within_rounding(own: Path) -> None:
+    flags = [*flags_of(own, "ranks", "clean"), "--stop_after_steps=12"]
+    assert launch.train_in_forks(flags, world=2).returncode == 0
+    said = call("replay.py", own, "ranks", "--steps=10:12")
+    assert "losses to 1e-5 and gradient norms to 1e-4 as logged" in said
+    assert call("why_spike.py", own, "ranks", "--step=10").count("as logged") == 1
+    # With exact reduction the order does not depend on the ranks.
+    assert (
+        launch.train_in_forks(
+            [*flags_of(own, "exact", "clean"), "--reduce=exact", "--stop_after_steps=8"], world=2
+        ).returncode
+        == 0
+    )
+    assert "every bit as logged" in call("replay.py", own, "exact", "--steps=6:8")
