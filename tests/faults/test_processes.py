@@ -243,6 +243,47 @@ def test_row_29_a_process_that_waits_for_data_is_named(run: FaultRun, tmp_path: 
     assert "rank 0 on" not in run.errors().split("all wait for: ")[1].split("\n")[0]
 
 
+def with_stopped_output(folder: Path, *, hangs: bool) -> Path:
+    """Return a trainer whose output nobody reads and whose pipe is full from step 12 on; step 15 may never end."""
+    return python_program(
+        folder,
+        "import os, time\nimport gpt2lab.training.trainer as t\n"
+        "reading, writing = os.pipe()\n"
+        "sys.stdout, sys.stderr = (open(os.dup2(writing, n), 'w') for n in (1, 2))\n"
+        "plain = t.train_step\n"
+        "def step(model, o, batch, *a, **k):\n"
+        "    if batch.first_sample == 8 * 11:\n"
+        "        pipe = os.open('/proc/self/fd/1', os.O_WRONLY | os.O_NONBLOCK)\n"
+        "        try:\n            while os.write(pipe, b'x' * 4096):\n                pass\n"
+        "        except BlockingIOError:\n            pass\n"
+        f"    if {hangs} and batch.first_sample == 8 * 14:\n        time.sleep(600)\n"
+        "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
+    )
+
+
+def test_row_48_a_run_goes_on_when_nobody_reads_its_output(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """The line of a step once stopped it, within the lock that a rescue needs: nothing was saved then."""
+    program = with_stopped_output(tmp_path, hangs=False)
+    assert run.finish("--hang_seconds=10", "--log_freq=1", program=program) == 0
+    run.assert_equals(reference(1))
+    said = (run.path / "log.txt").read_text()
+    assert all(f"step {step}/{STEPS} | epoch" in said for step in range(1, STEPS + 1))
+
+
+def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(
+    run: FaultRun, reference: Reference, tmp_path: Path
+) -> None:
+    """The report of the hang once waited for stderr, before the rescue and for good."""
+    program = with_stopped_output(tmp_path, hangs=True)
+    assert run.finish("--hang_seconds=1.5", "--log_freq=1", program=program) == 78
+    assert run.saved() == [5, 10, 14]
+    assert "the last complete step is saved" in run.status()["reason"]
+    assert run.finish("--resume=latest", "--hang_seconds=600") == 0, run.errors()
+    run.assert_equals(reference(1))
+
+
 def test_row_32_replicas_that_differ_stop_the_run(
     run: FaultRun, reference: Reference, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import shutil
 import sys
 import textwrap
@@ -12,15 +13,22 @@ from collections.abc import Callable, Iterator
 BEAT_SECONDS = 4.0
 _WATCHED_SECONDS = 600.0  # for which somebody may watch a file from the start of a run
 _SILENT_SECONDS = (5.0, 30.0)  # that a file may be without a line: while a run is young, and later
+_PATIENCE_SECONDS = 0.25  # for output that has stopped: less than for a hang
+_PART = 1024  # characters written at a time: a pipe that takes output has room for 4 kB
 _INDENT = 15  # of what belongs to the line above, as the labels of a start's first lines
 
 
 class Console:
-    """Standard output; safe to use from several threads."""
+    """Standard output; safe to use from several threads.
+
+    A pipe that nobody reads and a terminal stopped by Ctrl+S would stop the program, whatever it holds at that moment:
+    lines that they do not take are left out, and counted.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._shown = 0  # characters of the line that will be rewritten
+        self._left_out = 0  # lines, since the output stopped
         self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     @property
@@ -37,9 +45,19 @@ class Console:
         """
         if self._width is not None and short is not None and len(text) > self._width:
             text = short
+        text = text if self._width is None else wrap(text, self._width)
         with self._lock:
+            if not self._takes_output(0.0 if self._left_out else _PATIENCE_SECONDS):
+                self._left_out += 1
+                return
+            if self._left_out:
+                missing = (
+                    f"(lines in log.txt only, because nobody took this output: {self._left_out:,})"
+                )
+                text = f"{missing}\n{text}"
+                self._left_out = 0
             self._clear()
-            print(text if self._width is None else wrap(text, self._width), flush=True)
+            self._write(text + "\n")
 
     def show(self, text: str) -> None:
         """Replace the rewriting line, on a terminal; nothing elsewhere.
@@ -49,6 +67,8 @@ class Console:
         if self._width is None:
             return
         with self._lock:
+            if not self._takes_output(0.0):
+                return
             text = text[: self._width - 1]
             sys.stdout.write("\r" + text.ljust(self._shown))
             self._shown = len(text)
@@ -60,7 +80,24 @@ class Console:
         Raises: OSError.
         """
         with self._lock:
-            self._clear()
+            if self._takes_output(0.0):
+                self._clear()
+                sys.stdout.flush()
+
+    def _takes_output(self, patience: float) -> bool:
+        """Wait until standard output takes some more, for so many seconds at most; tell whether it does."""
+        try:
+            return bool(select.select([], [sys.stdout], [], patience)[1])
+        except ValueError:  # no file of the system, as in tests: nothing to wait for
+            return True
+
+    def _write(self, text: str) -> None:
+        """Write text; what is left of it when the output stops in between is left out."""
+        for begin in range(0, len(text), _PART):
+            if not self._takes_output(_PATIENCE_SECONDS):
+                self._left_out += 1
+                return
+            sys.stdout.write(text[begin : begin + _PART])
             sys.stdout.flush()
 
     def _clear(self) -> None:

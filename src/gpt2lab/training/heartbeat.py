@@ -10,12 +10,12 @@ watching thread misses its beats then, so each interval between beats counts at 
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +28,7 @@ FOLDER = "heartbeat"
 EXIT_CODE = 78
 _BEAT_SECONDS = 2.0
 _FIRST_TIME = 3  # a phase seen for the first time may compile, read from a cold disk, ...
+_SAY_SECONDS = 5.0  # for which a stderr that hangs is waited for, after the rescue
 _SLOWER = 10  # a phase is given this many times the longest that it has taken
 
 # In the order of a step: who is furthest behind is the one that the others wait for.
@@ -127,11 +128,11 @@ class Heartbeat:
             # What was seen may be over: writing takes its time on a slow disk.
             if is_late and seen is self._now:
                 report = self.report()
-                print(f"error: rank {self._rank}: {report}", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+                said = _say(f"error: rank {self._rank}: {report}\n{stacks()}")
                 if self._has_rescued():
                     report += "; the last complete step is saved"
                 self._tell(report)
+                said.join(_SAY_SECONDS)
                 os._exit(EXIT_CODE)
 
     def _has_rescued(self) -> bool:
@@ -179,6 +180,26 @@ class Heartbeat:
         return (
             f"hangs in {own}; all wait for: {named or 'nobody known'}; go on with --resume latest"
         )
+
+
+def stacks() -> str:
+    """Return where each thread is, its innermost call first. No file is read, as for lines of source: it may hang."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, innermost in sys._current_frames().items():
+        lines.append(f"thread {names.get(ident, ident)}, innermost call first:")
+        for frame, line in traceback.walk_stack(innermost):
+            lines.append(f"  {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}")
+    return "\n".join(lines)
+
+
+def _say(text: str) -> threading.Thread:
+    """Write to stderr in a thread of its own: it may be a pipe that nobody reads."""
+    thread = threading.Thread(
+        target=lambda: print(text, file=sys.stderr, flush=True), name="last words", daemon=True
+    )
+    thread.start()
+    return thread
 
 
 def _place(beat: dict[str, Any]) -> tuple[int, int]:

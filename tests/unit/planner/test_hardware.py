@@ -11,6 +11,7 @@ import pytest
 from forecasting import KNOWN
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import hardware
+from launch import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 
@@ -117,3 +118,18 @@ def test_a_users_file_merges_over_the_shipped_one(tmp_path: Path) -> None:
     hardware.load.cache_clear()
     with pytest.raises(ConfigError, match=r"own\.json"):
         hardware.load(own)
+
+
+def test_every_number_has_a_source_and_every_source_an_address() -> None:
+    """But for prices and listings that were collected from many pages."""
+    table = json.loads(hardware.SHIPPED.read_text())
+    numbers = [pair for gpu in table["gpus"].values() for pair in gpu.values()]
+    numbers += table["constants"].values()
+    used = {pair[1] for pair in numbers if isinstance(pair, list) and not isinstance(pair[0], list)}
+    used |= {link["source"] for link in table["links"].values()}
+    assert used == set(table["sources"])
+    addresses = {name: source.get("url") for name, source in table["sources"].items()}
+    collected = {name for name, address in addresses.items() if address is None}
+    assert collected == {"prices-2026", "h100-median", "smi-listings"}
+    for address in filter(None, addresses.values()):
+        assert address.startswith("https://") or (REPOSITORY / address).is_file(), address

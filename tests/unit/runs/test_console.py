@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.runs.console import beats, wrap
+from gpt2lab.runs.console import Console, beats, wrap
 from gpt2lab.runs.logger import MetricsLogger
 from launch import REPOSITORY, TRAIN
 from whole_run import Run
@@ -81,6 +81,29 @@ def test_in_a_file_long_work_is_plain_lines(
     ]
     assert capsys.readouterr().out.splitlines() == lines
     assert (tmp_path / "log.txt").read_text().splitlines() == lines
+
+
+def test_lines_that_nobody_takes_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    filler = os.open(f"/proc/self/fd/{writing}", os.O_WRONLY | os.O_NONBLOCK)
+    with open(writing, "w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        console = Console()
+        console.print("before")
+        with contextlib.suppress(BlockingIOError):
+            while os.write(filler, b"x" * 4096):
+                pass
+        console.print("one")
+        console.print("two")
+        os.set_blocking(reading, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(reading, 65536):
+                pass
+        console.print("after")
+    text = os.read(reading, 65536).decode()
+    assert text == "(lines in log.txt only, because nobody took this output: 2)\nafter\n"
+    for end in (reading, filler):
+        os.close(end)
 
 
 def test_wrapping_leaves_commands_whole() -> None:
