@@ -240,7 +240,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
             except OSError as error:
                 raise SaveError(f"{path}: {error.strerror}; choose another --save") from error
     if runtime.rank == 0 and kept is not None:
-        _keep(kept, wanted, target)
+        numbers["token_losses"] = str(_keep(kept, wanted, target))
     runtime.close()
     if runtime.rank > 0:
         return None
@@ -267,12 +267,12 @@ def _require_windows(wanted: Evaluate, target: Target, *, is_measured: bool) -> 
         )
 
 
-def _keep(kept: TokenLosses, wanted: Evaluate, target: Target) -> None:
-    """Write the losses of single tokens to --save DIR, or into the run beside its other evaluations.
+def _keep(kept: TokenLosses, wanted: Evaluate, target: Target) -> Path:
+    """Write the losses of single tokens to --save DIR, or into the run beside its other evaluations; return the file.
 
     Raises: SaveError.
     """
-    from gpt2lab.evaluation.token_losses import write_token_losses
+    from gpt2lab.evaluation.token_losses import LOSSES, write_token_losses
     from gpt2lab.runs import evaluations, history
 
     folder = wanted.save
@@ -285,6 +285,7 @@ def _keep(kept: TokenLosses, wanted: Evaluate, target: Target) -> None:
         write_token_losses(folder, kept)
     except OSError as error:
         raise SaveError(f"{folder}: {error.strerror}; choose another folder with --save") from error
+    return folder / LOSSES
 
 
 def _conversations(target: Target, settings: Config) -> Rows:
@@ -399,6 +400,8 @@ def describe(numbers: dict[str, Any]) -> str:
     for name, loss in (numbers["val_loss_by_source"] or {}).items():
         error = fmt.number(numbers["val_loss_se_by_source"][name])
         lines.append(f"    {name:<15}{loss:.4f} +- {error}")
+    if "token_losses" in numbers:
+        lines.append(f"    each token's loss: {paths.for_people(Path(numbers['token_losses']))}")
     if numbers["generate"] is not None:
         answers = numbers["generate"]
         lines.append(
