@@ -361,7 +361,7 @@ def _is_clear(found: Explanation) -> bool:
 
 
 def _share(group: Group, found: Explanation) -> str:
-    return f"{group.part / found.difference:.0%}"
+    return f"{round(group.part / found.difference, 2) + 0.0:.0%}"  # never -0%
 
 
 def describe(found: Explanation) -> str:
