@@ -74,8 +74,9 @@ def current_folders(
     """
     folders = []
     for path in sorted((run_dir / FOLDER).glob(f"step_*/{facts}"), reverse=True):
-        step = int(path.parent.name.removeprefix("step_"))
-        if only_step not in (None, step):
+        digits = path.parent.name.removeprefix("step_")
+        step = int(digits) if digits.isdecimal() else None
+        if step is None or only_step not in (None, step):
             continue
         found, taken = read_json(path), attempt_of(log, step)
         measured = None if found is None else found.get("attempt")

@@ -20,14 +20,19 @@ from gpt2lab.checkpoint import manifest
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
+from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import open_data
+from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.evaluation import explain as explaining
 from gpt2lab.evaluation import token_groups
-from gpt2lab.evaluation.explain import explain
+from gpt2lab.evaluation.explain import explain, explain_losses, sentence
 from gpt2lab.evaluation.group_means import GroupMeans, Sums, estimate_groups
+from gpt2lab.evaluation.layout import checksums_of, choose_windows, hash_checksums
 from gpt2lab.evaluation.results import read_results
 from gpt2lab.evaluation.token_losses import (
+    Source,
     TokenLosses,
     find_token_losses,
     read_token_losses,
@@ -35,9 +40,11 @@ from gpt2lab.evaluation.token_losses import (
 )
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.finetuning.recipe import FineTuning
+from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
 from launch import SCRIPTS, ask, events, train_in_forks
+from tiny import CONTEXT, write_shards
 
 T = 16  # <|endoftext|> and 15 characters: each window begins with a document
 STEPS = 60
@@ -275,6 +282,35 @@ def test_two_ranks_keep_what_one_does(folder: Path) -> None:
     one, two = (read_token_losses(folder / f"world{world}") for world in (1, 2))
     assert np.array_equal(one.losses, two.losses)
     assert one.sources == two.sources
+
+
+def test_some_windows_at_a_time_give_the_same_as_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of another program, in which no id marks documents: windows are the units, and one split is left out."""
+    folder = write_shards(tmp_path / "data", train=(1003, 777), val=(650, 300))
+    data = open_data(folder, vocab_size=None)
+    (order,) = validation_orders(data, context_length=CONTEXT)
+    reader = WindowReader(data.splits["val"], context_length=CONTEXT, id_limit=2**16)
+    windows = reader.read(*order.locate(choose_windows(order, 50)))
+    digest = hash_checksums(checksums_of(windows))
+    source = Source("data", str(folder), data.fingerprint, GPT2.hash, 1.0, 50, digest)
+    rng = np.random.RandomState(0)
+    a, b = (
+        TokenLosses(rng.exponential(3, (50, CONTEXT)).astype(np.float16), 3.0, (source,))
+        for _ in range(2)
+    )
+    whole = explain_losses(a, b)
+    monkeypatch.setattr(explaining, "_TOKENS_AT_ONCE", 3 * CONTEXT)
+    few = explain_losses(a, b)
+    assert (whole.unit, whole.units, len(whole.splits)) == ("window", 50, 4)
+    assert whole.left_out[0].startswith("position in the document: the data do not say")
+    assert few.splits[0].groups[0].part == pytest.approx(whole.splits[0].groups[0].part, rel=1e-12)
+    assert few.difference == pytest.approx(whole.difference, rel=1e-12)
+    assert not any(group.stands_out for split in whole.splits for group in split.groups)
+    assert "not beyond noise; no group of tokens differs" in sentence(whole)
+    mean = (b.losses.astype(float) - a.losses.astype(float)).mean(axis=1)
+    assert whole.difference_se == pytest.approx(mean.std(ddof=1) / np.sqrt(50))
 
 
 # -- groups ----------------------------------------------------------------------------------------------------------
