@@ -106,13 +106,15 @@ class _Windows:
         if self.data.fingerprint != source.fingerprint:
             raise self._changed()
         self.shards = self.data.splits["val"]
-        self.reader = WindowReader(self.shards, context_length=T, id_limit=2**32)
+        ids = 2**32 if self.data.tokenizer is None else self.data.tokenizer.size
+        self.reader = WindowReader(self.shards, context_length=T, id_limit=ids)
         (order,) = validation_orders(self.data, context_length=T)
         samples = choose_windows(order, source.windows)
         self.ends = self.reader.find_document_ends(self.data.end_of_text.id)
         self.shard, self.offset = order.locate(samples)
         parts = divide_windows(order, samples, self.ends)
-        self.unit = np.repeat(parts.unit, parts.end - parts.begin).reshape(len(samples), T)
+        unit = np.repeat(parts.unit.astype(np.int32), parts.end - parts.begin)
+        self.unit = unit.reshape(len(samples), T)
         self.kind = parts.kind
 
     def read(self, rows: slice) -> np.ndarray:
@@ -247,9 +249,8 @@ def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
                 into[row] += np.bincount(cell, values, minlength=into[row].size).reshape(-1, P)
     weights = [source.weight for source in a.sources]
     found = [estimate_groups([Sums(*one) for one in of], weights) for of in sums]
-    whole = estimate_groups(
-        [Sums(*one.sum(axis=2, keepdims=True)) for one in sums[0]], weights
-    )  # one group of all tokens
+    in_one = [Sums(*one.sum(axis=2, keepdims=True)) for one in sums[0]]  # a group of all tokens
+    whole = estimate_groups(in_one, weights)
     kinds = {one.kind for one in opened}
     return Explanation(
         step_a=a.step,
