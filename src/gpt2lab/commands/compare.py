@@ -3,6 +3,7 @@
 gpt2lab compare run_a run_b
 gpt2lab compare run_a/step_00000250 run_a/step_00000500
 gpt2lab compare results/gpt2 checkpoints/run_a
+gpt2lab compare run_a run_b --explain
 """
 
 import json
@@ -24,6 +25,9 @@ class Compare:
     )
     b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
+    explain: bool = option(
+        False, "split the difference of the validation losses by kinds and places of tokens"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -36,8 +40,16 @@ def main(argv: list[str]) -> int:
 
     folder = paths.runs_folder(flags.checkpoint_dir)
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
+    found = None
+    if flags.explain:
+        from gpt2lab.evaluation import explain
+
+        found = explain.explain(flags.a, flags.b, checkpoint_dir=folder)
     if flags.json:
-        print(json.dumps(as_json(flags.a, flags.b, differences)))
+        more = {"explain": explain.as_json(found)} if found else {}
+        print(json.dumps(as_json(flags.a, flags.b, differences) | more))
     else:
         print(describe(flags.a, flags.b, differences))
+        if found:
+            print(f"\n{explain.describe(found)}")
     return 0

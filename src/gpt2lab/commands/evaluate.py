@@ -25,11 +25,13 @@ from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError
 if TYPE_CHECKING:
     from gpt2lab.checkpoint.target import Target
     from gpt2lab.config.schema import Config, ModelConfig, SystemConfig
+    from gpt2lab.data.shards import TokenData
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.hellaswag import HellaSwag
     from gpt2lab.evaluation.results import Results
     from gpt2lab.evaluation.tasks import Measured
+    from gpt2lab.evaluation.token_losses import TokenLosses
     from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
 
@@ -79,6 +81,10 @@ class Evaluate:
     )
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"
+    )
+    keep_token_losses: bool = option(
+        False,
+        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR or else in the run",
     )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -132,6 +138,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.evaluation.by_source import loss_by_source
     from gpt2lab.evaluation.hellaswag import summarize
     from gpt2lab.evaluation.results import write_results
+    from gpt2lab.evaluation.token_losses import describe_losses
     from gpt2lab.finetuning.evaluation import AnswerLoss, require_rouge, rouge_l
     from gpt2lab.runs.evaluations import file_of
 
@@ -155,6 +162,8 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
         if target.checkpoint is None:
             raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag or --tasks NAMES")
         uses_own = True
+    if wanted.keep_token_losses:
+        _require_windows(wanted, target, is_measured=uses_own or val is not None)
     system = _system(wanted, settings, runtime)
     model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
     strategy = Strategy(runtime, system)
@@ -168,6 +177,8 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     }
     found: list[Results] = []
     validation: MeasuresLoss | None = None
+    data: TokenData | None = None
+    kept: TokenLosses | None = None
     if conversations is not None:
         validation = AnswerLoss(
             conversations,
@@ -177,11 +188,11 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
             runtime=runtime,
         )
     elif val is not None or uses_own:
-        validation = runtime.on_all_ranks(
+        data, validation = runtime.on_all_ranks(
             lambda: _validation(val, wanted, target, settings, model.config, strategy, runtime)
         )
     if validation is not None:
-        loss = validation.measure(model)
+        loss = validation.measure(model, keep_token_losses=wanted.keep_token_losses)
         assert loss is not None  # nothing interrupts it
         if not math.isfinite(loss.val_loss):
             raise NonFiniteError(
@@ -189,6 +200,8 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
             )
         numbers |= {name: getattr(loss, name) for name in _LOSS} | loss_by_source(loss)
         found.append(loss.results)
+        if data is not None and wanted.keep_token_losses:
+            kept = describe_losses(loss, data, step=step, attempt=None)
     if wanted.eval_generate and conversations is not None:
         numbers["generate"] = rouge_l(model, conversations, strategy=strategy, runtime=runtime)
     if wanted.hellaswag:
@@ -226,12 +239,53 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
                 write_results(path, replace(results, step=step))
             except OSError as error:
                 raise SaveError(f"{path}: {error.strerror}; choose another --save") from error
+    if runtime.rank == 0 and kept is not None:
+        numbers["token_losses"] = str(_keep(kept, wanted, target))
     runtime.close()
     if runtime.rank > 0:
         return None
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return numbers
+
+
+def _require_windows(wanted: Evaluate, target: Target, *, is_measured: bool) -> None:
+    """Reject --keep_token_losses where no windows of shards are measured, or nothing says where to keep them.
+
+    Raises: ConfigError.
+    """
+    from gpt2lab.checkpoint.target import is_run
+
+    if not is_measured:
+        raise ConfigError(
+            "--keep_token_losses is for validation on token shards; give --val DIR too"
+        )
+    checkpoint = target.checkpoint
+    if wanted.save is None and (checkpoint is None or not is_run(checkpoint.path.parent)):
+        raise ConfigError(
+            f"{wanted.target}: of no run; say where to keep the losses with --save DIR"
+        )
+
+
+def _keep(kept: TokenLosses, wanted: Evaluate, target: Target) -> Path:
+    """Write the losses of single tokens to --save DIR, or into the run beside its other evaluations; return the file.
+
+    Raises: SaveError.
+    """
+    from gpt2lab.evaluation.token_losses import LOSSES, write_token_losses
+    from gpt2lab.runs import evaluations, history
+
+    folder = wanted.save
+    if folder is None:
+        assert target.checkpoint is not None  # checked before
+        run_dir, step = target.checkpoint.path.parent, target.checkpoint.step
+        folder = evaluations.items_folder(run_dir, step)
+        kept = replace(kept, attempt=evaluations.attempt_of(history.read_log(run_dir), step))
+    try:
+        write_token_losses(folder, kept)
+    except OSError as error:
+        raise SaveError(f"{folder}: {error.strerror}; choose another folder with --save") from error
+    return folder / LOSSES
 
 
 def _conversations(target: Target, settings: Config) -> Rows:
@@ -272,8 +326,8 @@ def _validation(
     model: ModelConfig,
     strategy: Strategy,
     runtime: Runtime,
-) -> MeasuresLoss:
-    """Return the loss on a folder, or on the run's own data where none is given."""
+) -> tuple[TokenData, MeasuresLoss]:
+    """Return a folder and the loss on it, or the run's own data where none is given."""
     from gpt2lab.config.mixture import read_sources
     from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
     from gpt2lab.data.shards import open_data
@@ -288,7 +342,7 @@ def _validation(
     trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
     if data.fingerprint != trained_on:
         require_same(target.tokenizer(), data.tokenizer, model=target.name, data=str(data.folder))
-    return open_validation(
+    return data, open_validation(
         data,
         validation_orders(data, context_length=model.context_length),
         model,
@@ -346,6 +400,8 @@ def describe(numbers: dict[str, Any]) -> str:
     for name, loss in (numbers["val_loss_by_source"] or {}).items():
         error = fmt.number(numbers["val_loss_se_by_source"][name])
         lines.append(f"    {name:<15}{loss:.4f} +- {error}")
+    if "token_losses" in numbers:
+        lines.append(f"    each token's loss: {paths.for_people(Path(numbers['token_losses']))}")
     if numbers["generate"] is not None:
         answers = numbers["generate"]
         lines.append(

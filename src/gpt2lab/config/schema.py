@@ -223,6 +223,10 @@ class EvalConfig:
         "HellaSwag items, one JSON object per line; without it the evaluation is off, unless another "
         "--hellaswag flag is given: then the validation set is downloaded once to data/hellaswag/",
     )
+    keep_token_losses: bool = free(
+        False,
+        "keep the loss of every validation token of the last step (2 bytes each), for `compare --explain`",
+    )
     early_stopping_patience: int = free(
         0,
         "stop and save after N validation losses in a row without improvement; 0 = never",

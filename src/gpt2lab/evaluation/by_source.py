@@ -73,7 +73,11 @@ class MixedValidation:
         self._names, self._weights, self._validations = names, weights, validations
 
     def measure(
-        self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
+        self,
+        model: GPT,
+        *,
+        interrupted: Callable[[], bool] = lambda: False,
+        keep_token_losses: bool = False,
     ) -> ValidationLoss | None:
         """Return the weighted mean over the sources, each in `by_source`; None if interrupted.
 
@@ -81,7 +85,9 @@ class MixedValidation:
         """
         losses = []
         for validation in self._validations:
-            loss = validation.measure(model, interrupted=interrupted)
+            loss = validation.measure(
+                model, interrupted=interrupted, keep_token_losses=keep_token_losses
+            )
             if loss is None:
                 return None
             losses.append(loss)
@@ -103,6 +109,7 @@ def combine(by_source: dict[str, ValidationLoss], weights: Sequence[float]) -> V
     kinds = list(dict.fromkeys(loss.val_se_unit for _, loss in counted))
     val_loss = sum(weight * loss.val_loss for weight, loss in every)  # not finite if one is not
     windows = [str(loss.results.units["windows"]) for _, loss in counted]
+    kept = [loss.token_losses for loss in by_source.values() if loss.token_losses is not None]
     unit = kinds[0] if len(kinds) == 1 else "window"  # documents are not known everywhere
     return ValidationLoss(
         val_loss=val_loss,
@@ -128,6 +135,7 @@ def combine(by_source: dict[str, ValidationLoss], weights: Sequence[float]) -> V
             weights=of_units,
         ),
         by_source=by_source,
+        token_losses=np.concatenate(kept) if kept else None,
     )
 
 

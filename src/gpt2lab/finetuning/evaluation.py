@@ -46,11 +46,16 @@ class AnswerLoss:
         self._ids, self._owner = rows.ids[places], rows.owner[places]
 
     def measure(
-        self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
+        self,
+        model: GPT,
+        *,
+        interrupted: Callable[[], bool] = lambda: False,
+        keep_token_losses: bool = False,
     ) -> ValidationLoss | None:
         """Return the loss in nats per answer token; None if interrupted. Each rank takes a share of the rows.
 
-        Each conversation is summed in fp64. The standard error takes a conversation as the unit.
+        Each conversation is summed in fp64. The standard error takes a conversation as the unit. Losses of single
+        tokens are not kept.
         """
         world, rank, count = self._runtime.world_size, self._runtime.rank, len(self._ids)
         mine = np.arange(rank, count, world)

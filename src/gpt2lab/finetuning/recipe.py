@@ -78,7 +78,14 @@ class FineTuning:
         return override(config, {name: v for name, v in values.items() if name not in typed})
 
     def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
-        """Read, encode and split the conversations of --instructions."""
+        """Read, encode and split the conversations of --instructions.
+
+        Raises: DataError; ConfigError where losses of single tokens are to be kept.
+        """
+        if config.eval.keep_token_losses:
+            raise ConfigError(
+                "--keep_token_losses is for windows of token shards, and fine-tuning measures answers; leave it out"
+            )
         return open_instructions(config, tokenizer)
 
     def build_model(self, start: Start, runtime: Runtime) -> GPT:

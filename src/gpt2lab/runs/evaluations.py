@@ -33,7 +33,7 @@ def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
 
     Raises: OSError.
     """
-    attempt, path = _attempt(log, step), items_folder(run_dir, step).with_suffix(".json")
+    attempt, path = attempt_of(log, step), items_folder(run_dir, step).with_suffix(".json")
     known = read_json(path) or {}
     before = known["tasks"] if known.get("attempt") == attempt and "tasks" in known else {}
     content = {"step": step, "attempt": attempt, "tasks": before | tasks}
@@ -48,7 +48,7 @@ def _current_tasks(run_dir: Path, log: Log) -> Iterator[tuple[int, Tasks]]:
         if not {"step", "attempt", "tasks"} <= found.keys():
             continue
         # A start from an earlier step may have passed this one again, to other weights.
-        if found["attempt"] == _attempt(log, found["step"]):
+        if found["attempt"] == attempt_of(log, found["step"]):
             yield found["step"], found["tasks"]
 
 
@@ -64,7 +64,29 @@ def newest_tasks(
     return dict(sorted(found.items()))
 
 
-def _attempt(log: Log, step: int) -> int | None:
+def current_folders(
+    run_dir: Path, log: Log, facts: str, only_step: int | None = None
+) -> list[Path]:
+    """Return the steps' folders whose file `facts` is of the run's current weights, the newest step first.
+
+    The file says by its `attempt` which start measured them: the one that took the step, or a later one. One that
+    cannot be read counts, so that its reader names it.
+    """
+    folders = []
+    for path in sorted((run_dir / FOLDER).glob(f"step_*/{facts}"), reverse=True):
+        digits = path.parent.name.removeprefix("step_")
+        step = int(digits) if digits.isdecimal() else None
+        if step is None or only_step not in (None, step):
+            continue
+        found, taken = read_json(path), attempt_of(log, step)
+        measured = None if found is None else found.get("attempt")
+        is_later = isinstance(measured, int) and taken is not None and measured >= taken
+        if found is None or is_later or measured is taken is None:
+            folders.append(path.parent)
+    return folders
+
+
+def attempt_of(log: Log, step: int) -> int | None:
     """Return which start took a step, None if no current one did."""
     attempts = log.column("attempt")[log.numbers == step]
     return int(attempts[0]) if len(attempts) else None

@@ -13,9 +13,11 @@ from gpt2lab.evaluation.by_source import loss_by_source
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
+from gpt2lab.evaluation.token_losses import describe_losses, write_token_losses
 from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
+from gpt2lab.runs.evaluations import items_folder
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.recipe import plain_ids
@@ -33,6 +35,7 @@ class Evaluator:
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
         self.tokenizer = components.start.tokenizer
+        self.data, self.attempt = components.start.data, components.start.attempt
         self.val_tokens = _tokens_to_evaluate(components.start)
         self.validation = components.batches.validation(components.strategy)
         self.prompt_ids = components.batches.prompt_ids
@@ -66,7 +69,12 @@ class Evaluator:
         began = time.monotonic()
         announced = f"{self.place(state)} | evaluating {self.val_tokens:,} tokens"
         with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
-            result = self.validation.measure(model, interrupted=self.control.is_interrupted)
+            result = self.validation.measure(
+                model,
+                interrupted=self.control.is_interrupted,
+                keep_token_losses=self.config.eval.keep_token_losses
+                and state.step == self.progress.last_step,
+            )
         if result is None:
             return None
         seconds = time.monotonic() - began
@@ -79,6 +87,7 @@ class Evaluator:
         self.progress.record_event("eval", seconds)
         self.logger.event("eval", state.step, **event_of(result, seconds))
         self.keep(result.results, state.step)
+        self.keep_token_losses(result, state.step)
         best = " | best so far" if state.best_step == state.step else ""
         self.logger.say(f"{self.place(state)} | {describe(result, seconds)}{best}")
         if self.is_over(state):
@@ -123,6 +132,17 @@ class Evaluator:
         problem = keep_results(self.run_dir, results, step) if self.runtime.rank == 0 else None
         if problem:
             self.logger.warn(problem, step)
+
+    def keep_token_losses(self, result: ValidationLoss, step: int) -> None:
+        """Have the losses of single tokens kept, where they were asked for, for `compare --explain`."""
+        if result.token_losses is None or self.runtime.rank > 0:
+            return
+        kept = describe_losses(result, self.data, step=step, attempt=self.attempt)
+        folder = items_folder(self.run_dir, step)
+        try:
+            write_token_losses(folder, kept)
+        except OSError as error:
+            self.logger.warn(f"{folder}: not written ({error.strerror})", step)
 
     def sample(self, state: TrainState) -> bool:
         """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""
