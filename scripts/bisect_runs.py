@@ -3,7 +3,7 @@
 import sys
 
 from _bootstrap import run
-from gpt2lab.commands.bisect import main
+from gpt2lab.commands.bisect_runs import main
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -46,7 +46,7 @@ VERBS = {
     "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
     "replay": Verb("take steps of a run again, one thing changed", f"{_HERE}.replay"),
     "why-spike": Verb("name the samples behind a spike", f"{_HERE}.why_spike"),
-    "bisect": Verb("find the first difference of two runs", f"{_HERE}.bisect"),
+    "bisect": Verb("find the first difference of two runs", f"{_HERE}.bisect_runs"),
     "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
     "export": Verb("write a model for transformers or llama.cpp", f"{_HERE}.export_hf"),
     "import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.train", "import_checkpoint"),

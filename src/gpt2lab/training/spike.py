@@ -134,7 +134,7 @@ def patterns(ids: np.ndarray, others: np.ndarray, tokenizer: Tokenizer | None) -
         elif len(marks) >= 32 and letters < len(marks) / 4:
             found.append(f"few letters ({letters / len(marks):.0%} of its characters)")
     rare, usual = rare_shares(ids, others)
-    if rare > 2 * usual + 0.1:
+    if not found and rare > 2 * usual + 0.1:
         found.append(
             f"rare tokens ({rare:.0%} stand in no other sample of the step; usual are {usual:.0%})"
         )

@@ -178,7 +178,7 @@ def _batch(a: Side, b: Side, step: int) -> str:
     columns = np.flatnonzero(unlike[row])
     said = (
         f"{len(rows)} of {len(unlike)} samples differ, the first is sample {ours.first_sample + row:,}: "
-        f"{len(columns)} of its {unlike.shape[1]} tokens, the first is number {columns[0]}"
+        f"{len(columns)} of its {unlike.shape[1]} tokens, the first is number {columns[0]} from 0"
     )
     for name, tokens in (("A", ours), ("B", theirs)):
         documents = tokens.documents()
