@@ -3,6 +3,7 @@
 gpt2lab compare run_a run_b
 gpt2lab compare run_a/step_00000250 run_a/step_00000500
 gpt2lab compare results/gpt2 checkpoints/run_a
+gpt2lab compare 'norms/gpt2_seed*' 'norms/modern_seed*'
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Compare:
     """Tell whether two evaluations differ by more than noise."""
 
     a: Positional[str] = argument(
-        "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file"
+        "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file; or several runs "
+        "that differ in their seed alone: a pattern such as 'a_seed*', or names with commas between them"
     )
     b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
@@ -32,9 +35,21 @@ def main(argv: list[str]) -> int:
     """Compare and print."""
     flags = run_tyro(Compare, argv)
     from gpt2lab import paths
+    from gpt2lab.evaluation import groups
     from gpt2lab.evaluation.compare import as_json, compare, describe
 
     folder = paths.runs_folder(flags.checkpoint_dir)
+    if groups.is_group(flags.a) or groups.is_group(flags.b):
+        if flags.only not in (None, "validation"):
+            raise ConfigError(
+                f"--only {flags.only}: groups of runs are compared by validation loss alone"
+            )
+        seeds, found = groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
+        if flags.json:
+            print(json.dumps(groups.as_json(flags.a, flags.b, seeds, found)))
+        else:
+            print(groups.describe(flags.a, flags.b, found))
+        return 0
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
     if flags.json:
         print(json.dumps(as_json(flags.a, flags.b, differences)))
