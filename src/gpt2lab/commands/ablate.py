@@ -3,6 +3,7 @@
 gpt2lab ablate settings.txt --out runs/norms --seeds 1 2 3 --max_tokens 1M
 gpt2lab ablate settings.txt --out runs/norms --target 3.5 --max_tokens 1M
 gpt2lab ablate --out runs/rates --max_lr 1e-3 2e-3 4e-3 --max_tokens 1M
+gpt2lab ablate settings.txt --out runs/norms --until_decided --max_tokens 1M
 
 A settings file has one setting a line, `name: flags of the trainer`; the first is the baseline. A flag of the trainer
 with several values is a grid: each value with each setting. Each setting and seed is a run of its own: a fresh process
@@ -11,6 +12,7 @@ with the trainer's command line.
 
 import difflib
 import json
+import math
 import os
 import queue
 import re
@@ -22,16 +24,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
+from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
 from gpt2lab.config.command_line import Command, Verbs, argument, option, parse, run_tyro
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.evaluation.over_seeds import SMALLEST
 from gpt2lab.runs import history
 
 if TYPE_CHECKING:
@@ -64,6 +68,19 @@ class Ablate:
     target: float | None = option(
         None, "validation loss to reach; default, seed by seed, the last one of the first setting"
     )
+    until_decided: bool = option(
+        False,
+        "add seeds until each setting is better, worse or no different, by a confidence sequence that may be looked "
+        "at after every seed",
+    )
+    max_seeds: int | None = option(
+        None, f"with --until_decided: seeds in all; default {ablate_until.MAX_SEEDS}"
+    )
+    smallest_difference: float = option(
+        SMALLEST,
+        "validation losses that differ by less, in nats per token, count as no different; also the difference whose "
+        "number of seeds is told",
+    )
     json: bool = option(False, "print one JSON object")
 
 
@@ -78,6 +95,10 @@ def main(argv: list[str]) -> int:
     flags = run_tyro(Ablate, words, passed_on=shared)
     if flags.jobs < 1:
         raise ConfigError(f"jobs {flags.jobs} must be at least 1")
+    if not 0 < flags.smallest_difference < math.inf:
+        raise ConfigError(f"smallest_difference {flags.smallest_difference:g} must be above 0")
+    if flags.max_seeds is not None and not flags.until_decided:
+        raise ConfigError("--max_seeds goes with --until_decided; --seeds 1 2 3 names the seeds")
     out = paths.from_working_directory(flags.out)
     settings: dict[str, list[str]] = {"": []}
     if flags.settings is not None:
@@ -85,16 +106,55 @@ def main(argv: list[str]) -> int:
     settings = cross(settings, grid)
     if len(settings) < 2:
         raise ConfigError(_NOTHING)
-    runs = plan_runs(settings, shared, seeds=flags.seeds, out=out)
-    carry_out(
-        runs,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-        jobs=flags.jobs,
-        refresh=lambda done: write_table(done, out, target=flags.target),
-    )
-    markdown, as_json = write_table(runs, out, target=flags.target)
+    max_seeds = flags.max_seeds
+    if flags.until_decided and max_seeds is None:
+        max_seeds = max(ablate_until.MAX_SEEDS, len(flags.seeds))
+
+    def plan(seeds: Sequence[int]) -> list[Run]:
+        return plan_runs(settings, shared, seeds=seeds, out=out)
+
+    def write(done: list[Run]) -> tuple[str, dict[str, Any]]:
+        smallest = flags.smallest_difference
+        return write_table(done, out, target=flags.target, smallest=smallest, max_seeds=max_seeds)
+
+    def carry(new: list[Run], before: list[Run]) -> None:
+        carry_out(new, say=_say, jobs=flags.jobs, refresh=lambda done: write([*before, *done]))
+
+    if max_seeds is None:
+        runs = plan(flags.seeds)
+        carry(runs, [])
+    else:
+        seeds = ablate_until.all_seeds(flags.seeds, max_seeds, settings=len(settings))
+        _reject_unequal_tokens(plan(seeds[:1]))
+        runs = ablate_until.run_until_decided(
+            plan,
+            carry,
+            out,
+            settings=list(settings),
+            seeds=seeds,
+            given=len(flags.seeds),
+            jobs=flags.jobs,
+            smallest=flags.smallest_difference,
+            say=_say,
+        )
+    markdown, as_json = write(runs)
     print(json.dumps(as_json) if flags.json else markdown)
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _reject_unequal_tokens(runs: Sequence[Run]) -> None:
+    """Reject settings that end after other tokens than the baseline, whose last losses do not compare."""
+    tokens = [_start_of(run.command).plan.tokens for run in runs]
+    for run, count in zip(runs, tokens, strict=True):
+        if count != tokens[0]:
+            raise ConfigError(
+                f"--until_decided compares last losses at equal tokens, but {run.setting} ends after {count:,} and "
+                f"{runs[0].setting} after {tokens[0]:,}; give both the same, or leave --until_decided out"
+            )
 
 
 def take_grid(argv: Sequence[str]) -> tuple[list[str], list[str], dict[str, list[str]]]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import fmt
 from gpt2lab.config.command_line import Command
 from gpt2lab.errors import CheckError, SaveError
+from gpt2lab.evaluation import over_seeds
+from gpt2lab.evaluation.over_seeds import Comparison
+from gpt2lab.evaluation.results import Results, file_of_step, read_results
+from gpt2lab.evaluation.seeds import t_half_width
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 
@@ -112,17 +116,15 @@ def mean(values: Sequence[float]) -> Mean:
     n = len(values)
     if n < 2:
         return Mean(values[0], None, None)
-    from scipy.special import stdtrit  # 0.1 s that --help need not wait for
-
-    error = statistics.stdev(values) / math.sqrt(n)
-    return Mean(statistics.fmean(values), error, float(stdtrit(n - 1, 0.975)) * error)
+    sd = statistics.stdev(values)
+    return Mean(statistics.fmean(values), sd / n**0.5, float(t_half_width(sd, n)))
 
 
 def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row]:
     """Return the table of {setting: a curve for each seed}; the first setting is the baseline.
 
     Without a target each seed has its own: the baseline's last loss with that seed. Ratios are to the baseline with
-    the same seed.
+    the same seed. A setting may have fewer seeds than the baseline: its first ones.
     """
     baseline = next(iter(curves.values()))
     targets = [curve.losses[-1] if target is None else target for curve in baseline]
@@ -131,10 +133,10 @@ def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row
         base = [(float(curve.tokens[-1]), curve.seconds[-1]) for curve in baseline]
     rows = []
     for setting, own in curves.items():
-        found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=True)]
+        found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
         found = base if own is baseline else found
         reached = [place for place in found if place is not None]
-        pairs = [(a, b) for a, b in zip(found, base, strict=True) if a and b]
+        pairs = [(a, b) for a, b in zip(found, base, strict=False) if a and b]
         means: list[Mean | None] = []
         for unit in (0, 1):  # tokens, seconds
             means.append(mean([place[unit] for place in reached]) if all(found) else None)
@@ -143,15 +145,22 @@ def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row
         tokens, tokens_ratio, seconds, seconds_ratio = means
         difference = None
         if own[0].tokens[-1] == baseline[0].tokens[-1]:
-            paired = zip(own, baseline, strict=True)
-            difference = mean([mine.losses[-1] - base.losses[-1] for mine, base in paired])
+            difference = mean(differences_of(own, baseline))
         last = mean([curve.losses[-1] for curve in own])
         row = (last, difference, tokens, tokens_ratio, seconds, seconds_ratio, len(reached))
         rows.append(Row(setting, len(own), own[0].tokens[-1], *row))
     return rows
 
 
-def write_markdown(rows: Sequence[Row], *, target: float | None) -> str:
+def differences_of(own: Sequence[Curve], baseline: Sequence[Curve]) -> list[float]:
+    """Return the differences of last losses, seed by seed, of the seeds that the setting has."""
+    pairs = zip(own, baseline, strict=False)
+    return [mine.losses[-1] - base.losses[-1] for mine, base in pairs]
+
+
+def write_markdown(
+    rows: Sequence[Row], *, target: float | None, until_decided: bool = False
+) -> str:
     """Write the table; what stands behind ± is half of a 95 % interval over the seeds."""
     goal = f"loss {target:g}" if target is not None else "the first's last loss"
     header = ("setting", "seeds", "tokens", "last val loss", "difference", f"tokens to {goal}")
@@ -170,6 +179,10 @@ def write_markdown(rows: Sequence[Row], *, target: float | None) -> str:
         )
     head, *body = ["| " + " | ".join(line) + " |" for line in lines]
     note = "±: half of the 95 % interval over seeds (Student's t); differences and ratios are taken seed by seed."
+    if until_decided:
+        note += (
+            " ± does not count that seeds were added until a decision; the confidence sequences do."
+        )
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body, "", note])
 
 
@@ -180,10 +193,64 @@ def _show(found: Mean | None, form: str) -> str:
     return form.format(found.value) + (f" ± {form.format(half).lstrip('+')}" if half else "")
 
 
+def _last_results(run_dir: Path) -> Results | None:
+    """Return a run's last validation, document by document; None where it is not kept."""
+    path = file_of_step(run_dir, "validation", max(history.read_log(run_dir).current("eval")))
+    return read_results(path) if path.exists() else None
+
+
+def find_comparisons(
+    runs: Sequence[Run],
+    curves: dict[str, list[Curve]],
+    out: Path,
+    *,
+    smallest: float,
+    until_decided: bool,
+) -> list[Comparison]:
+    """Compare the last losses of all settings that ended after the baseline's tokens with the baseline's."""
+    baseline, *others = curves
+    kept: dict[str, list[Results | None]] = {}
+    for run in runs:
+        kept.setdefault(run.setting, []).append(_last_results(out / run.name))
+    differences: dict[str, list[float]] = {}
+    units: dict[str, over_seeds.OverUnits | None] = {}
+    for name in others:
+        if curves[name][0].tokens[-1] != curves[baseline][0].tokens[-1]:
+            continue
+        differences[name] = differences_of(curves[name], curves[baseline])
+        count = len(differences[name])
+        a, b = ([r for r in kept[side][:count] if r is not None] for side in (baseline, name))
+        if len(a) == len(b) == count:
+            units[name] = over_seeds.over_units(a, b, "val_loss")
+    return over_seeds.compare_all(
+        baseline, differences, units, smallest=smallest, until_decided=until_decided
+    )
+
+
+def write_comparisons(found: Sequence[Comparison], *, smallest: float) -> str:
+    """Write what the differences show: a table of both errors, what they answer, and a sentence a setting."""
+    head, *rows = [
+        "| " + " | ".join(row) + " |" for row in over_seeds.table(found, smallest=smallest)
+    ]
+    unit = next((one.over_units.unit for one in found if one.over_units), "document")
+    sentences = [f"- {over_seeds.sentence(one, smallest=smallest)}" for one in found]
+    questions = over_seeds.QUESTIONS.format(unit=unit)
+    return "\n".join(
+        [head, "|" + "---|" * (head.count("|") - 1), *rows, "", questions, "", *sentences]
+    )
+
+
 def write_table(
-    runs: Sequence[Run], out: Path, *, target: float | None
+    runs: Sequence[Run],
+    out: Path,
+    *,
+    target: float | None,
+    smallest: float = over_seeds.SMALLEST,
+    max_seeds: int | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Read what the runs measured, write `ablation.md` and `ablation.json` to `out`, and return both.
+
+    `smallest`: difference in nats that matters. `max_seeds`: with --until_decided, else None.
 
     Raises: CheckError if a run measured nothing; SaveError.
     """
@@ -198,11 +265,50 @@ def write_table(
         for row in rows
     ]
     seeds = list(dict.fromkeys(run.seed for run in runs))
-    markdown = write_markdown(rows, target=target)
-    as_json = {"target_loss": target, "seeds": seeds, "settings": settings}
+    until_decided = max_seeds is not None
+    comparisons = find_comparisons(
+        runs, curves, out, smallest=smallest, until_decided=until_decided
+    )
+    every = [curve for own in curves.values() for curve in own]
+    spent = {
+        "seeds": len(seeds),
+        "max_seeds": max_seeds,
+        "runs": len(every),
+        "tokens": sum(curve.tokens[-1] for curve in every),
+        "step_seconds": sum(curve.seconds[-1] for curve in every),
+    }
+    parts = [write_markdown(rows, target=target, until_decided=until_decided)]
+    parts += [write_comparisons(comparisons, smallest=smallest)] if comparisons else []
+    markdown = "\n\n".join([*parts, _spent_line(spent, comparisons)])
+    as_json = {
+        "target_loss": target,
+        "seeds": seeds,
+        "settings": settings,
+        "smallest_difference": smallest,
+        "unit": "nats/token",
+        "comparisons": [
+            asdict(one) | {"sentence": over_seeds.sentence(one, smallest=smallest)}
+            for one in comparisons
+        ],
+        "spent": spent,
+    }
     try:
         replace_durably(out / "ablation.md", markdown + "\n")
         replace_durably(out / "ablation.json", json.dumps(as_json, indent=1) + "\n")
     except OSError as error:
         raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
     return markdown, as_json
+
+
+def _spent_line(spent: dict[str, Any], comparisons: Sequence[Comparison]) -> str:
+    seeds = fmt.number_of(spent["seeds"], "seed")
+    if spent["max_seeds"]:
+        seeds = f"{spent['seeds']} of at most {spent['max_seeds']} seeds"
+    line = (
+        f"Spent: {seeds}, {fmt.number_of(spent['runs'], 'run')}, {spent['tokens']:,} tokens, "
+        f"{fmt.duration(spent['step_seconds'])} of training steps."
+    )
+    undecided = [one.setting for one in comparisons if one.verdict == "not decided"]
+    if undecided and spent["seeds"] == spent["max_seeds"]:
+        line += f" The budget ended before {', '.join(undecided)} could be decided; a larger --max_seeds goes on."
+    return line

@@ -4,6 +4,7 @@ gpt2lab compare run_a run_b
 gpt2lab compare run_a/step_00000250 run_a/step_00000500
 gpt2lab compare results/gpt2 checkpoints/run_a
 gpt2lab compare run_a run_b --explain
+gpt2lab compare 'norms/gpt2_seed*' 'norms/modern_seed*'
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Compare:
     """Tell whether two evaluations differ by more than noise."""
 
     a: Positional[str] = argument(
-        "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file"
+        "a run, a checkpoint, a folder of `gpt2lab evaluate --save`, or a results file; or several runs "
+        "that differ in their seed alone: a pattern such as 'a_seed*', or names with commas between them"
     )
     b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
@@ -36,20 +39,34 @@ def main(argv: list[str]) -> int:
     """Compare and print."""
     flags = run_tyro(Compare, argv)
     from gpt2lab import paths
+    from gpt2lab.evaluation import groups
     from gpt2lab.evaluation.compare import as_json, compare, describe
 
     folder = paths.runs_folder(flags.checkpoint_dir)
+    if groups.is_group(flags.a) or groups.is_group(flags.b):
+        if flags.only not in (None, "validation"):
+            raise ConfigError(
+                f"--only {flags.only}: groups of runs are compared by validation loss alone"
+            )
+        if flags.explain:
+            raise ConfigError("--explain compares two runs: name one seed of each")
+        seeds, over_seeds = groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
+        if flags.json:
+            print(json.dumps(groups.as_json(flags.a, flags.b, seeds, over_seeds)))
+        else:
+            print(groups.describe(flags.a, flags.b, over_seeds))
+        return 0
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
-    found = None
+    explained = None
     if flags.explain:
         from gpt2lab.evaluation import explain
 
-        found = explain.explain(flags.a, flags.b, checkpoint_dir=folder)
+        explained = explain.explain(flags.a, flags.b, checkpoint_dir=folder)
     if flags.json:
-        more = {"explain": explain.as_json(found)} if found else {}
+        more = {"explain": explain.as_json(explained)} if explained else {}
         print(json.dumps(as_json(flags.a, flags.b, differences) | more))
     else:
         print(describe(flags.a, flags.b, differences))
-        if found:
-            print(f"\n{explain.describe(found)}")
+        if explained:
+            print(f"\n{explain.describe(explained)}")
     return 0

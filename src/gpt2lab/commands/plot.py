@@ -34,7 +34,7 @@ class Plot:
     ablation: Path | None = option(
         None,
         "folder of an ablation: draw the validation loss of each of its settings, mean and standard "
-        "error over its seeds, instead of runs; default ablation.png there",
+        "error over its seeds, and the differences with their intervals, instead of runs; default ablation.png there",
     )
     speeds: Path | None = option(
         None, "draw measured tokens/s from this JSON file (docs/benchmarks.json) instead of runs"

@@ -68,7 +68,7 @@ def compare(
         )
     for a, b in pairs:
         if a.units != b.units:
-            unit = _unit_of(a)
+            unit = a.unit
             sizes = (
                 f"{a.n:,} and {b.n:,} {unit}s"
                 if a.n != b.n
@@ -123,7 +123,7 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
     )
     return Difference(
         metric=f"{_task_of(a)} {metric}".strip(),
-        unit=_unit_of(a),
+        unit=a.unit,
         n=a.n,
         effective_n=found.effective_n,
         step_a=a.step,
@@ -134,15 +134,6 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
         se=found.se,
         p=p,
         within_noise=None if p is None else p >= NOISE,
-    )
-
-
-def _unit_of(results: Results) -> str:
-    """Name what was compared; files of earlier versions do not say it, and have windows."""
-    if results.kind != "validation":
-        return "item"
-    return str(
-        results.units.get("unit", "conversation" if "answers" in results.units else "window")
     )
 
 

@@ -44,6 +44,13 @@ class Results:
         """Count the units."""
         return len(next(iter(self.per_unit.values())))
 
+    @property
+    def unit(self) -> str:
+        """Name what was compared; files of earlier versions do not say it, and have windows."""
+        if self.kind != "validation":
+            return "item"
+        return str(self.units.get("unit", "conversation" if "answers" in self.units else "window"))
+
 
 def file_of_step(run_dir: Path, kind: Kind, step: int) -> Path:
     """Name the file in which a run keeps one evaluation."""

@@ -98,17 +98,23 @@ def draw_speeds(table: Path, path: Path) -> None:
 def draw_ablation(table: Path, path: Path, view: View) -> None:
     """Draw the validation loss of each setting of an ablation.json: mean and standard error over its seeds.
 
+    Beside it stand the differences to the baseline with their 95 % intervals, where the table has them.
+
     Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
     try:
-        settings = json.loads(table.read_text())["settings"]
+        found = json.loads(table.read_text())
+        settings, comparisons = found["settings"], found.get("comparisons", [])
         curves = {row["setting"]: [_evaluations(c) for c in row["curves"]] for row in settings}
+        intervals = {row["setting"]: _intervals(row) for row in comparisons}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"{table}: no table of an ablation ({error!r}); {paths.script('ablate')} writes it"
         ) from error
-    figure = _new_figure(9, 4.5)
-    axes = figure.add_subplot()
+    figure = _new_figure(14 if intervals else 9, 4.5)
+    axes = figure.add_subplot(1, 2 if intervals else 1, 1)
+    if intervals:
+        _draw_differences(figure.add_subplot(1, 2, 2), intervals, found["settings"][0]["setting"])
     for (setting, seeds), colour in zip(curves.items(), itertools.cycle(_COLOURS), strict=False):
         mean = mean_over_seeds(seeds)
         label = f"{setting}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
@@ -119,6 +125,37 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
     if curves:
         axes.legend(fontsize=8, frameon=False)
     _write(figure, path)
+
+
+def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Return {kind: (difference, low, high)} of the intervals that one comparison of an ablation has."""
+    units, seeds, sequential = (comparison[k] for k in ("over_units", "over_seeds", "sequential"))
+    parts = {"confidence sequence": sequential} if sequential else {"over seeds (95 %)": seeds}
+    if units:
+        parts[f"over {units['unit']}s (95 %)"] = units
+    ends = {k: (p["mean"], p["low"], p["high"]) for k, p in parts.items() if p}
+    return {kind: end for kind, end in ends.items() if None not in end}
+
+
+def _draw_differences(
+    axes: Axes, settings: dict[str, dict[str, tuple[float, float, float]]], baseline: str
+) -> None:
+    """Draw each setting's difference to the baseline with its intervals, one below the other."""
+    kinds = list(dict.fromkeys(kind for intervals in settings.values() for kind in intervals))
+    for kind, colour in zip(kinds, itertools.cycle(_COLOURS), strict=False):
+        shift = 0.2 * (kinds.index(kind) - (len(kinds) - 1) / 2)
+        drawn = [(i, s[kind]) for i, s in enumerate(settings.values()) if kind in s]
+        means, lows, highs = np.array([ends for _, ends in drawn]).T
+        rows, error = [i + shift for i, _ in drawn], [means - lows, highs - means]
+        style: dict[str, Any] = {"fmt": "o", "ms": 4, "capsize": 3, "color": colour}
+        axes.errorbar(means, rows, xerr=error, label=kind, **style)
+    axes.axvline(0, color=_GREY, lw=1, ls="--")
+    axes.set_yticks(range(len(settings)), list(settings))
+    axes.set_ylim(len(settings) - 0.5, -0.5)
+    axes.set_xlabel(f"last validation loss minus that of {baseline}, nats/token")
+    axes.spines[["top", "right"]].set_visible(False)
+    if kinds:
+        axes.legend(fontsize=8, frameon=False)
 
 
 def _evaluations(curve: dict[str, Any]) -> dict[float, tuple[float, float]]:

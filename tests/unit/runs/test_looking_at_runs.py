@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -31,6 +32,7 @@ from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.evaluation.over_seeds import OverUnits, compare_all
 from gpt2lab.runs import curves, history, log_index, overview, plots
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.pretrain import pretrain
@@ -346,6 +348,19 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None
     (tmp_path / "ablation.json").write_text(json.dumps({"settings": settings}))
     code, said, error = call("plot.py", "--ablation", tmp_path)
     assert (code, said.strip()) == (0, str(tmp_path / "ablation.png")), error
+    # Beside the curves, the differences: as an ablation writes them.
+    differences = {"wide": [-0.1, -0.3, -0.2, -0.2], "alone": [0.1]}
+    units = {"wide": OverUnits("document", 9, 7.5, True, -0.2, -0.35, -0.05)}
+    found = [asdict(one) for one in compare_all("gpt2", differences, units, until_decided=True)]
+    panel = Figure().add_subplot()
+    plots._draw_differences(panel, {c["setting"]: plots._intervals(c) for c in found}, "gpt2")
+    bars = {bar.get_label(): bar[2][0].get_segments() for bar in panel.containers}
+    assert list(bars) == ["confidence sequence", "over documents (95 %)"]
+    assert {kind: len(segments) for kind, segments in bars.items()} == dict.fromkeys(bars, 1)
+    assert bars["over documents (95 %)"][0][:, 0] == pytest.approx([-0.35, -0.05])
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["wide", "alone"]
+    content = json.dumps({"settings": settings, "comparisons": found})
+    (tmp_path / "ablation.json").write_text(content)
     out = tmp_path / "hours.svg"
     words = ["--x", "hours", "--log", "xy", "--out", out]
     code, _, error = call("plot.py", "--ablation", tmp_path, *words)

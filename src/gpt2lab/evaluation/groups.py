@@ -1,0 +1,125 @@
+"""Two groups of runs, each of one setting with several seeds: validation losses with both errors. No torch."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint.target import is_run
+from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.errors import DataError
+from gpt2lab.evaluation import over_seeds
+from gpt2lab.evaluation.compare import find_results
+from gpt2lab.evaluation.over_seeds import Comparison
+from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.runs import history
+
+Group = dict[int, Path]  # seed -> the run's folder
+_METRIC = "val_loss"
+_OWN = ("seed", "run_name", "checkpoint_dir")  # what the runs of a group may differ in
+
+
+def is_group(name: str) -> bool:
+    """Tell whether a name means several runs: `a_seed1,a_seed2`, or a pattern such as `a_seed*`."""
+    return "," in name or glob.has_magic(name)
+
+
+def find_group(name: str, checkpoint_dir: Path) -> Group:
+    """Return the runs that a name means, by their seeds; they may differ in nothing else that training depends on.
+
+    Raises: ConfigError, DataError naming the run.
+    """
+    folders: list[Path] = []
+    for word in (word.strip() for word in name.split(",")):
+        places = [checkpoint_dir / word, paths.from_working_directory(Path(word))]
+        found = [sorted(map(Path, glob.glob(str(place)))) for place in places]
+        runs = next(filter(None, (list(filter(is_run, some)) for some in found)), [])
+        if not runs or not word:
+            raise DataError(
+                f"{word or name}: no run of this name in {paths.for_people(checkpoint_dir)}"
+            )
+        folders += runs
+    group: Group = {}
+    first: dict[str, Any] = {}
+    for folder in dict.fromkeys(folders):
+        config = history.read_config(folder)
+        flat = {
+            setting: value
+            for setting, value in to_flat(config).items()
+            if setting not in _OWN and policy_of(setting, config) != "free"
+        }
+        first = first or flat
+        if other := next((setting for setting in flat if flat[setting] != first[setting]), None):
+            raise DataError(
+                f"{name}: {other} is {first[other]} in {next(iter(group.values())).name} and {flat[other]} in "
+                f"{folder.name}; the runs of a group may differ in their seed alone"
+            )
+        seed = config.data.seed
+        if seed in group:
+            raise DataError(
+                f"{name}: {group[seed].name} and {folder.name} both have seed {seed}; leave one out"
+            )
+        group[seed] = folder
+    return dict(sorted(group.items()))
+
+
+def compare_groups(
+    name_a: str, name_b: str, *, checkpoint_dir: Path
+) -> tuple[list[int], Comparison]:
+    """Return the seeds, and B's last validation losses against A's, with both errors.
+
+    Raises: ConfigError, DataError: other seeds, other documents or steps within a group, or no validation.
+    """
+    a, b = (find_group(name, checkpoint_dir) for name in (name_a, name_b))
+    if differ := sorted(set(a) ^ set(b)):
+        alone = name_a if differ[0] in a else name_b
+        raise DataError(
+            f"seed {differ[0]} is in {alone} alone; runs are paired by seed: leave its run out, or train the other"
+        )
+    of_a, of_b = (_validations(group, checkpoint_dir) for group in (a, b))
+    units = over_seeds.over_units(of_a, of_b, _METRIC)
+    pairs = zip(of_a, of_b, strict=True)
+    differences = [_mean(one_b) - _mean(one_a) for one_a, one_b in pairs]
+    (found,) = over_seeds.compare_all("A", {"B": differences}, {"B": units})
+    return list(a), found
+
+
+def _validations(group: Group, checkpoint_dir: Path) -> list[Results]:
+    """Return the newest validation of each run, all of one step and over the same documents."""
+    kept: list[Results] = []
+    for run in group.values():
+        found = find_results(str(run), checkpoint_dir).values()
+        of_run = next((one for one in found if one.kind == "validation"), None)
+        if of_run is None:
+            raise DataError(f"{run}: no validation results are kept")
+        kept.append(of_run)
+        if (of_run.step, of_run.units) != (kept[0].step, kept[0].units):
+            first = next(iter(group.values()))
+            what = f"after step {kept[0].step} and {of_run.step}"
+            if of_run.step == kept[0].step:
+                what = f"on other {of_run.unit}s"
+            raise DataError(f"{first.name} and {run.name} were last validated {what}")
+    return kept
+
+
+def _mean(results: Results) -> float:
+    return estimate_mean(results.per_unit[_METRIC], results.weights).mean
+
+
+def as_json(name_a: str, name_b: str, seeds: list[int], found: Comparison) -> dict[str, Any]:
+    """Return the comparison as JSON values."""
+    head = {"a": name_a, "b": name_b, "seeds": seeds, "metric": _METRIC, "unit": "nats/token"}
+    return head | asdict(found) | {"sentence": over_seeds.sentence(found)}
+
+
+def describe(name_a: str, name_b: str, found: Comparison) -> str:
+    """Write the comparison as a table, what its errors answer, and a sentence."""
+    header, *rows = over_seeds.table([found])
+    unit = found.over_units.unit if found.over_units else "document"
+    parts = [f"A  {name_a}\nB  {name_b}", fmt.table(header, rows)]
+    parts += [over_seeds.QUESTIONS.format(unit=unit), over_seeds.sentence(found)]
+    return "\n\n".join(parts)
