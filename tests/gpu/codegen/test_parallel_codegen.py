@@ -9,6 +9,7 @@ import pytest
 from benchmarks.cuda_codegen import parallel
 from benchmarks.cuda_codegen.device import what_is_missing
 from benchmarks.cuda_codegen.parallel import ParallelCase
+from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,8 +19,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def counted() -> list[dict[str, Any]]:
-    """Return a step of two layers under fsdp, whose blocks share their graphs: the fastest to compile."""
-    return parallel.generate("sm_90", [ParallelCase("fsdp")])
+    """Return steps whose blocks share their graphs: the fastest to compile. Deep models' do in every mode."""
+    deep = REGIONS_FROM_LAYERS
+    others = [ParallelCase("ddp", "selective", deep), ParallelCase("zero1", "block", deep)]
+    return parallel.generate("sm_90", [ParallelCase("fsdp"), *others])
 
 
 def test_nothing_compiles_after_the_first_step(counted: list[dict[str, Any]]) -> None:
@@ -28,15 +31,15 @@ def test_nothing_compiles_after_the_first_step(counted: list[dict[str, Any]]) ->
         assert len(set(row["compiled"])) == 1
 
 
-def test_fsdp_compiles_one_block_and_the_loss(counted: list[dict[str, Any]]) -> None:
-    """Forward and backward of each. Embeddings and the last norm run uncompiled: see docs/gpu_results.md."""
-    [row] = counted
-    assert [graph["is_backward"] for graph in row["graphs"]] == [False, True, False, True]
-    assert row["graph_breaks"] <= 1
+def test_embeddings_a_block_and_the_loss_are_compiled(counted: list[dict[str, Any]]) -> None:
+    """Forward and backward of each, and nothing breaks a graph."""
+    for row in counted:
+        assert [graph["is_backward"] for graph in row["graphs"]] == [False, True] * 3
+        assert row["graph_breaks"] == 0
 
 
 def test_the_operators_outside_are_within_budget(counted: list[dict[str, Any]]) -> None:
     """The budget is what was counted. 28 add gradients of a second micro-batch, 10 reject what is not finite."""
-    [row] = counted
+    row = counted[0]
     assert row["outside"]["_fused_adamw_"] == 2  # matrices and vectors
-    assert sum(row["outside"].values()) <= 86
+    assert sum(row["outside"].values()) <= 60
