@@ -39,7 +39,12 @@ class Codegen:
         None, "as a rank of several under DDP, with buckets of so many MiB; default one process"
     )
     layers: tuple[int, int] = option((2, 4), "layers that are compiled, to extrapolate from")
-    n_layer: int = option(12, "layers to extrapolate to")
+    model: ModelName = option(
+        "gpt2", "shape of the model, to whose layers the count is extrapolated"
+    )
+    graphs: Literal["auto", "one", "regions"] = option(
+        "auto", "how the step is compiled; auto = as the trainer does with so many layers"
+    )
     json: Path | None = option(None, "also write the numbers to this file")
 
 
@@ -271,7 +276,8 @@ def _count_generated_code(flags: Codegen) -> tuple[dict[str, Any], str]:
         architectures=flags.architecture,
         micro_batches=flags.micro_batch,
         layers=flags.layers,
-        n_layer=flags.n_layer,
+        model=flags.model,
+        graphs=flags.graphs,
         attention=flags.attention,
         ddp_bucket_mb=flags.ddp_bucket_mb,
     )

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def peak_bytes(module: str, *, is_backward: bool) -> int:
-    """Return the most bytes that a module of Inductor's holds when called once.
+def held_bytes(module: str, *, is_backward: bool) -> tuple[int, int]:
+    """Return the bytes that a module of Inductor's holds when called once: at most, and at its end.
 
     The inputs of a forward graph are weights and token ids; they are not counted. The inputs of a backward graph are
     what the forward pass kept for it; they are counted until the graph frees them, one by one.
@@ -26,9 +26,10 @@ def peak_bytes(module: str, *, is_backward: bool) -> int:
         held = 0 if is_backward else live.now
         kept = [] if is_backward else list(inputs)  # the model keeps its weights
         live.most = live.now
-        call(None, inputs)
-        del kept
-    return live.most - held
+        outputs = call(None, inputs)
+        left = live.now - held
+        del kept, outputs
+    return live.most - held, left
 
 
 def _functions(module: str) -> tuple[Any, Any]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 from benchmarks.cuda_codegen import device
 
@@ -36,8 +39,8 @@ from benchmarks.cuda_codegen.kernels import Graph, read_graph, resources
 from benchmarks.cuda_codegen.report import Case
 from gpt2lab.config.schema import OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.distributed import strategy
 from gpt2lab.distributed.runtime import Runtime
-from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.training.train_step import train_step
@@ -50,41 +53,59 @@ def take_steps(case: Case) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     graphs: list[Graph] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), _attention(case.attention), _kept(graphs):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _attention(case.attention),
+        _kept(graphs),
+        _regions(case.by_region),
+    ):
         runtime = Runtime()
         system = SystemConfig(device="cuda", dtype="bf16", compile="on")
         runtime.use(system)
         with runtime.device:
             model = GPT(case.model)
             ids = torch.zeros(2, case.micro_batch, case.model.context_length, dtype=torch.int64)
-        strategy = Strategy(runtime, system)
-        trained = strategy.prepare(model)
+        how = strategy.Strategy(runtime, system)
+        trained = how.prepare(model)
         optimizers = build_optimizers(model, OptimConfig(), device=runtime.device)
         micro = [MicroBatch(x.clone(), x.clone(), i, i == 1) for i, x in enumerate(ids)]
         batch = GlobalBatch(tuple(micro), 2 * ids[0].numel(), 0, 0, 2 * case.micro_batch, None)
         after: list[int] = []
         device.waits.clear()
+        began = time.process_time()
+        seconds = []
         for _ in range(_STEPS):
+            for graph in graphs:
+                graph.calls = 0
             with _inside_ddp(case.ddp_bucket_mb), _Launches() as launches:
                 train_step(
                     trained,
                     optimizers,
                     batch,
                     1e-4,
-                    strategy=strategy,
+                    strategy=how,
                     grad_clip=1.0,
                     seed=0,
                     accept=None,  # pipelined, as the trainer's
                 )
             after.append(counters["stats"]["unique_graphs"])
+            seconds.append(time.process_time() - began)
     return {
         "case": dataclasses.asdict(case),
         "graphs": [dataclasses.asdict(graph) for graph in graphs],
         "graph_breaks": sum(counters["graph_break"].values()),
         "recompiles": after[-1] - after[0],
+        "seconds": seconds[0],
         "waits": list(device.waits),
         "outside": dict(launches.counted.most_common()),
     }
+
+
+@contextmanager
+def _regions(by_region: bool) -> Iterator[None]:
+    """Compile the step by region, or as one graph, however many layers it has."""
+    with patch.object(strategy, "REGIONS_FROM_LAYERS", 1 if by_region else math.inf):
+        yield
 
 
 @contextmanager
@@ -94,11 +115,13 @@ def _kept(graphs: list[Graph]) -> Iterator[None]:
 
     def read(self: GraphLowering) -> Any:
         wrapper, _ = self.codegen()
-        graphs.append(read_graph(wrapper.value, is_backward=self.is_backward))
+        graph = read_graph(wrapper.value, is_backward=self.is_backward)
+        graphs.append(graph)
         outputs = [_like(output) for output in self.graph_outputs]
 
         def call(inputs: list[Any]) -> list[Any]:
             inputs.clear()
+            graph.calls += 1
             return [torch.empty_strided(*o[:2], **o[2]) if o else None for o in outputs]
 
         return SimpleNamespace(__file__="not written", call=call)

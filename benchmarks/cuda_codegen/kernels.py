@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cuda_codegen.allocations import peak_bytes
+from benchmarks.cuda_codegen.allocations import held_bytes
 
 _DEFINITION = re.compile(
     r"async_compile\.triton\('(?P<name>\w+)', '''(?P<source>.*?)''', device_str", re.S
@@ -40,7 +40,7 @@ class Kernel:
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Graph:
     """One compiled graph."""
 
@@ -48,6 +48,8 @@ class Graph:
     kernels: list[Kernel]
     library: dict[str, int]  # matrix products and attention: calls by operator
     peak_bytes: int  # that it holds, with what the forward pass keeps and without weights
+    left_bytes: int  # of these, held when it ends: what a forward pass keeps
+    calls: int = 0  # in a step
 
 
 def read_graph(module: str, *, is_backward: bool) -> Graph:
@@ -64,7 +66,7 @@ def read_graph(module: str, *, is_backward: bool) -> Graph:
         kernels.append(Kernel(name, _group(name), runs.pop(name), moved, index, source))
     assert not runs, f"kernels of another form: {sorted(runs)}"
     library = dict(Counter(_LIBRARY.findall(body)))
-    return Graph(is_backward, kernels, library, peak_bytes(module, is_backward=is_backward))
+    return Graph(is_backward, kernels, library, *held_bytes(module, is_backward=is_backward))
 
 
 def _group(name: str) -> str:

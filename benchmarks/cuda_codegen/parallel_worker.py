@@ -37,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.cuda_codegen import generate
 from benchmarks.cuda_codegen.kernels import Graph
 from benchmarks.cuda_codegen.parallel import ParallelCase
+from benchmarks.cuda_codegen.report import MICRO_BATCHES
 from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
@@ -90,12 +91,17 @@ def take_steps(case: ParallelCase) -> dict[str, Any]:
         batch = GlobalBatch(tuple(micro), targets, 0, 0, sequences, None, 0.0)
         how: Any = {"strategy": strategy, "grad_clip": 1.0, "seed": 0}
         for _ in range(_STEPS):
+            for graph in graphs:
+                graph.calls = 0
             with generate._Launches() as launches:
                 train_step(trained, optimizers, batch, 1e-4, **how)
             after.append(counters["stats"]["unique_graphs"])
     return {
         "case": dataclasses.asdict(case),
-        "graphs": [{"is_backward": g.is_backward, "kernels": _runs(g)} for g in graphs],
+        "graphs": [
+            {"is_backward": g.is_backward, "kernels": _runs(g) * g.calls // MICRO_BATCHES}
+            for g in graphs
+        ],
         "graph_breaks": sum(counters["graph_break"].values()),
         "compiled": after,
         "outside": dict(launches.counted.most_common()),

@@ -1,4 +1,4 @@
-"""Count the training step of GPT-2 124M as torch.compile makes it for a GPU, and print it as a table. No torch.
+"""Count the training step of GPT-2 as torch.compile makes it for a GPU, and print it as a table. No torch.
 
 Kernels and bytes grow linearly with the layers, so two small numbers of layers give those of any.
 """
@@ -17,28 +17,34 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.cuda_codegen.device import CARDS, Architecture, build
-from gpt2lab.config.schema import ModelConfig
+from gpt2lab.config.derived import REGIONS_FROM_LAYERS
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import ModelConfig, ModelName
 from gpt2lab.errors import ConfigError
 
 Kernel = Literal["cudnn", "flash", "efficient"]
+Graphs = Literal["auto", "one", "regions"]
 GROUPS = ("cross-entropy", "LayerNorm", "GELU", "embedding", "other")
+MICRO_BATCHES = 2  # in a step
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training step: GPT-2 124M cut to `n_layer` layers, bf16 by autocast, two micro-batches."""
+    """A training step: a preset cut to `n_layer` layers, bf16 by autocast, two micro-batches."""
 
     n_layer: int
     micro_batch: int
     attention: Kernel = "cudnn"
     ddp_bucket_mb: float | None = None  # as inside DDP; None: one process
     machine_code: bool = False  # also registers, stack and spills
+    preset: ModelName = "gpt2"
+    by_region: bool = False  # compiled as a deep model is
 
     @property
     def model(self) -> ModelConfig:
         """The model's settings."""
-        return ModelConfig(n_layer=self.n_layer)
+        return dataclasses.replace(preset(self.preset).model, n_layer=self.n_layer)
 
 
 def generate(architecture: Architecture, cases: list[Case]) -> list[dict[str, Any]]:
@@ -74,19 +80,26 @@ def count_in_process(
 
 
 def summary(counted: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of one case that grow linearly with the layers; those of graphs are per micro-batch."""
+    """Return the numbers of one case that grow linearly with the layers; those of graphs are per micro-batch.
+
+    A region of a deep model is one graph, whose kernels run once for each call.
+    """
     found: dict[str, float] = {"launches outside": sum(counted["outside"].values())}
     for direction in ("forward", "backward"):
         graphs = [g for g in counted["graphs"] if g["is_backward"] == (direction == "backward")]
-        kernels = [kernel for graph in graphs for kernel in graph["kernels"]]
+        calls = [graph["calls"] / MICRO_BATCHES for graph in graphs]
+        pairs = list(zip(calls, graphs, strict=True))
+        ran = [(times * k["runs"], k) for times, graph in pairs for k in graph["kernels"]]
         found[f"{direction} graphs"] = len(graphs)
-        found[f"{direction} kernels"] = sum(k["runs"] for k in kernels)
-        found[f"{direction} library calls"] = sum(sum(g["library"].values()) for g in graphs)
-        found[f"{direction} bytes"] = sum(k["runs"] * k["bytes"] for k in kernels)
+        found[f"{direction} kernels"] = sum(runs for runs, _ in ran)
+        found[f"{direction} library calls"] = sum(n * sum(g["library"].values()) for n, g in pairs)
+        found[f"{direction} bytes"] = sum(runs * k["bytes"] for runs, k in ran)
         for group in GROUPS:
-            size = sum(k["runs"] * k["bytes"] for k in kernels if k["group"] == group)
+            size = sum(runs * k["bytes"] for runs, k in ran if k["group"] == group)
             found[f"{direction} bytes, {group}"] = size
         found[f"{direction} peak"] = max(g["peak_bytes"] for g in graphs)
+        if direction == "forward":
+            found["kept"] = sum(times * graph["left_bytes"] for times, graph in pairs)
     return found
 
 
@@ -107,15 +120,18 @@ def count(
     architectures: tuple[Architecture, ...],
     micro_batches: tuple[int, ...],
     layers: tuple[int, int],
-    n_layer: int,
+    model: ModelName,
+    graphs: Graphs,
     attention: Kernel,
     ddp_bucket_mb: float | None,
 ) -> dict[str, Any]:
     """Count every architecture and micro-batch size."""
+    n_layer = preset(model).model.n_layer
+    by_region = graphs == "regions" or (graphs == "auto" and n_layer >= REGIONS_FROM_LAYERS)
     tables = []
     for architecture in architectures:
         cases = [
-            Case(layer, B, attention, ddp_bucket_mb, machine_code=layer == layers[0])
+            Case(layer, B, attention, ddp_bucket_mb, layer == layers[0], model, by_region)
             for B in micro_batches
             for layer in layers
         ]
@@ -130,7 +146,9 @@ def count(
                     "micro_batch": B,
                     "attention": attention,
                     "ddp_bucket_mb": ddp_bucket_mb,
+                    "model": model,
                     "n_layer": n_layer,
+                    "by_region": by_region,
                     "counted": extrapolate(pair[0], pair[1], n_layer),
                     "graph_breaks": max(case["graph_breaks"] for case in pair),
                     "recompiles": max(case["recompiles"] for case in pair),
@@ -161,9 +179,10 @@ def _describe_one(table: dict[str, Any], layers: tuple[int, int]) -> str:
         return f"{size / 1e9:.1f}"
 
     lines = [
-        f"GPT-2 124M, {table['n_layer']} layers (from {layers[0]} and {layers[1]}), B {table['micro_batch']}, "
+        f"{table['model']}, {table['n_layer']} layers (from {layers[0]} and {layers[1]}), B {table['micro_batch']}, "
         f"T 1024, bf16, {table['attention']} attention, {table['architecture']} ({table['card']})"
-        + (f", in DDP with buckets of {bucket:g} MiB:" if bucket else ":"),
+        + (f", in DDP with buckets of {bucket:g} MiB" if bucket else "")
+        + (", compiled by region:" if table["by_region"] else ":"),
         "",
         "| per micro-batch | forward | backward | both |",
         "|---|---|---|---|",
@@ -175,9 +194,12 @@ def _describe_one(table: dict[str, Any], layers: tuple[int, int]) -> str:
         "",
         f"GB held at the peak, what the forward pass keeps included, weights not: forward "
         f"{gigabytes(counted['forward peak'])}, backward {gigabytes(counted['backward peak'])}"
-        + (" (of one graph)" if counted["forward graphs"] > 1 else ""),
+        + (" (of one graph)" if counted["forward graphs"] > 1 else "")
+        + f"; the forward pass keeps {gigabytes(counted['kept'])}",
         f"graph breaks {table['graph_breaks']}, recompiles in the second step {table['recompiles']}; "
         f"{counted['launches outside']:,.0f} operators outside graphs in a step of two micro-batches",
+        "seconds of processor time to compile: "
+        + ", ".join(f"{c['seconds']:.0f} ({c['case']['n_layer']} layers)" for c in table["cases"]),
         f"at most {table['most_registers']} registers, {table['most_stack_bytes']} bytes of stack, "
         f"{table['most_spill_bytes']} bytes of spills a thread",
         f"kernels that index in int64: {len(table['int64'])}",

@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import launch
+from gpt2lab.checkpoint import store
 from gpt2lab.config.schema import AttentionBackend, ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.data.mixture import validation_orders
@@ -51,6 +52,14 @@ def _flags(data: Path, folder: Path, *more: str) -> list[str]:
         *("--device=cuda", "--checkpoint_freq=5", "--max_steps=20", "--sample_freq=0"),
         *(f"--data_dir={data}", f"--checkpoint_dir={folder}", "--run_name=run", *more),
     ]
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind() -> None:
+    buffer = store.StagingBuffer(2**20, pin=True)
+    assert buffer._is_pinned
+    assert not store._cuda("cudaHostRegister", buffer.shared.address, 2**20, 0)  # it is already
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    buffer.close()
 
 
 def _train(data: Path, folder: Path, *more: str, **extra: str) -> Path:

@@ -6,6 +6,7 @@ flushes and commits them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -109,7 +110,13 @@ class StagingBuffer:
 
 def _cuda(function: str, *arguments: int) -> bool:
     """Call a function of CUDA's runtime; tell whether it worked."""
-    return int(getattr(torch.cuda.cudart(), function)(*arguments)) == 0  # type: ignore[no-untyped-call]
+    worked = int(getattr(torch.cuda.cudart(), function)(*arguments)) == 0  # type: ignore[no-untyped-call]
+    if not worked:
+        # CUDA keeps the error for whoever asks next, and torch asks after each kernel that it starts: training would
+        # end at its next one. torch has no cudaGetLastError for Python, so a kernel of our own takes the error.
+        with contextlib.suppress(RuntimeError):
+            torch.ones((), device="cuda")
+    return worked
 
 
 def staging_bytes(model: nn.Module, optimizers: Optimizers) -> int:

@@ -10,6 +10,9 @@ from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, SystemConfi
 from gpt2lab.errors import ConfigError
 
 CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
+# One graph of all layers compiles for a time that grows with them. From here a step is compiled in regions, those of
+# the blocks once for all: a few more bytes are moved (docs/gpu_results.md), and the first step takes seconds.
+REGIONS_FROM_LAYERS = 24
 BUCKET_BYTES = int(SystemConfig.ddp_bucket_mb * 2**20)  # one message of ddp or zero1, by default
 
 

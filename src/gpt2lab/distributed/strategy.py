@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt2lab.config.derived import compiles
+from gpt2lab.config.derived import REGIONS_FROM_LAYERS, compiles
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.distributed import fsdp, zero1
+from gpt2lab.distributed.compilation import compile_step
 from gpt2lab.distributed.exact_reduction import ExactReduction
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.sharded_optimizers import sharded
@@ -85,6 +86,8 @@ class Strategy:
         # Gradients are then summed only in this rank's rows; zero1.py says why not between CPUs.
         needs_rows = self._parallel == "zero1" and self._exact is None and not full_gradients
         self._scatters = needs_rows and self.device.type == "cuda"
+        # FSDP gathers weights between blocks: no graph can span these. A deep model's step is compiled so too.
+        self._by_region = self._parallel == "fsdp"
         # DDP and FSDP average gradients over ranks; a loss scaled up by this yields their sum.
         self.averaged_over = 1 if self._exact else runtime.world_size
 
@@ -106,10 +109,8 @@ class Strategy:
         trained = to_train(model)
         apply_activation_checkpointing(model, self._system.activation_checkpointing)
         if self._system.compile == "on":
-            # In place: no _orig_mod. in parameter names. Only the training call is compiled: evaluation and sampling
-            # call model.hidden and model.head, which never recompile the step.
-            self._configure_compiler()
-            trained.compile()
+            self._by_region |= model.config.n_layer >= REGIONS_FROM_LAYERS
+            compile_step(model, trained, by_region=self._by_region)
         if self._parallel == "fsdp":
             fsdp.shard(
                 model,
@@ -126,16 +127,6 @@ class Strategy:
                 zero1.scatter_gradients(replicated, self._mesh)
             return replicated
         return trained
-
-    def _configure_compiler(self) -> None:
-        """Set options of Inductor, which reads the environment only when it is imported: before a run is known."""
-        from torch._inductor import config as inductor_config  # slow; evaluation compiles nothing
-
-        # Compiled GELUs of a CPU take half the time with tanh written as an exponential. It is off by default for its
-        # relative error near 0, which 1 + tanh does not see.
-        inductor_config.cpp.use_decompose_tanh = True
-        # Inductor otherwise times kernels, some of which add in another order, and takes the fastest.
-        inductor_config.deterministic = torch.are_deterministic_algorithms_enabled()
 
     def shard_optimizer_state(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer]
@@ -161,11 +152,11 @@ class Strategy:
     def compiles_evaluation(self) -> bool:
         """Tell whether evaluations run compiled.
 
-        Not on a CPU, where the numbers are those of scripts/evaluate.py to the bit; not under fsdp, where each one
-        gathers a model of its own.
+        Not on a CPU, where the numbers are those of scripts/evaluate.py to the bit; not where the step is compiled by
+        region: a deep model's graph would compile for minutes, and under fsdp each evaluation gathers its own model.
         """
         is_on_gpu = self._system.compile == "on" and self.device.type == "cuda"
-        return is_on_gpu and self._parallel != "fsdp"
+        return is_on_gpu and not self._by_region
 
     def for_evaluation(
         self, function: Callable[..., torch.Tensor], *, batch_size: int

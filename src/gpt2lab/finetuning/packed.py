@@ -13,7 +13,6 @@ from gpt2lab.data.order import Order
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.finetuning.rows import NO_OWNER, Rows
 from gpt2lab.model.gpt import GPT
-from gpt2lab.model.loss import cross_entropy_sum, head_cross_entropy_sum
 
 
 def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
@@ -30,13 +29,17 @@ def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
     return torch.where(is_start, places, 0).cummax(dim=1).values
 
 
-def hidden_of_rows(model: GPT, tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
-    """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation stood in a row of its own."""
+def places_and_mask(tokens: torch.Tensor, end_of_text: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for rows of ids (B, T) places within their conversations, (B, T), and who attends to whom, (B, T, T)."""
     starts = conversation_starts(tokens, end_of_text)
     places = torch.arange(tokens.size(1), device=tokens.device)
     together = starts[:, :, None] == starts[:, None, :]  # (B, T, T)
-    mask = together & (places[:, None] >= places)
-    return model.hidden(tokens, places - starts, mask)
+    return places - starts, together & (places[:, None] >= places)
+
+
+def hidden_of_rows(model: GPT, tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
+    """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation stood in a row of its own."""
+    return model.hidden(tokens, *places_and_mask(tokens, end_of_text))
 
 
 class PackedGPT(nn.Module):
@@ -48,14 +51,8 @@ class PackedGPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of ids (B, T) against `targets` (B, T; -1 = not counted), in nats summed over the targets."""
-        model = self.model
-        if torch.compiler.is_compiling():
-            hidden = hidden_of_rows(model, tokens, self.end_of_text)
-            weight, num_tokens = model.wte.weight, model.config.num_tokens
-            return head_cross_entropy_sum(hidden, weight, targets, num_tokens)
-        return cross_entropy_sum(
-            model.masked_logits(hidden_of_rows(model, tokens, self.end_of_text)), targets
-        )
+        stream = self.model.stream(tokens, *places_and_mask(tokens, self.end_of_text))
+        return self.model.loss_sum(stream, targets)
 
 
 class RowLoader(Loader):

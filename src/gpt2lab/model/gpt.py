@@ -204,17 +204,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = build_norm(config)
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        caches: list[KVCache] | None = None,
-    ) -> Tensor:
-        """Map ids (B, T) to the final normalized hidden states (B, T, C).
-
-        `positions` (B, T) and `mask` (B, T, S; true = attends) allow several texts in one row; the default is one.
-        """
+    def embed(self, tokens: Tensor, positions: Tensor | None) -> tuple[Tensor, RotaryAngles | None]:
+        """Map ids (B, T) to the first residual stream (B, T, C), and their positions to the blocks' rotation."""
         if positions is None:
             positions = torch.arange(tokens.size(1), device=tokens.device)  # (T,)
         x, rotation = self.wte(tokens), None  # (B, T, C)
@@ -225,10 +216,33 @@ class GPT(nn.Module):
         rounds = self.residual_dtype == "bf16" or (self.residual_dtype == "auto" and x.is_cuda)
         if rounds and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # norms still compute in fp32
-        x = F.dropout(x, self.config.dropout, self.training)
+        return F.dropout(x, self.config.dropout, self.training), rotation
+
+    def stream(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> Tensor:
+        """Map ids (B, T) to the residual stream (B, T, C) after the last block.
+
+        `positions` (B, T) and `mask` (B, T, S; true = attends) allow several texts in one row; the default is one.
+        """
+        x, rotation = self.embed(tokens, positions)
         for index, block in enumerate(self.blocks):
             x = block(x, mask, caches[index] if caches else None, rotation)
-        return self.ln_f(x)
+        return x
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> Tensor:
+        """Map ids (B, T), as `stream` does, to the final normalized hidden states (B, T, C)."""
+        return self.ln_f(self.stream(tokens, positions, mask, caches))
 
     def extend(self, tokens: Tensor, caches: list[KVCache]) -> Tensor:
         """Map ids (B, T) that follow those in the caches to hidden states (B, T, C), and extend the caches.
@@ -269,6 +283,14 @@ class GPT(nn.Module):
         ]
         return torch.cat(losses).view_as(targets)
 
+    def loss_sum(self, stream: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of `targets` (B, T; -1 = not counted) in nats, summed, given the last `stream` (B, T, C)."""
+        hidden = self.ln_f(stream)
+        if torch.compiler.is_compiling():
+            weight, num_tokens = self.wte.weight, self.config.num_tokens
+            return head_cross_entropy_sum(hidden, weight, targets, num_tokens)
+        return cross_entropy_sum(self.masked_logits(hidden), targets)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets.
 
@@ -276,10 +298,7 @@ class GPT(nn.Module):
         """
         if targets is None:
             return self.head(self.hidden(tokens))
-        if torch.compiler.is_compiling():
-            hidden, num_tokens = self.hidden(tokens), self.config.num_tokens
-            return head_cross_entropy_sum(hidden, self.wte.weight, targets, num_tokens)
-        return cross_entropy_sum(self.masked_logits(self.hidden(tokens)), targets)
+        return self.loss_sum(self.stream(tokens), targets)
 
 
 def empty_model(config: ModelConfig) -> GPT:

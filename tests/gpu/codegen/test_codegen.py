@@ -22,9 +22,21 @@ TENSORS = {layers: 4 + 12 * layers for layers in (2, 4)}  # of parameters
 
 
 @pytest.fixture(scope="module")
-def counted() -> list[dict[str, Any]]:
+def cases() -> list[dict[str, Any]]:
+    by_region = Case(2, 64, by_region=True)
+    return report.generate("sm_90", [Case(2, 64, machine_code=True), Case(4, 64), by_region])
+
+
+@pytest.fixture(scope="module")
+def counted(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return GPT-2 124M cut to two and four layers at micro-batch 64, on an H100."""
-    return report.generate("sm_90", [Case(2, 64, machine_code=True), Case(4, 64)])
+    return cases[:2]
+
+
+@pytest.fixture(scope="module")
+def by_region(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return two layers, compiled as those of a deep model."""
+    return cases[2]
 
 
 def test_the_step_is_two_graphs_compiled_once(counted: list[dict[str, Any]]) -> None:
@@ -56,6 +68,18 @@ def test_kernels_and_bytes_of_twelve_layers_are_within_budget(
     assert found["backward library calls"] == 2 * 12 * 4 + 12
 
 
+def test_a_step_in_regions_calls_one_block_for_each_layer(
+    counted: list[dict[str, Any]], by_region: dict[str, Any]
+) -> None:
+    assert [graph["is_backward"] for graph in by_region["graphs"]] == [False, True] * 3
+    assert (by_region["graph_breaks"], by_region["recompiles"]) == (0, 0)
+    calls = sorted(graph["calls"] for graph in by_region["graphs"])
+    assert calls == [2, 2, 2, 2, 4, 4]  # in a step of two micro-batches
+    one, regions = report.summary(counted[0]), report.summary(by_region)
+    for name in ("forward library calls", "backward library calls"):
+        assert regions[name] == one[name]  # the head's gradient stays in the forward pass
+
+
 def test_no_kernel_spills(counted: list[dict[str, Any]]) -> None:
     rows = [(k["name"], row) for k in report.kernels_of(counted[:1]) for row in k["machine_code"]]
     assert rows
@@ -80,16 +104,16 @@ def test_operators_outside_the_graphs_do_not_grow_with_the_layers(
 
 
 def test_the_command_prints_what_it_counts(tmp_path: Path) -> None:
-    words = ["--architecture", "sm_80", "--micro_batch", 2, "--layers", 1, 2, "--n_layer", 3]
+    words = ["--architecture", "sm_80", "--micro_batch", 2, "--layers", 1, 2]
     words += ["--ddp_bucket_mb", 25, "--attention", "flash"]
     code, said, error = call("benchmark.py", "codegen", *words, "--json", tmp_path / "c.json")
     assert code == 0, error
     (table,) = json.loads((tmp_path / "c.json").read_text())["tables"]
     found = table["counted"]
-    assert found["forward library calls"] == 3 * 5 + 3
-    assert found["forward graphs"] == 3 + 2  # DDP's compiler cuts where a bucket is full
+    assert found["forward library calls"] == 12 * 5 + 3
+    assert found["forward graphs"] == 12 + 2  # DDP's compiler cuts where a bucket is full
     assert table["int64"] == []
     both = found["forward kernels"] + found["backward kernels"]
     assert f"| generated kernels | {found['forward kernels']:.0f} |" in said
     assert f"| {both:.0f} |" in said
-    assert "3 layers (from 1 and 2), B 2, T 1024" in said
+    assert "gpt2, 12 layers (from 1 and 2), B 2, T 1024" in said

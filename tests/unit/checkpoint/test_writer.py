@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,28 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.writer.close()
     bench.buffer.close()
     bench.run.close()
+
+
+def test_a_buffer_that_cannot_be_pinned_leaves_no_error_for_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In place of a card: the runtime keeps an error until a kernel's launch reports it. tests/gpu asks a real one."""
+    errors: list[int] = []
+
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        errors.append(2)  # out of memory
+        return errors[-1]
+
+    def launch_kernel(*size: object, device: str) -> None:
+        if errors:
+            raise RuntimeError(f"CUDA error {errors.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "ones", launch_kernel)
+    buffer = store.StagingBuffer(64, pin=True)
+    assert not buffer._is_pinned
+    assert errors == []
+    buffer.close()
 
 
 def test_a_writer_commits_what_lies_in_the_buffer_and_imports_no_torch(bench: Bench) -> None:
