@@ -470,3 +470,9 @@ def test_a_run_of_two_ranks_replays_within_rounding(own: Path) -> None:
         == 0
     )
     assert "every bit as logged" in call("replay.py", own, "exact", "--steps=6:8")
+
+
+def test_a_replay_is_one_process(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    line = call("replay.py", place, "clean", "--steps=9", code=2)
+    assert "a replay is one process; start it without torchrun" in line

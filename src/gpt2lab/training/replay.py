@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,10 +154,9 @@ def open_replay(run_dir: Path, recipe: Recipe, *, first: int, last: int) -> Repl
 
     Raises: ConfigError if there is none, or a step was not taken; CheckpointError, DataError.
     """
-    log = history.read_log(run_dir)
-    runtime = Runtime()
-    if runtime.is_distributed:
+    if "RANK" in os.environ:
         raise ConfigError("a replay is one process; start it without torchrun")
+    log, runtime = history.read_log(run_dir), Runtime()
     name = paths.for_people(run_dir)
     numbers = log.numbers
     if not len(numbers):
