@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpt2lab.config.schema import ModelConfig
+from gpt2lab.model.linear import Linear
 from gpt2lab.model.loss import (
     cross_entropy_sum,
     head_cross_entropy_sum,
@@ -94,7 +95,7 @@ def causal_by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention of (B, H, T, D) as two batched matrix products around a softmax.
 
     torch's flash kernel for CPUs makes little use of the fast matrix library; these two products do: at T = 256 they
-    take a third of its time in bf16, half to nine tenths in fp32.
+    take a third of its time in bf16, half to nine tenths in fp32. In bf16 they round the scores: see docs/training.md.
     """
     B, H, T, D = q.shape
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
@@ -109,8 +110,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
         self.qk_norm = config.qk_norm
         if self.qk_norm == "rmsnorm":
             self.q_norm = nn.RMSNorm(config.n_embd // config.n_head, eps=1e-5)
@@ -150,8 +151,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout, self.activation = config.dropout, config.activation
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C), each position alone."""

@@ -56,8 +56,8 @@ def test_kernels_and_bytes_of_twelve_layers_are_within_budget(
     """The budget is what was counted when it was written, and 2 %: see docs/gpu_results.md."""
     found = report.extrapolate(counted[0], counted[1], ModelConfig.n_layer)
     budget = {
-        **{"forward kernels": 138, "backward kernels": 197},
-        **{"forward bytes": 33.72e9, "backward bytes": 44.00e9},
+        **{"forward kernels": 138, "backward kernels": 173},
+        **{"forward bytes": 33.72e9, "backward bytes": 35.55e9},
         **{"forward peak": 26.52e9, "backward peak": 20.13e9},  # the logits are held once
     }
     for name, most in budget.items():
