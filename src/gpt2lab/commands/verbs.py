@@ -45,6 +45,7 @@ VERBS = {
     "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
     "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
     "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
+    "ladder": Verb("fit a scaling law, predict a larger run", f"{_HERE}.ladder"),
     "export": Verb("write a model for transformers or llama.cpp", f"{_HERE}.export_hf"),
     "import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.train", "import_checkpoint"),
     "resume-command": Verb("print the command that continues a run", f"{_HERE}.resume_command"),
