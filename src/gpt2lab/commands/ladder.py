@@ -83,7 +83,7 @@ class Run:
         checks = [run for others in rates for runs in others.values() for run in runs]
         carry_out([*rungs, *checks], say=_say, jobs=self.jobs)
         if top:
-            _predict_top(top, out, _read(family, out).ladder)
+            _say(_describe_prediction(_predict_top(top, out, _read(family, out).ladder)))
             carry_out(top, say=_say, jobs=self.jobs)
         print(_report(_results(family, out)))
         return 0
@@ -355,7 +355,6 @@ def _predict_top(runs: Sequence[ablation_table.Run], out: Path, found: Ladder) -
         document = ladder.write_prediction(out, found, point)
     except OSError as error:
         raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
-    _say(_describe_prediction(document))
     return document
 
 
@@ -391,11 +390,8 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     """Fit, score what was predicted and has been run, and write ladder.json."""
     found = _read(family, out)
     prediction, scored = history.read_json(out / ladder.PREDICTION), None
-    top = family.top_runs(out)
-    if prediction is not None and top and all((out / run.name).is_dir() for run in top):
-        losses = _losses(top, out, _start(top[0]).plan.tokens)
-        begun = min(float(next(history.iter_events(out / run.name))["time"]) for run in top)
-        scored = ladder.score(prediction, losses, begun)
+    if prediction is not None and (top := family.top_runs(out)):
+        scored = _score(top, out, prediction)
     rates = _rates(family, out, found)
     document = ladder.as_json(
         found.ladder, names=found.names, rates=rates, prediction=prediction, scored=scored
@@ -405,6 +401,21 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     except OSError as error:
         raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
     return document
+
+
+def _score(
+    top: Sequence[ablation_table.Run], out: Path, prediction: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Compare the top rung with its prediction, None where it is not complete.
+
+    Raises: CheckError if it began before the prediction.
+    """
+    try:
+        losses = _losses(top, out, _start(top[0]).plan.tokens)
+    except CheckError:
+        return None
+    begun = min(float(next(history.iter_events(out / run.name))["time"]) for run in top)
+    return ladder.score(prediction, losses, begun)
 
 
 def _describe_prediction(document: Mapping[str, Any]) -> str:
@@ -441,6 +452,7 @@ def _report(document: Mapping[str, Any]) -> str:
         "L = E + A/N^alpha + B/D^beta, nats/token: "
         + ", ".join(f"{name} {value:.4g}" for name, value in law.items()),
         *(f"  {name:<6} {_interval(at, 3)}" for name, at in document["law_intervals"].items()),
+        *(["E is near 0: these rungs do not tell where the loss ends"] if law["E"] < 0.01 else []),
         f"seeds of a rung differ by {'n/a' if seeds is None else f'{seeds:.2%}'}, rungs from the law by "
         f"{document['misfit']:.2%} besides (standard deviations)",
         "",

@@ -81,15 +81,15 @@ def test_intervals_hold_the_noise_of_seeds_and_the_misfit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "misfit"), [(0.005, 0.0), (0.005, 0.003)])
 def test_four_of_five_predictions_hold(seeds: float, misfit: float) -> None:
-    """150 ladders; the share inside an 80 % interval has a standard error of 3.3 %."""
+    """100 ladders; the share inside an 80 % interval has a standard error of 4 %."""
     hits = []
-    for number in range(150):
+    for number in range(100):
         rng = np.random.default_rng(number)
         at = fit(rungs(rng, seeds=seeds, misfit=misfit), samples=100).predict(*TOP, seeds=3).loss
         off = rng.normal() * misfit + (rng.normal(size=3) * seeds).mean()
         hits.append(at.low <= LAW.loss(*TOP) * np.exp(off) <= at.high)
     print(f"seeds {seeds}, misfit {misfit}: {np.mean(hits):.3f} inside")
-    assert 0.72 <= np.mean(hits) <= 0.92
+    assert 0.7 <= np.mean(hits) <= 0.92
 
 
 @pytest.mark.parametrize(
