@@ -368,7 +368,10 @@ def _rates(family: Family, out: Path, found: _Rungs) -> list[dict[str, Any]]:
     for name, others in family.rate_runs(out).items():
         rung = found.ladder.fit.rungs[found.names.index(name)]
         losses = {1.0: rung.losses}
-        losses |= {factor: _losses(runs, out, rung.tokens) for factor, runs in others.items()}
+        try:
+            losses |= {factor: _losses(runs, out, rung.tokens) for factor, runs in others.items()}
+        except CheckError:
+            continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
         pairs = zip(rung.losses, losses[best], strict=True)
         behind = ablation_table.mean([rule - other for rule, other in pairs])
