@@ -192,7 +192,7 @@ def _plan(family: Family, out: Path) -> dict[str, Any]:
     rates = [
         r for others in family.rate_runs(out).values() for runs in others.values() for r in runs
     ]
-    found = []
+    found: list[dict[str, Any]] = []
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
         for start in map(_start, runs):
             plan, time = start.plan, _time(start, out)
