@@ -132,7 +132,7 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
         elif at is None or not words[at].startswith(("src/", "scripts/")):
             continue  # a module or a test, which takes no flags of ours
         script, verb = words[at], None
-        if Path(script).stem in ("benchmark", "data", "runs", "tokenizer"):
+        if Path(script).stem in ("benchmark", "data", "ladder", "runs", "tokenizer"):
             verb = words[at + 1]
         if (script, verb) not in known:
             known[script, verb] = flags_of(script, verb, capsys)
@@ -152,6 +152,8 @@ def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> 
             verbs = ["rm", "archive"]
         if name == "tokenizer":
             verbs = ["train", "show"]
+        if name == "ladder":
+            verbs = ["plan", "run", "fit", "predict"]
         if name == "benchmark":
             verbs = ["cpu", "gpu", "codegen", "data", "hellaswag", "parallel", "planner", "sample"]
             verbs += ["save", "codegen-parallel", "step-overhead"]

@@ -3,6 +3,7 @@
 gpt2lab plot my_run
 gpt2lab plot my_run gpt2-mini --x tokens --log xy --out compare.png
 gpt2lab plot --ablation checkpoints/ablation
+gpt2lab plot --ladder checkpoints/ladder
 """
 
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ class Plot:
         "folder of an ablation: draw the validation loss of each of its settings, mean and standard "
         "error over its seeds, and the differences with their intervals, instead of runs; default ablation.png there",
     )
+    ladder: Path | None = option(
+        None,
+        "folder of a ladder: draw its rungs, the law fitted to them and its prediction, instead of runs; default "
+        "ladder.png there",
+    )
     speeds: Path | None = option(
         None, "draw measured tokens/s from this JSON file (docs/benchmarks.json) instead of runs"
     )
@@ -57,6 +63,12 @@ def main(argv: list[str]) -> int:
         if flags.x or flags.log or flags.only_loss:
             raise ConfigError("--speeds draws bars: --x, --log and --only_loss are for curves")
         plots.draw_speeds(paths.from_working_directory(flags.speeds), out)
+    elif flags.ladder is not None:
+        if flags.runs or flags.only_loss or flags.x or flags.log or flags.ablation:
+            raise ConfigError("--ladder draws a ladder alone: leave out runs, --x and --log")
+        folder = paths.from_working_directory(flags.ladder)
+        out = out or folder / "ladder.png"
+        plots.draw_ladder(folder / "ladder.json", out)
     elif flags.ablation is not None:
         if flags.runs or flags.only_loss or flags.x == "step":
             raise ConfigError("--ablation takes no run, and --x tokens or hours")

@@ -48,6 +48,7 @@ VERBS = {
     "why-spike": Verb("name the samples behind a spike", f"{_HERE}.why_spike"),
     "bisect": Verb("find the first difference of two runs", f"{_HERE}.bisect_runs"),
     "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),
+    "ladder": Verb("fit a scaling law, predict a larger run", f"{_HERE}.ladder"),
     "export": Verb("write a model for transformers or llama.cpp", f"{_HERE}.export_hf"),
     "import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.train", "import_checkpoint"),
     "resume-command": Verb("print the command that continues a run", f"{_HERE}.resume_command"),

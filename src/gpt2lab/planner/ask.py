@@ -24,6 +24,7 @@ from gpt2lab.planner import calibration
 from gpt2lab.planner.estimate import Estimate, Window, estimate
 from gpt2lab.planner.hardware import Hardware, Profile
 from gpt2lab.planner.job import Job, fit_mini_batch
+from gpt2lab.planner.ladder import find_ladder
 from gpt2lab.planner.machine import Machine, Seen, look, named
 from gpt2lab.planner.memory import Dtype
 
@@ -39,7 +40,7 @@ SETTINGS = (
 # Flags that describe a run to come, rather than one that exists.
 _OF_A_JOB = (
     *(*SETTINGS, *LENGTHS, "gpu", "gpus", "model", "data_dir", "deadline", "compare"),
-    "data_weights_at",
+    *("data_weights_at", "ladder"),
     *("measure", "find_batch_size", "profile", "nodes"),
 )
 Comparison = Literal["gpus", "models", "profiles"]
@@ -118,6 +119,10 @@ class Ask:
     scaling: str = option("1,2,4,8", "world sizes of the scaling table")
     price: float | None = option(None, "US dollars per GPU-hour; default the listed price")
     kwh: float | None = option(None, "own hardware: price of a kilowatt-hour")
+    ladder: str | None = option(
+        None,
+        "predict the loss by a ladder of one's own: its name in --checkpoint_dir, or its folder",
+    )
     lr_rule: LrRule = option("sqrt", "how the learning rate scales with the batch size")
 
     json: bool = option(False, "print one JSON object")
@@ -259,11 +264,12 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
         config = profile.applied(config, typed=typed)
     config = fit_mini_batch(config, world_size, typed=ask.mini_batch_size is not None)
     batch, unique, dataset, order = config.batch.total_batch_size, None, {}, None
+    fingerprint = None
     if ask.data_dir:
         data = open_sources(read_sources(config.data), vocab_size=config.model.vocab_size)
         T, of_data = config.model.context_length, config.data
         order = training_order(data, context_length=T, shuffle=of_data.shuffle, seed=of_data.seed)
-        unique = order.windows_per_epoch * T
+        unique, fingerprint = order.windows_per_epoch * T, data.fingerprint
         dataset = {"tokens": float(unique)}
     tokens, steps, samples = (count_of(ask, name) for name in ("tokens", "steps", "num_samples"))
     if samples is not None and ask.avg_tokens_per_sample is not None:
@@ -292,7 +298,13 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
     bf16 = ask.dtype == "bf16" or (ask.dtype == "auto" and native_bf16)
     dtype: Dtype = "bf16" if bf16 else "fp32"
     check_fsdp_param_dtype(dataclasses.replace(config.system, dtype=dtype))
-    return Job(config, steps, world_size, dtype, compiled, unique, tuple(dataset.items()), order)
+    return Job(
+        config,
+        *(steps, world_size, dtype, compiled, unique),
+        dataset=tuple(dataset.items()),
+        order=order,
+        data_fingerprint=fingerprint,
+    )
 
 
 class Predictor:
@@ -307,6 +319,7 @@ class Predictor:
         self.is_cpu = self.gpu is None and self.seen.is_cpu
         self.world_size = ask.gpus or max(1, len(self.seen.gpus))
         self._machines: dict[tuple[Any, ...], tuple[Machine, dict[str, float]]] = {}
+        self.ladder = find_ladder(ask.ladder, ask.folder()) if ask.ladder else None
 
     def job(self, profile: Profile) -> Job:
         """Return the job that the flags mean here.
@@ -349,7 +362,7 @@ class Predictor:
         ratios: dict[str, float] = {}
         if on is None:
             on, ratios = self.machine_for(job)
-        return estimate(
+        found = estimate(
             job,
             on,
             self.hardware,
@@ -358,3 +371,6 @@ class Predictor:
             kwh=self.ask.kwh,
             memory_target=profile.memory_target,
         )
+        if self.ladder is None:
+            return found
+        return dataclasses.replace(found, loss=self.ladder.loss_of(job), ladder=self.ladder)

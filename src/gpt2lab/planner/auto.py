@@ -58,7 +58,7 @@ def free_memory(system: SystemConfig) -> float | None:
 def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
     """Return what a rank of a run needs, compared with what is free on this machine."""
     seen = _look(config.system)
-    job = _job_on(seen, config, plan, train_tokens)
+    job = job_on(seen, config, plan, train_tokens)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", plan.batch.world_size))
     return device_memory(
         job,
@@ -90,7 +90,7 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
     total = total_memory()
     if total is None or (config.system.device != "cpu" and shutil.which("nvidia-smi")):
         return
-    held = _job_on(Seen(()), config, plan, train_tokens).memory()
+    held = job_on(Seen(()), config, plan, train_tokens).memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * (held.params + held.optimizer + held.gradients)
     if needed > total:
@@ -100,7 +100,8 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
         )
 
 
-def _job_on(seen: Seen, config: Config, plan: Plan, train_tokens: int) -> Job:
+def job_on(seen: Seen, config: Config, plan: Plan, train_tokens: int) -> Job:
+    """Return the job of a start of the trainer on this machine."""
     dtype = config.system.dtype
     return Job.of_run(
         config,
@@ -139,7 +140,7 @@ def choose_settings(
         chosen |= _preset_settings(wanted.preset, wanted, job)
     if wanted.find_mini_batch or wanted.fit_schedule:
         seen = _look(config.system)
-        here = _job_on(seen, config, plan, train_tokens)
+        here = job_on(seen, config, plan, train_tokens)
         if wanted.find_mini_batch:
             found = measuring.find_batch_size(
                 here,

@@ -11,7 +11,7 @@ import datetime
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gpt2lab.model.counts import checkpoint_bytes, count_matmul_parameters
 from gpt2lab.planner import communication
@@ -20,6 +20,9 @@ from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine
 from gpt2lab.planner.memory import Memory
 from gpt2lab.planner.timing import Interval, total, work
+
+if TYPE_CHECKING:
+    from gpt2lab.planner.ladder import Ladder
 
 MEMORY_TARGET = 0.92  # of what a rank may use; the rest is for what the formula does not know
 EVENTS = ("eval", "sample", "hellaswag", "checkpoint")
@@ -42,6 +45,7 @@ class Estimate:
     cost: Cost | None
     loss: Interval | None  # None where the scaling law says nothing
     mfu: float | None
+    ladder: Ladder | None = None  # that the loss is from, else the public law
 
     @property
     def event_share(self) -> float:

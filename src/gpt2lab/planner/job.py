@@ -136,6 +136,7 @@ class Job:
     unique_tokens: int | None = None  # of the training split, None if the data is not known
     dataset: tuple[tuple[str, float], ...] = ()  # how its size was given, for the report
     order: Order | Mixture | None = None  # of the data, where it is known
+    data_fingerprint: str | None = None
 
     @staticmethod
     def of_run(

@@ -171,6 +171,9 @@ def _loss(estimate: Estimate) -> list[str]:
     job = estimate.job
     loss = loss_of(job)
     ratio = f"{job.tokens / job.parameters:.0f} tokens a parameter"
+    if estimate.ladder is not None and estimate.loss is not None:
+        own, note = estimate.loss, f"{estimate.ladder.note(job)}; {ratio}"
+        return [_row("loss", f"{own.value:.3f}", f"{own.low:.3f} ... {own.high:.3f}", note)]
     if not job.is_gpt2:
         said = "" if loss is None else f", and says {loss.low:.2f} ... {loss.high:.2f} of that"
         return [_row("loss", "n/a", "", f"the law is of GPT-2 with AdamW{said}; {ratio}")]
@@ -277,7 +280,15 @@ def as_json(
         },
         "loss": None
         if estimate.loss is None
-        else asdict(estimate.loss) | {"law": LAW, "data": "FineWeb, GPT-2 BPE"},
+        else asdict(estimate.loss)
+        | (
+            {"law": LAW, "data": "FineWeb, GPT-2 BPE"}
+            if estimate.ladder is None
+            else {
+                "law": f"ladder {estimate.ladder.name}",
+                "data": estimate.ladder.settings["data_name"],
+            }
+        ),
         "model": {"parameters": job.parameters, "flops_per_token": job.flops_per_token},
         "warnings": list(warnings),
     }
@@ -361,7 +372,8 @@ def formulas(found: Estimate, known: Hardware) -> list[str]:
         if found.costs.seconds[name]
     ]
     if found.loss is not None:
-        text.append(f"loss    = {LOSS_FORMULA} = {found.loss.value:.3f}")
+        formula = found.ladder.fit.law.formula if found.ladder else LOSS_FORMULA
+        text.append(f"loss    = {formula} = {found.loss.value:.3f}")
     if found.cost is not None:
         text.append(
             f"cost    = ${found.cost.price_per_gpu_hour:g} x {on.world_size} x {found.seconds.value / 3600:.2f} h"

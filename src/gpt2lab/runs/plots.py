@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.runs.curves import REFERENCES, Axis, Curve, Curves, Trace
@@ -156,6 +156,47 @@ def _draw_differences(
     axes.spines[["top", "right"]].set_visible(False)
     if kinds:
         axes.legend(fontsize=8, frameon=False)
+
+
+def draw_ladder(table: Path, path: Path) -> None:
+    """Draw a ladder.json: each rung's seeds, the fitted law with its 80 % band by size, and the predicted top rung.
+
+    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
+    """
+    try:
+        ladder = json.loads(table.read_text())
+        rungs, curves, top = ladder["rungs"], ladder["curves"], ladder["prediction"]
+        score = ladder["score"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{table}: no results of a ladder ({error!r}); {paths.script('ladder')} fit writes them"
+        ) from error
+    figure = _new_figure(9, 4.5)
+    axes = figure.add_subplot()
+    for curve, colour in zip(curves, itertools.cycle(_COLOURS), strict=False):
+        size = curve["parameters"]
+        label = f"{fmt.count(size)} parameters"
+        if top and size == top["parameters"]:
+            label += ", predicted"
+        axes.plot(curve["tokens"], curve["value"], color=colour, lw=1.2, label=label)
+        axes.fill_between(curve["tokens"], curve["low"], curve["high"], color=colour, alpha=0.15)
+        for rung in (rung for rung in rungs if rung["parameters"] == size):
+            places = [rung["tokens"]] * len(rung["losses"])
+            axes.plot(places, rung["losses"], "o", color=colour, ms=3, alpha=0.7)
+    if top is not None:
+        at = top["loss"]
+        bounds = [[at["value"] - at["low"]], [at["high"] - at["value"]]]
+        style: dict[str, Any] = {"color": _GREY, "capsize": 4, "fmt": "s", "ms": 4}
+        axes.errorbar(
+            [top["tokens"]], [at["value"]], bounds, **style, label="prediction, 80 % interval"
+        )
+    if score is not None:
+        places = [top["tokens"]] * len(score["losses"])
+        axes.plot(places, score["losses"], "x", color=_COLOURS[1], ms=6, label="top rung, trained")
+    View("tokens", "xy").scale(axes)
+    axes.set_ylabel("validation loss, nats/token")
+    axes.legend(fontsize=8, frameon=False)
+    _write(figure, path)
 
 
 def _evaluations(curve: dict[str, Any]) -> dict[float, tuple[float, float]]:

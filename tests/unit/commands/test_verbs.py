@@ -24,6 +24,7 @@ from tiny import CONTEXT, write_shards
 SOURCE = REPOSITORY / "src"
 UNION = {
     "data",
+    "ladder",
     "runs",
     "tokenizer",
     "benchmark",

@@ -1,0 +1,9 @@
+"""Train a ladder of small models, fit a scaling law to it, and predict a larger one before it is trained."""
+
+import sys
+
+from _bootstrap import run
+from gpt2lab.commands.ladder import main
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,277 @@
+"""The file of a ladder: sizes, token budgets, seeds and the rule of the learning rate, and the runs that they mean.
+
+TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the names of the trainer's flags. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import fmt, paths
+from gpt2lab.commands.ablate import plan_runs
+from gpt2lab.commands.ablation_table import Run
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import is_list, override
+from gpt2lab.config.settings_file import read_values
+from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.files import is_number, read_regular
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_AT_MOST = 2**20  # bytes of a file
+_KEYS = ("tokens", "seeds", "settings", "sizes", "top", "rate")
+_RATE_KEYS = ("n_embd", "max_lr", "exponent", "factors", "check")
+_OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_epochs", "max_lr")
+
+# A family by its name, for the embedded corpus in a vocabulary of 512 ids (docs/planning.md prepares it).
+_TINY: dict[str, Any] = {
+    "tokens": ["250k", "500k", "1M"],
+    "seeds": [1, 2, 3],
+    "settings": {
+        **{"n_layer": 2, "n_head": 2, "context_length": 64, "total_batch_size": 1024},
+        **{"mini_batch_size": 16, "data_dir": "data/python_stdlib_512", "val_tokens": 65_536},
+        **{"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 0},
+    },
+    "sizes": {"w24": {"n_embd": 24}, "w40": {"n_embd": 40}, "w64": {"n_embd": 64}},
+    "top": {"n_embd": 96, "tokens": "2M"},
+    "rate": {"n_embd": 64, "max_lr": 4e-3, "exponent": 0.5},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    f"{kind}-tiny": {**_TINY, "settings": {"model": f"{kind}-nano", **_TINY["settings"]}}
+    for kind in ("gpt2", "modern")
+}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """max_lr = `max_lr` x (n_embd / `n_embd`) ^ -`exponent`; muon_lr, where set, by the same factor."""
+
+    n_embd: int
+    max_lr: float
+    exponent: float
+    factors: tuple[
+        float, ...
+    ]  # of the rule's rate, that the checked rungs are trained with besides
+    check: tuple[str, ...]  # names of those rungs
+
+    def factor(self, n_embd: int) -> float:
+        """Return the rate at a width relative to that of the base."""
+        return float((n_embd / self.n_embd) ** -self.exponent)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a ladder's file says: {name: settings} of the rungs, the top rung apart."""
+
+    name: str
+    seeds: tuple[int, ...]
+    rungs: Mapping[str, dict[str, Any]]  # cheapest size and fewest tokens first
+    top: tuple[str, dict[str, Any]] | None
+    rate: Rate | None
+
+    def rung_runs(self, out: Path) -> list[Run]:
+        """Return the runs to fit.
+
+        Raises: ConfigError, DataError.
+        """
+        return self._runs(
+            {name: self._flags(values, 1.0) for name, values in self.rungs.items()}, out
+        )
+
+    def top_runs(self, out: Path) -> list[Run]:
+        """Return the runs of the top rung, [] if the file has none.
+
+        Raises: ConfigError, DataError.
+        """
+        return self._runs({self.top[0]: self._flags(self.top[1], 1.0)}, out) if self.top else []
+
+    def rate_runs(self, out: Path) -> dict[str, dict[float, list[Run]]]:
+        """Return {checked rung: {factor of the rule's rate: its runs}} of the other rates.
+
+        Raises: ConfigError, DataError.
+        """
+        if self.rate is None:
+            return {}
+        return {
+            name: {
+                factor: self._runs(
+                    {f"{name}_x{factor:g}": self._flags(self.rungs[name], factor)}, out
+                )
+                for factor in self.rate.factors
+            }
+            for name in self.rate.check
+        }
+
+    def _runs(self, settings: dict[str, list[str]], out: Path) -> list[Run]:
+        return plan_runs(settings, [], seeds=self.seeds, out=out)
+
+    def _flags(self, values: dict[str, Any], factor: float) -> list[str]:
+        """Write settings as flags of the trainer, with the rate of the rule times a factor."""
+        words = []
+        for name, value in values.items():
+            if is_list(name):
+                words += [f"--{name}", *([value] if isinstance(value, str) else map(str, value))]
+            elif isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no_{name}")
+            else:
+                words.append(f"--{name}={value}")
+        if self.rate is None:
+            return words
+        config = override(preset(values.get("model", Config().model.model)), read_values(values))
+        factor *= self.rate.factor(config.model.n_embd)
+        words.append(f"--max_lr={self.rate.max_lr * factor:.6g}")
+        if config.optim.muon_lr is not None:
+            words.append(f"--muon_lr={config.optim.muon_lr * factor:.6g}")
+        return words
+
+
+def read_family(what: str) -> Family:
+    """Return the ladder of a TOML file, or of a family by its name.
+
+    Raises: ConfigError naming the file and what is wrong with it.
+    """
+    if what in FAMILIES:
+        return _family(what, FAMILIES[what])
+    path = paths.from_working_directory(Path(what))
+    if path.suffix != ".toml":
+        close = difflib.get_close_matches(what, FAMILIES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"or {' or '.join(FAMILIES)}"
+        raise ConfigError(f"{what}: no ladder: give a .toml file of sizes and tokens, {hint}")
+    try:
+        text = read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
+        return _family(path.stem, tomllib.loads(text))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:  # not UTF-8, not TOML
+        raise ConfigError(f"{path}: {error}") from None
+    except GPT2LabError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _family(name: str, table: dict[str, Any]) -> Family:
+    _known("", table, _KEYS)
+    budgets = _list_of(table, "tokens", _tokens, 'numbers of tokens, such as ["250k", "1M"]')
+    seeds = _list_of(table, "seeds", _seed, "whole numbers, such as [1, 2, 3]")
+    shared = _settings("settings", table.get("settings", {}))
+    sizes = table.get("sizes")
+    if not isinstance(sizes, dict) or not sizes:
+        raise ConfigError("no [sizes]: give each size a table of settings, [sizes.small]")
+    rungs = {}
+    for size, own in sizes.items():
+        if re.fullmatch(r"[\w.+-]+", size) is None:
+            raise ConfigError(f"[sizes.{size}]: a name of letters, digits and _ . + - only")
+        values = shared | _settings(f"sizes.{size}", own)
+        for tokens in budgets:
+            rungs[_rung_name(size, tokens)] = values | {"max_tokens": tokens}
+    top = None
+    if "top" in table:
+        own = dict(table["top"]) if isinstance(table["top"], dict) else {}
+        if "tokens" not in own:
+            raise ConfigError('[top]: no tokens, such as tokens = "4M"')
+        try:
+            tokens = _tokens(own.pop("tokens"))
+        except ValueError as error:
+            raise ConfigError(f"[top] tokens: {error}") from None
+        values = shared | _settings("top", own) | {"max_tokens": tokens}
+        top = (_rung_name("top", tokens), values)
+        if top[0] in rungs:
+            raise ConfigError("[sizes.top]: that name is the top rung's")
+    rate = _rate(table["rate"], rungs) if "rate" in table else None
+    if rate is None and "max_lr" not in shared:
+        raise ConfigError("no [rate] and no max_lr in [settings]: give n_embd, max_lr and exponent")
+    return Family(name, tuple(seeds), rungs, top, rate)
+
+
+def _rung_name(size: str, tokens: int) -> str:
+    return f"{size}-{fmt.count(tokens, digits=6)}"
+
+
+def _rate(table: Any, rungs: Mapping[str, Any]) -> Rate:
+    _known("rate", table, _RATE_KEYS)
+    for key in ("n_embd", "max_lr", "exponent"):
+        if not is_number(table.get(key)) or not 0 <= table[key] < 1e9:
+            raise ConfigError(f"[rate] {key}: give a number of at least 0")
+    if table["n_embd"] < 1 or table["max_lr"] <= 0:
+        raise ConfigError("[rate]: n_embd and max_lr must be above 0")
+    factors = _list_of(
+        {"factors": [0.5, 2.0]} | table, "factors", _factor, "rates, such as [0.5, 2]"
+    )
+    names = list(rungs)
+    check = table.get("check", [names[0], names[-1]])
+    if not isinstance(check, list) or any(rung not in rungs for rung in check):
+        raise ConfigError(f"[rate] check: a list of rungs, of {', '.join(names)}")
+    known = Rate(table["n_embd"], table["max_lr"], table["exponent"], tuple(factors), ())
+    return dataclasses.replace(known, check=tuple(dict.fromkeys(check)))
+
+
+def _settings(where: str, values: Any) -> dict[str, Any]:
+    """Check the settings of one table."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"[{where}]: not a table of settings")
+    ours = sorted(set(values) & set(_OURS) - ({"max_lr"} if where == "settings" else set()))
+    if ours:
+        raise ConfigError(f"[{where}] {ours[0]}: the ladder sets it itself")
+    try:
+        read_values(values)
+    except GPT2LabError as error:
+        raise ConfigError(f"[{where}] {error}") from None
+    return dict(values)
+
+
+def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: not a table")
+    for key in table:
+        if key not in keys:
+            close = difflib.get_close_matches(key, keys, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(keys)}"
+            raise ConfigError(f"{f'[{where}] ' if where else ''}unknown {key}: {hint}")
+
+
+def _list_of(
+    table: Mapping[str, Any], key: str, read: Callable[[Any], Any], what: str
+) -> list[Any]:
+    """Return a list of different values, in their order.
+
+    Raises: ConfigError.
+    """
+    values = table.get(key)
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{key}: give a list of {what}")
+    try:
+        found = [read(value) for value in values]
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}; give a list of {what}") from None
+    if len(set(found)) < len(found):
+        raise ConfigError(f"{key}: each may be given once")
+    return found
+
+
+def _tokens(value: Any) -> int:
+    number = fmt.parse_count(value) if isinstance(value, str) else value
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 10**15:
+        raise ValueError(f"{value!r} is not a number of tokens")
+    return number
+
+
+def _seed(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a seed")
+    return value
+
+
+def _factor(value: Any) -> float:
+    if not is_number(value) or not 0 < value < 1e6 or value == 1:
+        raise ValueError(f"{value!r} is no factor: above 0 and not 1")
+    return float(value)

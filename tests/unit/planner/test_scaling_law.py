@@ -1,0 +1,109 @@
+"""The fit of L = E + A/N^a + B/D^b: known laws are found again, and intervals hold what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gpt2lab.errors import ConfigError
+from gpt2lab.planner import scaling_law
+from gpt2lab.planner.scaling_law import Law, Rung, fit
+
+LAW = Law(E=1.5, A=60.0, B=400.0, alpha=0.35, beta=0.4)
+SIZES, TOKENS = (27_000, 60_000, 133_000), (100_000, 200_000, 400_000)
+TOP = (270_000, 820_000)  # 4.2 times the compute of the dearest rung
+
+
+def rungs(
+    rng: np.random.Generator, *, seeds: float = 0.0, misfit: float = 0.0, law: Law = LAW
+) -> list[Rung]:
+    """Return a grid of rungs, three seeds each; `seeds` and `misfit`: deviations of log L."""
+    found = []
+    for N in SIZES:
+        for D in TOKENS:
+            off = rng.normal() * misfit + rng.normal(size=3) * seeds
+            found.append(Rung(N, D, tuple((law.loss(N, D) * np.exp(off)).tolist())))
+    return found
+
+
+@pytest.mark.parametrize(
+    "law", [LAW, Law(0.6, 15.0, 3000.0, 0.2, 0.6), Law(2.5, 900.0, 40.0, 0.7, 0.25)]
+)
+def test_a_law_without_noise_is_found_from_far_starts(law: Law) -> None:
+    found = fit(rungs(np.random.default_rng(0), law=law), samples=20)
+    for name in ("E", "A", "B", "alpha", "beta"):
+        assert getattr(found.law, name) == pytest.approx(getattr(law, name), rel=1e-3), name
+    at = found.predict(*TOP).loss
+    assert at.value == pytest.approx(law.loss(*TOP), rel=1e-5)
+    assert at.high - at.low < 1e-3 * at.value
+
+
+def test_one_run_that_is_wrong_moves_the_law_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = rungs(np.random.default_rng(0), seeds=0.002)
+    worst = (clean[8].losses[0] * 1.1, *clean[8].losses[1:])
+    bad = [*clean[:8], Rung(SIZES[2], TOKENS[2], worst)]
+
+    def moved() -> float:
+        before, after = (fit(some, samples=2).law.loss(*TOP) for some in (clean, bad))
+        return abs(after / before - 1)
+
+    huber = moved()
+    monkeypatch.setattr(scaling_law, "_HUBER_SPREADS", 1e6)  # least squares
+    assert huber < 0.25 * moved()
+
+
+def test_the_frontier_is_the_lowest_loss_of_its_compute() -> None:
+    for flops in (1e11, 1e14):
+        N, D = LAW.optimum(flops)
+        assert pytest.approx(flops) == 6 * N * D
+        for factor in (0.8, 1.25):
+            assert LAW.loss(N * factor, D / factor) > LAW.loss(N, D)
+
+
+def test_intervals_hold_the_noise_of_seeds_and_the_misfit() -> None:
+    rng = np.random.default_rng(1)
+    quiet, loud = (fit(rungs(rng, seeds=noise)) for noise in (0.001, 0.01))
+    assert quiet.seed_spread == pytest.approx(0.001, rel=0.5)
+    assert loud.seed_spread == pytest.approx(0.01, rel=0.5)
+    one, mean = loud.predict(*TOP), loud.predict(*TOP, seeds=8)
+    assert one.loss.high - one.loss.low > mean.loss.high - mean.loss.low
+    assert (
+        mean.loss.high - mean.loss.low
+        > quiet.predict(*TOP).loss.high - quiet.predict(*TOP).loss.low
+    )
+    bent = fit(rungs(rng, seeds=0.001, misfit=0.01))
+    assert 0.003 < bent.misfit < 0.03
+    assert quiet.misfit < 0.002
+    again = fit(loud.rungs).predict(*TOP)
+    assert again == one  # the bootstrap is seeded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "misfit"), [(0.005, 0.0), (0.005, 0.003)])
+def test_four_of_five_predictions_hold(seeds: float, misfit: float) -> None:
+    """100 ladders; the share inside an 80 % interval has a standard error of 4 %."""
+    hits = []
+    for number in range(100):
+        rng = np.random.default_rng(number)
+        at = fit(rungs(rng, seeds=seeds, misfit=misfit), samples=100).predict(*TOP, seeds=3).loss
+        off = rng.normal() * misfit + (rng.normal(size=3) * seeds).mean()
+        hits.append(at.low <= LAW.loss(*TOP) * np.exp(off) <= at.high)
+    print(f"seeds {seeds}, misfit {misfit}: {np.mean(hits):.3f} inside")
+    assert 0.7 <= np.mean(hits) <= 0.92
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "line"),
+    [
+        ((1, 2), (1, 2, 3), "at least 3 sizes, and these rungs have 2"),
+        ((1, 2, 3), (5,), "at least 3 numbers of tokens, and these rungs have 1"),
+    ],
+)
+def test_too_few_rungs_are_rejected(sizes, tokens, line) -> None:
+    with pytest.raises(ConfigError, match=line):
+        fit([Rung(N, D, (2.0,)) for N in sizes for D in tokens])
+    diagonal = [Rung(N, N, (2.0,)) for N in (1, 2, 3, 4, 5)]
+    with pytest.raises(ConfigError, match="5 rungs for a law of 5 parameters"):
+        fit(diagonal)
+    with pytest.raises(ConfigError, match="each must be a number above 0"):
+        fit([*(Rung(N, N, (2.0,)) for N in range(1, 9)), Rung(9, 9, (float("nan"),))])
