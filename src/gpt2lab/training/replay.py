@@ -21,7 +21,7 @@ import torch
 from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.config.command_line import Command, Verbs
+from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
@@ -203,9 +203,9 @@ def _open(
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
     values |= {"checkpoint_mirror": None, "hellaswag_path": None}
-    verbs = Verbs(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
+    actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
     is_tuned = wanted["instructions"] is not None
-    command = Command((), verbs, values, recipe="finetune" if is_tuned else "pretrain")
+    command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
     start = resolve(command, recipe, world_size=1, set_aside=False)
     saved_on = record_of_start(run_dir, attempt).get("environment") or info.manifest["environment"]
     if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
