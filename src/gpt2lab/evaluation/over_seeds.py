@@ -16,7 +16,6 @@ import numpy as np
 from gpt2lab import fmt
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.seeds import (
-    ALPHA,
     MOST_SEEDS,
     OverSeeds,
     SeedsNeeded,
@@ -25,9 +24,8 @@ from gpt2lab.evaluation.seeds import (
     holm,
     over_seeds,
     seeds_needed,
-    t_half_width,
 )
-from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.evaluation.uncertainty import ALPHA, estimate_mean, t_half_width
 
 SMALLEST = 0.01  # nats per token: a difference that is worth seeds
 QUESTIONS = (
@@ -77,8 +75,6 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
     """
     if not a or not b or any(r.units != runs[0].units for runs in (a, b) for r in runs):
         return None
-    from scipy.special import stdtrit  # 0.1 s that --help need not wait for
-
     means = [np.mean([r.per_unit[metric] for r in runs], axis=0) for runs in (a, b)]
     paired = a[0].units == b[0].units
     if paired:
@@ -92,7 +88,7 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
         se = math.hypot(*known) if len(known) == 2 else None
     low = high = None
     if se is not None:
-        half = float(stdtrit(effective - 1, 1 - ALPHA / 2)) * se
+        half = float(t_half_width(se, effective))
         low, high = mean - half, mean + half
     return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
 
@@ -122,9 +118,10 @@ def compare_all(
             differs, equal = sequential.decision == "differs", sequential.decision == "equal"
         else:
             differs = adjusted.get(name, 1.0) < ALPHA
-            equal = seeds.sd is not None and bool(
-                abs(seeds.mean) + t_half_width(seeds.sd, seeds.seeds, alpha) < smallest
-            )
+            equal = False
+            if seeds.sd is not None:
+                half = t_half_width(seeds.sd / math.sqrt(seeds.seeds), seeds.seeds, alpha)
+                equal = bool(abs(seeds.mean) + half < smallest)
         lower = (sequential.mean if sequential else seeds.mean) < 0
         verdict: Verdict = "equal" if equal else "not decided"
         if differs:
