@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from gpt2lab.training.spike import Contribution, WithoutSample
 
 _HEAD, _TAIL, _ROWS = 160, 60, 10  # characters of a text, lines of the table
-_LITTLE = (
-    0.8  # of the norm: where more is left without the worst sample, that sample does not explain it
-)
+_LITTLE = 0.8  # of the norm: if more is left without the worst sample, it does not explain the norm
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,14 @@ from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import token_groups
-from gpt2lab.evaluation.layout import checksums_of, choose_windows, divide_windows, hash_checksums
 from gpt2lab.evaluation.token_losses import Source, TokenLosses, find_token_losses
 from gpt2lab.evaluation.uncertainty import GroupMeans, Sums, estimate_groups, t_p_value
+from gpt2lab.evaluation.validation_windows import (
+    checksums_of,
+    choose_windows,
+    divide_windows,
+    hash_checksums,
+)
 
 NOISE = 0.05  # of all groups of all splits together
 _TOKENS_AT_ONCE = 1 << 18

@@ -91,14 +91,12 @@ UNCHANGED = Change()
 class ReplayedStep:
     """A step that was taken again."""
 
-    event: (
-        Event  # number and QUANTITIES by the names of the log; a number that is not finite is None
-    )
+    # Number and QUANTITIES by the names of the log; a number that is not finite is None.
+    event: Event
     logged: Event
     num_targets: int
-    layers: dict[
-        str, float
-    ]  # L2 norm of each layer's gradient before clipping, where it was asked for
+    # L2 norm of each layer's gradient before clipping, where it was asked for.
+    layers: dict[str, float]
 
 
 def first_difference(
