@@ -70,16 +70,15 @@ class Ablate:
     )
     until_decided: bool = option(
         False,
-        "add seeds until each setting is better, worse or no different, by a confidence sequence that may be looked "
-        "at after every seed",
+        "add seeds until each setting is better than, worse than or equal to the first, by a confidence sequence",
     )
     max_seeds: int | None = option(
-        None, f"with --until_decided: seeds in all; default {ablate_until.MAX_SEEDS}"
+        None, f"with --until_decided: at most so many seeds; default {ablate_until.MAX_SEEDS}"
     )
     smallest_difference: float = option(
         SMALLEST,
-        "validation losses that differ by less, in nats per token, count as no different; also the difference whose "
-        "number of seeds is told",
+        "smaller differences of validation losses, in nats per token, count as equal; the table shows how many seeds "
+        "would find one of this size",
     )
     json: bool = option(False, "print one JSON object")
 

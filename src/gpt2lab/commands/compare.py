@@ -29,7 +29,8 @@ class Compare:
     b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
     explain: bool = option(
-        False, "split the difference of the validation losses by kinds and places of tokens"
+        False,
+        "split the difference of validation losses by kind and position of the tokens; needs --keep_token_losses",
     )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -46,10 +47,10 @@ def main(argv: list[str]) -> int:
     if run_groups.is_group(flags.a) or run_groups.is_group(flags.b):
         if flags.only not in (None, "validation"):
             raise ConfigError(
-                f"--only {flags.only}: groups of runs are compared by validation loss alone"
+                f"--only {flags.only}: groups of runs are compared by validation loss only"
             )
         if flags.explain:
-            raise ConfigError("--explain compares two runs: name one seed of each")
+            raise ConfigError("--explain compares two runs, not groups: name one run of each")
         seeds, over_seeds = run_groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
         if flags.json:
             print(json.dumps(run_groups.as_json(flags.a, flags.b, seeds, over_seeds)))

@@ -33,7 +33,9 @@ class WhySpike:
 
     run: Positional[str] = argument("name of a run in checkpoints/, or its folder")
     step: int | None = option(None, "the step; default the largest spike in the log")
-    worst: int = option(3, "take the step without each of so many samples")
+    worst: int = option(
+        3, "number of worst samples to show; the step is also taken without each of them"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -68,7 +70,7 @@ class Spike:
 
     run: Path
     step: int
-    how: str | None  # it was chosen
+    how: str | None  # the step was chosen; None if it was named
     loss: float
     grad_norm: float
     parts: list[Contribution]  # largest projection first
@@ -141,7 +143,7 @@ class Spike:
 
 
 def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
-    """Replay up to a step and take it apart."""
+    """Replay up to a step, and divide its gradient by sample."""
     from gpt2lab.commands.data_show import tokens_of_step
     from gpt2lab.commands.replay import open_run
     from gpt2lab.training.replay import ROUNDING, Change, without

@@ -1,7 +1,7 @@
 """Two settings, trained with the same seeds: the error over seeds and the error over documents, side by side. No torch.
 
-The two answer different questions and are never added. Over seeds: would other seeds show it too, measured on the same
-documents? Over documents: would other documents show it too, of the models that these seeds gave?
+The two answer different questions and are never added. Over seeds: would other seeds show the difference too, on the
+same documents? Over documents: would other documents show it too, with the same trained models?
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from gpt2lab.evaluation.uncertainty import ALPHA, estimate_mean, t_half_width
 
 SMALLEST = 0.01  # nats per token: a difference that is worth seeds
 QUESTIONS = (
-    "Over seeds: would other seeds show it too, measured on the same {unit}s? "
-    "Over {unit}s: would other {unit}s show it too, of the models that these seeds gave? "
-    "Neither holds the other, and they are not added. "
-    "Differences over seeds are paired by seed and taken as Gaussian."
+    "Over seeds: would other seeds show the difference too, on the same {unit}s? "
+    "Over {unit}s: would other {unit}s show it too, with the same trained models? "
+    "Neither error includes the other, and they are not added. "
+    "Differences over seeds are paired by seed and assumed Gaussian."
 )
-
 
 Verdict = Literal["better", "worse", "equal", "not decided"]
 
@@ -145,7 +144,10 @@ def _verdict(found: Comparison, smallest: float) -> str:
     seeds, sequential = found.over_seeds, found.sequential
     name, baseline = found.setting, found.baseline
     if seeds.low is None or seeds.high is None:
-        return f"not decided: {name} - {baseline} is {seeds.mean:+.4f} nats with one seed, which says nothing of others"
+        return (
+            f"not decided: {name} - {baseline} is {seeds.mean:+.4f} nats with one seed, which says nothing about "
+            f"others"
+        )
     mean, low, high = seeds.mean, seeds.low, seeds.high
     what, over = "95 % interval", f"over {seeds.seeds} seeds"
     if sequential is not None:
@@ -171,8 +173,7 @@ def _verdict(found: Comparison, smallest: float) -> str:
 def _power(found: Comparison) -> str:
     """Say how many seeds would show the smallest difference that matters."""
     need, had = found.seeds_needed, found.over_seeds.seeds
-    if need is None:
-        return "how many seeds would show more cannot be told"
+    assert need is not None  # of several seeds it is known
     what = (
         f"would show a difference of {need.difference:g} nats in {100 * need.power:.0f} % of cases"
     )
@@ -182,7 +183,7 @@ def _power(found: Comparison) -> str:
         return f"{need.seeds} seeds {what}"
     return (
         f"about {need.seeds:,} seeds {what} (between {_count(need.low)} and {_count(need.high)}: "
-        f"{had} seeds know the spread only roughly)"
+        f"{had} seeds tell the spread only roughly)"
     )
 
 
@@ -195,9 +196,9 @@ def _on_other_units(found: OverUnits | None) -> str:
         return ""
     units = fmt.number_of(found.n, found.unit)
     if found.low is None or found.high is None:
-        return f"; {units} cannot tell what others would show"
+        return f"; {units} do not show what others would"
     low, high = _numbers(found.low, found.high, sign="+")
-    is_open = ", the sign is open" if found.low <= 0 <= found.high else ""
+    is_open = ", either sign is possible" if found.low <= 0 <= found.high else ""
     others = "" if found.paired else ", not the same ones"
     return f"; on other {found.unit}s {low} to {high} (95 %, {units}{others}){is_open}"
 

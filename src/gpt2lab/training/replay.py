@@ -357,7 +357,7 @@ class Replay:
             one = Change(without_documents=frozenset({number}))
             if not any(self.mask(step, one).any() for step in steps):
                 raise ConfigError(
-                    f"document {number:,}: no target of steps {steps[0]} to {steps[-1]} is of it"
+                    f"document {number:,}: steps {steps[0]} to {steps[-1]} have no target of it"
                 )
 
     def take(self, change: Change = UNCHANGED, *, layers: bool = False) -> ReplayedStep:
@@ -439,7 +439,7 @@ def without(batch: GlobalBatch, dropped: np.ndarray, *, step: int) -> GlobalBatc
         begin = end
     left = sum(int((micro.targets >= 0).sum()) for micro in micro_batches)
     if not left:
-        raise ConfigError(f"step {step}: nothing of it would be left")
+        raise ConfigError(f"step {step}: no target would be left")
     return dataclasses.replace(batch, micro_batches=tuple(micro_batches), num_targets=left)
 
 

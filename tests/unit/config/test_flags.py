@@ -56,7 +56,7 @@ def describe_flags() -> str:
             if tyro.conf.Suppress in getattr(marks[leaf.name], "__metadata__", ()):
                 continue  # a setting without a flag
             default = str(leaf.default) if isinstance(leaf.default, Path) else leaf.default
-            policy = leaf.metadata.get("policy", "verb")
+            policy = leaf.metadata.get("policy", "action")
             help = textwrap.fill(leaf.metadata["help"], 90, **_INDENT)
             blocks.append(
                 f"--{leaf.name}  {type_text(hints[leaf.name])}  = {default!r}  [{policy}]\n{help}\n"
