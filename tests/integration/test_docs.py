@@ -67,7 +67,7 @@ def test_every_quoted_message_is_in_the_source() -> None:
 def test_every_problem_quotes_a_message_and_names_a_flag() -> None:
     problems = TRAINING.partition("## When something is wrong")[2].partition("\n## ")[0]
     parts = re.split(r"^\*\*", problems, flags=re.M)[1:]
-    assert len(parts) == 8
+    assert len(parts) == 9
     for part in parts:
         assert "```text\n" in part, part
         assert re.search(r"`--\w+", re.sub(r"```.*?```", "", part, flags=re.S)), part
