@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import command as benchmark
 from gpt2lab.commands.verbs import VERBS
-from gpt2lab.config.command_line import Verbs
+from gpt2lab.config.command_line import Actions
 from gpt2lab.config.settings import LEAVES
 from launch import REPOSITORY
 
@@ -67,7 +67,7 @@ def test_every_quoted_message_is_in_the_source() -> None:
 def test_every_problem_quotes_a_message_and_names_a_flag() -> None:
     problems = TRAINING.partition("## When something is wrong")[2].partition("\n## ")[0]
     parts = re.split(r"^\*\*", problems, flags=re.M)[1:]
-    assert len(parts) == 8
+    assert len(parts) == 9
     for part in parts:
         assert "```text\n" in part, part
         assert re.search(r"`--\w+", re.sub(r"```.*?```", "", part, flags=re.S)), part
@@ -109,7 +109,7 @@ def commands(text: str) -> list[list[str]]:
 def flags_of(script: str, verb: str | None, capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Return the flags that a script's help shows."""
     if script in ("src/train.py", "src/finetune.py"):
-        return {*LEAVES, *Verbs.__dataclass_fields__}
+        return {*LEAVES, *Actions.__dataclass_fields__}
     name = Path(script).stem
     main = benchmark.main
     if script in VERBS:
@@ -142,7 +142,7 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
 
 
 def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    known = {*LEAVES, *Verbs.__dataclass_fields__, *FOREIGN}
+    known = {*LEAVES, *Actions.__dataclass_fields__, *FOREIGN}
     for path in (REPOSITORY / "scripts").glob("[a-z]*.py"):
         name = path.stem
         verbs: list[str | None] = [None]

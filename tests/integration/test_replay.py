@@ -226,7 +226,7 @@ def test_another_rate_or_precision_holds_from_the_first_step_asked_for(place: Pa
                 "--steps=9",
                 *(f"--without_sample={' '.join(map(str, range(64, 72)))}".split()),
             ),
-            "step 9: nothing of it would be left",
+            "step 9: no target would be left",
         ),
         (("nobody", "--steps=9"), "nobody: no run of this name"),
     ],
@@ -387,7 +387,10 @@ def test_a_run_that_went_on_from_a_flipped_bit_is_told_by_replays(own: Path) -> 
     shutil.rmtree(run / f"step_{FLIPPED:08d}")
     found = differing(own, "flipped")
     assert (found["step"], found["quantity"], found["replays"]) == (FLIPPED + 1, "loss", 1)
-    assert "agrees with the log of A in step 13, so B left its own course" in found["conclusion"][0]
+    assert (
+        "agrees with the log of A in step 13, so B is the one that went wrong"
+        in found["conclusion"][0]
+    )
     # Without a common checkpoint both are replayed, and the first tensor before the step is named.
     for name, step in (("flipped", 4), ("clean", 8)):
         shutil.rmtree(own / "runs" / name / f"step_{step:08d}")

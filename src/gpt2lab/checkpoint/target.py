@@ -112,6 +112,15 @@ def is_run(folder: Path) -> bool:
     return catalog.has_checkpoints(folder) or (folder / catalog.METRICS).exists()
 
 
+def run_and_step(folder: Path) -> tuple[Path, int | None] | None:
+    """Return the run that a folder is, or of which it is a checkpoint, with that step; None if it is neither."""
+    if is_run(folder):
+        return folder, None
+    if not (folder / manifest.MANIFEST).exists():
+        return None
+    return folder.parent, int(manifest.read_manifest(folder)["step"])
+
+
 def _is_hf(folder: Path) -> bool:
     file = JsonFile(folder / HF_CONFIG, CheckpointError)
     return file.path.is_file() and "model_type" in file.read()

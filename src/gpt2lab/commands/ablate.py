@@ -31,7 +31,7 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
-from gpt2lab.config.command_line import Command, Verbs, argument, option, parse, run_tyro
+from gpt2lab.config.command_line import Actions, Command, argument, option, parse, run_tyro
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
@@ -70,16 +70,15 @@ class Ablate:
     )
     until_decided: bool = option(
         False,
-        "add seeds until each setting is better, worse or no different, by a confidence sequence that may be looked "
-        "at after every seed",
+        "add seeds until each setting is better than, worse than or equal to the first, by a confidence sequence",
     )
     max_seeds: int | None = option(
-        None, f"with --until_decided: seeds in all; default {ablate_until.MAX_SEEDS}"
+        None, f"with --until_decided: at most so many seeds; default {ablate_until.MAX_SEEDS}"
     )
     smallest_difference: float = option(
         SMALLEST,
-        "validation losses that differ by less, in nats per token, count as no different; also the difference whose "
-        "number of seeds is told",
+        "smaller differences of validation losses, in nats per token, count as equal; the table shows how many seeds "
+        "would find one of this size",
     )
     json: bool = option(False, "print one JSON object")
 
@@ -194,11 +193,11 @@ def _words_of(name: str) -> int | None:
     """
     if name in LEAVES:
         return 0 if LEAVES[name][1].type == "bool" else None
-    if name in Verbs.__dataclass_fields__:
-        return 0 if Verbs.__dataclass_fields__[name].type == "bool" else 1
+    if name in Actions.__dataclass_fields__:
+        return 0 if Actions.__dataclass_fields__[name].type == "bool" else 1
     if name.startswith("no_") and name[3:] in LEAVES:
         return 0
-    close = difflib.get_close_matches(name, [*_OWN, *LEAVES, *Verbs.__dataclass_fields__], n=1)
+    close = difflib.get_close_matches(name, [*_OWN, *LEAVES, *Actions.__dataclass_fields__], n=1)
     hint = f"did you mean --{close[0]}?" if close else f"see {paths.command('ablate')} --help"
     raise ConfigError(f"unknown flag --{name}: {answer(name) or hint}")
 
@@ -265,7 +264,7 @@ def plan_runs(
             try:
                 typed = parse([*shared, *flags])
                 # A file of settings always has a seed; the ablation's own counts above it.
-                ours = _OURS & typed.values.keys() | ({"resume"} if typed.verbs.resume else set())
+                ours = _OURS & typed.values.keys() | ({"resume"} if typed.actions.resume else set())
                 if ours:
                     raise ConfigError(f"--{min(ours)} is set by the ablation itself")
                 command = parse([*shared, *flags, *place, "--resume=auto"])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from gpt2lab.commands.ablation_table import Run, read_curve
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.seeds import ALPHA, decide, first_bounded
+from gpt2lab.evaluation.seeds import decide, first_bounded
+from gpt2lab.evaluation.uncertainty import ALPHA
 
 MAX_SEEDS = 20
 

@@ -16,7 +16,7 @@ from gpt2lab.errors import CheckError, SaveError
 from gpt2lab.evaluation import over_seeds
 from gpt2lab.evaluation.over_seeds import Comparison
 from gpt2lab.evaluation.results import Results, file_of_step, read_results
-from gpt2lab.evaluation.seeds import t_half_width
+from gpt2lab.evaluation.uncertainty import t_half_width
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
 
@@ -116,8 +116,8 @@ def mean(values: Sequence[float]) -> Mean:
     n = len(values)
     if n < 2:
         return Mean(values[0], None, None)
-    sd = statistics.stdev(values)
-    return Mean(statistics.fmean(values), sd / n**0.5, float(t_half_width(sd, n)))
+    error = statistics.stdev(values) / n**0.5
+    return Mean(statistics.fmean(values), error, float(t_half_width(error, n)))
 
 
 def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import Command, Verbs
+from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.config.schema import ModelConfig, RecipeName
 from gpt2lab.config.settings import to_flat, wrong_flags
 from gpt2lab.config.settings_file import read_dict, read_file, read_values
@@ -205,8 +205,8 @@ def train(
     file = read_dict(base, recipe)
     if isinstance(config, str | Path):
         file = read_file(paths.from_working_directory(Path(config)), recipe)
-    verbs = Verbs(resume=resume, allow_change=allow_change)
-    command = Command((), verbs, values, recipe=recipe, file=file)
+    actions = Actions(resume=resume, allow_change=allow_change)
+    command = Command((), actions, values, recipe=recipe, file=file)
     start = resolve_to_train(command, recipe_named(recipe), world_size=1, free_memory=[None])
     from gpt2lab.training.pretrain import pretrain
 

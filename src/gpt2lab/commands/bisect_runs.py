@@ -96,19 +96,19 @@ def bisect(folder_a: Path, folder_b: Path) -> Finding:
         raise GPT2LabError("no step is in the logs of both runs")
     ours, theirs = a.checkpoints(), b.checkpoints()
     both = [s for s in sorted(ours.keys() & theirs.keys()) if logged is None or s < logged]
-    torn = None
+    unequal = None
     for saved in both:
         for info in (ours[saved], theirs[saved]):
             manifest.verify(info.path)
         if divergence.hashes_of(ours[saved]) != divergence.hashes_of(theirs[saved]):
-            torn = saved
+            unequal = saved
             break
-    read = len(both) if torn is None else both.index(torn) + 1
+    read = len(both) if unequal is None else both.index(unequal) + 1
     compared = (
         f"{fmt.number_of(count, 'step')} (batch, learning rate, loss, gradient norm, update), "
         f"{fmt.number_of(read, 'checkpoint')} of both (every byte of weights and optimizer state)"
     )
-    step = logged if torn is None else torn
+    step = logged if unequal is None else unequal
     last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
     x, y = a.at(last), b.at(last)
     settings = other_values(a.settings(x["attempt"]), b.settings(y["attempt"]), "and")
@@ -116,11 +116,13 @@ def bisect(folder_a: Path, folder_b: Path) -> Finding:
     unlike = other_values(here, there, "and") if here and there else []
     notes = _notes(a, b, x, y)
     if not (here and there):
-        notes.append("the environment of one of them is no longer recorded, so it was not compared")
+        notes.append(
+            "the environment of one run is no longer recorded, so environments were not compared"
+        )
     names = (paths.for_people(a.folder), paths.for_people(b.folder))
     if step is None:
         compared += f", settings and environment of step {last}"
-        notes += [f"set otherwise, without effect so far: {line}" for line in (*settings, *unlike)]
+        notes += [f"different, without effect so far: {line}" for line in (*settings, *unlike)]
         return Finding(*names, None, None, [], [], compared, notes, 0)
     found = [*(("setting", line) for line in settings), *(("environment", line) for line in unlike)]
     for name, field in QUANTITIES:
@@ -128,7 +130,7 @@ def bisect(folder_a: Path, folder_b: Path) -> Finding:
             text = _batch(a, b, step) if name == "batch" else f"{x.get(field)} and {y.get(field)}"
             found.append((name, text))
     conclusion, replays = [], 0
-    if torn is not None:
+    if unequal is not None:
         found.append(("tensor", _named(divergence.first_saved_tensor(ours[step], theirs[step]))))
         if logged is not None:
             conclusion.append(f"their logs differ from step {logged} on")
@@ -238,7 +240,7 @@ def _replay(a: Side, b: Side, step: int, equal: int | None) -> tuple[str | None,
             rest = [other for other in sides if other not in agrees]
             said.append(
                 f"{begun} agrees with the log of {' and '.join(agrees)} in step {step}"
-                + (f", so {rest[0]} left its own course" if rest else "")
+                + (f", so {rest[0]} is the one that went wrong" if rest else "")
             )
             if rest and equal is not None:
                 said.append(

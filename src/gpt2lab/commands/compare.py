@@ -29,7 +29,8 @@ class Compare:
     b: Positional[str] = argument("the other")
     only: Literal["validation", "hellaswag", "tasks"] | None = option(None, "compare this alone")
     explain: bool = option(
-        False, "split the difference of the validation losses by kinds and places of tokens"
+        False,
+        "split the difference of validation losses by kind and position of the tokens; needs --keep_token_losses",
     )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -39,22 +40,22 @@ def main(argv: list[str]) -> int:
     """Compare and print."""
     flags = run_tyro(Compare, argv)
     from gpt2lab import paths
-    from gpt2lab.evaluation import groups
+    from gpt2lab.evaluation import run_groups
     from gpt2lab.evaluation.compare import as_json, compare, describe
 
     folder = paths.runs_folder(flags.checkpoint_dir)
-    if groups.is_group(flags.a) or groups.is_group(flags.b):
+    if run_groups.is_group(flags.a) or run_groups.is_group(flags.b):
         if flags.only not in (None, "validation"):
             raise ConfigError(
-                f"--only {flags.only}: groups of runs are compared by validation loss alone"
+                f"--only {flags.only}: groups of runs are compared by validation loss only"
             )
         if flags.explain:
-            raise ConfigError("--explain compares two runs: name one seed of each")
-        seeds, over_seeds = groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
+            raise ConfigError("--explain compares two runs, not groups: name one run of each")
+        seeds, over_seeds = run_groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
         if flags.json:
-            print(json.dumps(groups.as_json(flags.a, flags.b, seeds, over_seeds)))
+            print(json.dumps(run_groups.as_json(flags.a, flags.b, seeds, over_seeds)))
         else:
-            print(groups.describe(flags.a, flags.b, over_seeds))
+            print(run_groups.describe(flags.a, flags.b, over_seeds))
         return 0
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
     explained = None

@@ -25,7 +25,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         return 0
     plan = start.plan
     need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
-    if command.verbs.json:
+    if command.actions.json:
         facts = {
             "run_dir": str(start.run_dir),
             "parameters": plan.parameters,

@@ -114,7 +114,7 @@ def _plan(command: Command, path: Path) -> tuple[Foreign, Start, list[Entry]]:
     Raises: GPT2LabError with everything that is wrong with both.
     """
     problems = _Problems()
-    foreign = problems.of(lambda: read_foreign(path, trust=command.verbs.trust))
+    foreign = problems.of(lambda: read_foreign(path, trust=command.actions.trust))
     problems.of(lambda: _check_optimizer(command, path))
     tokenizer = problems.of(lambda: _tokenizer(command))
     if foreign is None:  # then what the run would be is not known, but its data may be looked at

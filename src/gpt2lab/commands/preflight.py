@@ -52,11 +52,11 @@ def preflight(command: Command, *, recipe: Recipe = PRETRAINING) -> int:
     """Try everything, print the checks and the verdict; return 0 for GO and 1 for NO-GO."""
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime(timeout_minutes=command.verbs.pg_timeout_minutes)
+    runtime = Runtime(timeout_minutes=command.actions.pg_timeout_minutes)
     checks = _check_all(command, recipe, runtime)
     failed = [check.name for check in checks if check.result == "failed"]
     if runtime.rank == 0:
-        _print(checks, failed, command_to_start(checks), as_json=command.verbs.json)
+        _print(checks, failed, command_to_start(checks), as_json=command.actions.json)
     runtime.close()
     return 1 if failed else 0
 

@@ -1,4 +1,4 @@
-"""Take steps of a run again, from one of its checkpoints, as they were or with one thing changed.
+"""Replay steps of a run from one of its checkpoints, exactly as they were or with one thing changed.
 
 gpt2lab replay my_run --steps 480:500
 gpt2lab replay my_run --steps 490 --without_sample 31400
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayRun:
-    """Take steps of a run again and compare them with what was logged; nothing of the run is written."""
+    """Replay steps of a run and compare them with its log; nothing is written into the run."""
 
     run: Positional[str] = argument("name of a run in checkpoints/, or its folder")
     steps: str = argument("first and last step, such as 480:500, or one step")
     without_sample: tuple[int, ...] = option((), "leave these samples out of the loss")
     without_document: tuple[int, ...] = option((), "leave these documents out of the loss")
-    max_lr: float | None = option(None, "take the steps with this peak learning rate")
-    dtype: Literal["fp32", "bf16"] | None = option(None, "take the steps in this precision")
+    max_lr: float | None = option(None, "replay with this peak learning rate")
+    dtype: Literal["fp32", "bf16"] | None = option(None, "replay in this precision")
     layers: bool = option(False, "show the gradient norm of each layer")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -173,7 +173,7 @@ class Replayed:
             return f"{which}: batch, rate, loss and gradient norm are every bit as logged"
         return (
             f"{which}: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, because the "
-            f"run's ranks added in another order than one process"
+            f"run's ranks summed in another order than one process does"
         )
 
 

@@ -166,7 +166,7 @@ def plan_continuation(
         shared=(run_dir.parent.absolute(), *data, *files.values()),
         places=of_folders | {name: (str(file),) for name, file in files.items()},
     )
-    return Continuation(start, job, command.verbs.resume or "latest")
+    return Continuation(start, job, command.actions.resume or "latest")
 
 
 def files_of(start: "Start") -> dict[str, Path]:

@@ -220,21 +220,15 @@ def _texts_or_ids(prompt: Any, size: int) -> list[str | list[int]]:
     return given
 
 
-def _turns(messages: Any) -> list[Turn]:
-    """Return the turns of a conversation: one system message at most, then user and assistant in turns."""
+def _turns(messages: Any) -> tuple[Turn, ...]:
+    """Return the turns of a conversation whose last message is the user's."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise Problem(400, "messages must be a list of objects", param="messages")
     turns = [Turn(_role(one.get("role")), _content(one.get("content"))) for one in messages]
-    roles = [turn.role for turn in turns]
-    talk = roles[roles[:1] == ["system"] :]
-    if (
-        not talk
-        or talk != [("user", "assistant")[i % 2] for i in range(len(talk))]
-        or not (len(talk) % 2)
-    ):
-        order = "an optional system message, then user and assistant in turns, the last by the user"
-        raise Problem(400, f"messages must be {order}", param="messages")
-    return turns
+    try:
+        return chat_template.alternating(turns, last="user")
+    except ValueError as error:
+        raise Problem(400, f"messages: {error}", param="messages") from error
 
 
 def _role(role: Any) -> str:

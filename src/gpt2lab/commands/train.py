@@ -24,28 +24,28 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
     from gpt2lab.config.command_line import parse
 
     command = parse(argv, recipe_name, page=page)
-    if command.verbs.list_checkpoints:
+    if command.actions.list_checkpoints:
         from gpt2lab.checkpoint.listing import print_checkpoints
 
         checkpoint = command.fresh().checkpoint
         return print_checkpoints(
             checkpoint.checkpoint_dir,
             run_name=checkpoint.run_name,
-            as_json=command.verbs.json,
-            verify=command.verbs.verify,
+            as_json=command.actions.json,
+            verify=command.actions.verify,
         )
     recipe = recipe_named(recipe_name)
-    if command.verbs.save_config is not None:
-        return _save_config(command, recipe, command.verbs.save_config)
-    if command.verbs.dry_run:
+    if command.actions.save_config is not None:
+        return _save_config(command, recipe, command.actions.save_config)
+    if command.actions.dry_run:
         from gpt2lab.commands.dry_run import print_plan
 
         return print_plan(command, recipe)
-    imported = command.verbs.import_checkpoint
+    imported = command.actions.import_checkpoint
     if imported is not None and not imported.expanduser().exists():
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
     # From here on torch is imported: seconds that the actions above do not owe.
-    if command.verbs.preflight:
+    if command.actions.preflight:
         from gpt2lab.commands.preflight import preflight as check
 
         return check(command, recipe=recipe)

@@ -44,7 +44,7 @@ VERBS = {
     "runs": Verb("delete, archive or sync runs and checkpoints", f"{_HERE}.runs"),
     "report": Verb("write a run's report as one HTML page", f"{_HERE}.report"),
     "plot": Verb("draw the curves of runs", f"{_HERE}.plot"),
-    "replay": Verb("take steps of a run again, one thing changed", f"{_HERE}.replay"),
+    "replay": Verb("replay steps of a run, exactly or with a change", f"{_HERE}.replay"),
     "why-spike": Verb("name the samples behind a spike", f"{_HERE}.why_spike"),
     "bisect": Verb("find the first difference of two runs", f"{_HERE}.bisect_runs"),
     "ablate": Verb("compare settings over several seeds", f"{_HERE}.ablate"),

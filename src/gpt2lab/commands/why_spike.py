@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from gpt2lab.training.spike import Contribution, WithoutSample
 
 _HEAD, _TAIL, _ROWS = 160, 60, 10  # characters of a text, lines of the table
-_LITTLE = (
-    0.8  # of the norm: where more is left without the worst sample, that sample does not explain it
-)
+_LITTLE = 0.8  # of the norm: if more is left without the worst sample, it does not explain the norm
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,9 @@ class WhySpike:
 
     run: Positional[str] = argument("name of a run in checkpoints/, or its folder")
     step: int | None = option(None, "the step; default the largest spike in the log")
-    worst: int = option(3, "take the step without each of so many samples")
+    worst: int = option(
+        3, "number of worst samples to show; the step is also taken without each of them"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -70,7 +70,7 @@ class Spike:
 
     run: Path
     step: int
-    how: str | None  # it was chosen
+    how: str | None  # the step was chosen; None if it was named
     loss: float
     grad_norm: float
     parts: list[Contribution]  # largest projection first
@@ -143,7 +143,7 @@ class Spike:
 
 
 def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
-    """Replay up to a step and take it apart."""
+    """Replay up to a step, and divide its gradient by sample."""
     from gpt2lab.commands.data_show import tokens_of_step
     from gpt2lab.commands.replay import open_run
     from gpt2lab.training.replay import ROUNDING, Change, without

@@ -1,4 +1,4 @@
-"""The command line of the trainer: flags are the leaf names of Config, plus a few verbs. No torch."""
+"""The command line of the trainer: flags are the leaf names of Config, plus a few actions. No torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ TARGET = "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2
 
 
 @dataclass(frozen=True)
-class Verbs:
+class Actions:
     """What to do, as opposed to what the run is."""
 
     resume: str | None = option(
@@ -128,12 +128,12 @@ class Verbs:
 
 @dataclass(frozen=True)
 class _Flags:
-    verbs: Annotated[Verbs, tyro.conf.FlagCreatePairsOff] = field(default_factory=Verbs)
+    actions: Annotated[Actions, tyro.conf.FlagCreatePairsOff] = field(default_factory=Actions)
     config: Config = field(default_factory=Config)  # without `tuning`: not on its command line
 
 
 @dataclass(frozen=True)
-class _TuningVerbs(Verbs):
+class _TuningActions(Actions):
     """What to do, as opposed to what the run is."""
 
     # Of pretraining alone; suppressed, a flag is neither shown nor known.
@@ -144,8 +144,8 @@ class _TuningVerbs(Verbs):
 
 @dataclass(frozen=True)
 class _TuningFlags(_Flags):
-    verbs: Annotated[_TuningVerbs, tyro.conf.FlagCreatePairsOff] = field(
-        default_factory=_TuningVerbs
+    actions: Annotated[_TuningActions, tyro.conf.FlagCreatePairsOff] = field(
+        default_factory=_TuningActions
     )
     tuning: TuningConfig = field(default_factory=TuningConfig)
 
@@ -234,7 +234,7 @@ DEFAULTS: dict[Page, dict[str, str]] = {
 _TAKES: dict[Page, str] = {"list": "[RUN]", "import": "FILE"}  # of the verb, before its flags
 # The trainer's lengths, as the programs call them that only predict or time steps.
 _LENGTHS = {"max_steps": "steps", "max_tokens": "tokens", "num_epochs": "epochs"}
-_PRETRAINING = frozenset(_TuningVerbs.__annotations__)  # those that it suppresses
+_PRETRAINING = frozenset(_TuningActions.__annotations__)  # those that it suppresses
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Command:
     """A parsed command line, not yet combined with a preset or with saved settings."""
 
     argv: tuple[str, ...]
-    verbs: Verbs
+    actions: Actions
     values: dict[str, Any]  # the settings that the user typed, by flag name; paths are absolute
     finds_mini_batch: bool = False  # `--mini_batch_size auto`
     recipe: RecipeName = "pretrain"
@@ -311,18 +311,18 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None
         raise ConfigError(
             f"{' and '.join(lengths)} both set the length of the run; give one of them"
         )
-    _reject_idle_verbs(flags.verbs)
+    _reject_idle_actions(flags.actions)
     shards = sorted(OF_SHARDS & values.keys())
     if recipe == "finetune" and (finds_mini_batch or shards):
         name = "--mini_batch_size auto" if finds_mini_batch else f"--{shards[0]}"
         raise ConfigError(f"{name} is for pretraining, {PROGRAMS['pretrain']}; leave it out here")
-    if flags.verbs.preflight and (finds_mini_batch or flags.verbs.fit_schedule):
+    if flags.actions.preflight and (finds_mini_batch or flags.actions.fit_schedule):
         raise ConfigError(
             "--preflight tries one setting; give --mini_batch_size and the run's length as numbers"
         )
-    path = flags.verbs.config
+    path = flags.actions.config
     file = read_file(paths.from_working_directory(path), recipe) if path else {}
-    return Command(tuple(argv), flags.verbs, values, finds_mini_batch, recipe, file)
+    return Command(tuple(argv), flags.actions, values, finds_mini_batch, recipe, file)
 
 
 def _typed_values(words: list[str], config: Config) -> dict[str, Any]:
@@ -349,14 +349,14 @@ def _take_auto(argv: list[str]) -> tuple[list[str], bool]:
     return words, found
 
 
-def _reject_idle_verbs(verbs: Verbs) -> None:
+def _reject_idle_actions(actions: Actions) -> None:
     """Reject a verb that would be ignored: whoever typed it expected something."""
-    imports, resumes = verbs.import_checkpoint is not None, verbs.resume is not None
-    saves = verbs.save_config is not None
-    asks = [verbs.list_checkpoints, verbs.dry_run, verbs.preflight, imports, saves]
+    imports, resumes = actions.import_checkpoint is not None, actions.resume is not None
+    saves = actions.save_config is not None
+    asks = [actions.list_checkpoints, actions.dry_run, actions.preflight, imports, saves]
     for is_wrong, message in (
         (
-            verbs.json and not any(asks[:3]),
+            actions.json and not any(asks[:3]),
             "--json goes with --list_checkpoints, --dry_run or --preflight",
         ),
         (
@@ -364,28 +364,28 @@ def _reject_idle_verbs(verbs: Verbs) -> None:
             "give one of --list_checkpoints, --dry_run, --preflight, --import_checkpoint and --save_config",
         ),
         (saves and resumes, "--save_config goes without --resume: the run's config.json is there"),
-        (verbs.trust and not imports, "--trust goes with --import_checkpoint"),
+        (actions.trust and not imports, "--trust goes with --import_checkpoint"),
         (imports and resumes, "--import_checkpoint begins a run; resume it afterwards"),
         (
-            verbs.fit_schedule and resumes,
+            actions.fit_schedule and resumes,
             "--fit_schedule plans a fresh run; a run that has begun keeps its schedule "
             "(or --max_steps N --allow_change max_steps)",
         ),
         (
-            not verbs.pg_timeout_minutes > 0,
-            f"pg_timeout_minutes {verbs.pg_timeout_minutes:g} must be above 0",
+            not actions.pg_timeout_minutes > 0,
+            f"pg_timeout_minutes {actions.pg_timeout_minutes:g} must be above 0",
         ),
-        (verbs.verify and not verbs.list_checkpoints, "--verify goes with --list_checkpoints"),
+        (actions.verify and not actions.list_checkpoints, "--verify goes with --list_checkpoints"),
         (
-            verbs.allow_change is not None and not resumes,
+            actions.allow_change is not None and not resumes,
             "--allow_change goes with --resume: a fresh run has nothing to change",
         ),
     ):
         if is_wrong:
             raise ConfigError(message)
-    if verbs.allow_change is None:
+    if actions.allow_change is None:
         return
-    names = [name.strip().lstrip("-") for name in verbs.allow_change.split(",")]
+    names = [name.strip().lstrip("-") for name in actions.allow_change.split(",")]
     unknown = [name for name in names if name not in LEAVES and name != "data"]
     if unknown:
         raise ConfigError(f"--allow_change {unknown[0]}: no such setting; see --help, or `data`")

@@ -29,7 +29,7 @@ def reject_changes(
 
     Raises: ConfigError naming each setting, and the flag that allows it.
     """
-    allowed = {name.strip().lstrip("-") for name in (command.verbs.allow_change or "").split(",")}
+    allowed = {name.strip().lstrip("-") for name in (command.actions.allow_change or "").split(",")}
     if allowed & set(LENGTHS):  # one setting in three units
         allowed |= set(LENGTHS)
     if "max_lr" in allowed and "min_lr" not in command.typed:

@@ -9,16 +9,9 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint import manifest
-from gpt2lab.checkpoint.target import find_folder, is_run
+from gpt2lab.checkpoint.target import find_folder, run_and_step
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation.results import (
-    KINDS,
-    Kind,
-    Results,
-    file_of_step,
-    read_results,
-)
+from gpt2lab.evaluation.results import KINDS, Kind, Results, file_of_step, read_results
 from gpt2lab.evaluation.uncertainty import estimate_mean, p_of_equal_accuracy, p_of_zero_mean
 from gpt2lab.runs import evaluations, history
 
@@ -92,10 +85,8 @@ def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
     if folder is None:
         return {}
     files = [*(folder / f"{kind}.npz" for kind in KINDS), *sorted((folder / "tasks").glob("*.npz"))]
-    run_dir, only_step = folder, None
-    if not is_run(folder) and (folder / manifest.MANIFEST).exists():
-        run_dir, only_step = folder.parent, manifest.read_manifest(folder)["step"]
-    if is_run(folder) or only_step is not None:
+    if (of_run := run_and_step(folder)) is not None:
+        run_dir, only_step = of_run
         log, files = history.read_log(run_dir), []
         for kind, event in _EVENTS.items():
             # On the run's own line of steps; files of other lines may lie beside them.

@@ -20,9 +20,14 @@ from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import token_groups
-from gpt2lab.evaluation.group_means import GroupMeans, Sums, estimate_groups
-from gpt2lab.evaluation.layout import checksums_of, choose_windows, divide_windows, hash_checksums
 from gpt2lab.evaluation.token_losses import Source, TokenLosses, find_token_losses
+from gpt2lab.evaluation.uncertainty import GroupMeans, Sums, estimate_groups, t_p_value
+from gpt2lab.evaluation.validation_windows import (
+    checksums_of,
+    choose_windows,
+    divide_windows,
+    hash_checksums,
+)
 
 NOISE = 0.05  # of all groups of all splits together
 _TOKENS_AT_ONCE = 1 << 18
@@ -293,8 +298,6 @@ def _chunks(
 
 def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split, ...]:
     """Return the splits; what stands out does so with as many tests as there are groups (Bonferroni)."""
-    from scipy.special import stdtr
-
     filled = [np.flatnonzero(means.share > 0) for means in found]
     tests = sum(len(groups) for groups in filled if len(groups) > 1)
     splits = []
@@ -304,7 +307,7 @@ def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split,
             error, n = means.excess_se[g], means.effective_n[g]
             p = 1.0
             if len(groups) > 1 and error > 0 and n > 1:
-                p = 2 * float(stdtr(n - 1, -abs(means.excess[g]) / error))
+                p = float(t_p_value(means.excess[g], error, n))
             values = {name: float(getattr(means, name)[g]) for name in ("a", "mean", "part")}
             rows.append(
                 Group(

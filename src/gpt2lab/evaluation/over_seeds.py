@@ -1,7 +1,7 @@
 """Two settings, trained with the same seeds: the error over seeds and the error over documents, side by side. No torch.
 
-The two answer different questions and are never added. Over seeds: would other seeds show it too, measured on the same
-documents? Over documents: would other documents show it too, of the models that these seeds gave?
+The two answer different questions and are never added. Over seeds: would other seeds show the difference too, on the
+same documents? Over documents: would other documents show it too, with the same trained models?
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 from gpt2lab import fmt
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.seeds import (
-    ALPHA,
     MOST_SEEDS,
     OverSeeds,
     SeedsNeeded,
@@ -25,18 +24,16 @@ from gpt2lab.evaluation.seeds import (
     holm,
     over_seeds,
     seeds_needed,
-    t_half_width,
 )
-from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.evaluation.uncertainty import ALPHA, estimate_mean, t_half_width
 
 SMALLEST = 0.01  # nats per token: a difference that is worth seeds
 QUESTIONS = (
-    "Over seeds: would other seeds show it too, measured on the same {unit}s? "
-    "Over {unit}s: would other {unit}s show it too, of the models that these seeds gave? "
-    "Neither holds the other, and they are not added. "
-    "Differences over seeds are paired by seed and taken as Gaussian."
+    "Over seeds: would other seeds show the difference too, on the same {unit}s? "
+    "Over {unit}s: would other {unit}s show it too, with the same trained models? "
+    "Neither error includes the other, and they are not added. "
+    "Differences over seeds are paired by seed and assumed Gaussian."
 )
-
 
 Verdict = Literal["better", "worse", "equal", "not decided"]
 
@@ -77,8 +74,6 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
     """
     if not a or not b or any(r.units != runs[0].units for runs in (a, b) for r in runs):
         return None
-    from scipy.special import stdtrit  # 0.1 s that --help need not wait for
-
     means = [np.mean([r.per_unit[metric] for r in runs], axis=0) for runs in (a, b)]
     paired = a[0].units == b[0].units
     if paired:
@@ -92,7 +87,7 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
         se = math.hypot(*known) if len(known) == 2 else None
     low = high = None
     if se is not None:
-        half = float(stdtrit(effective - 1, 1 - ALPHA / 2)) * se
+        half = float(t_half_width(se, effective))
         low, high = mean - half, mean + half
     return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
 
@@ -122,9 +117,10 @@ def compare_all(
             differs, equal = sequential.decision == "differs", sequential.decision == "equal"
         else:
             differs = adjusted.get(name, 1.0) < ALPHA
-            equal = seeds.sd is not None and bool(
-                abs(seeds.mean) + t_half_width(seeds.sd, seeds.seeds, alpha) < smallest
-            )
+            equal = False
+            if seeds.sd is not None:
+                half = t_half_width(seeds.sd / math.sqrt(seeds.seeds), seeds.seeds, alpha)
+                equal = bool(abs(seeds.mean) + half < smallest)
         lower = (sequential.mean if sequential else seeds.mean) < 0
         verdict: Verdict = "equal" if equal else "not decided"
         if differs:
@@ -148,7 +144,10 @@ def _verdict(found: Comparison, smallest: float) -> str:
     seeds, sequential = found.over_seeds, found.sequential
     name, baseline = found.setting, found.baseline
     if seeds.low is None or seeds.high is None:
-        return f"not decided: {name} - {baseline} is {seeds.mean:+.4f} nats with one seed, which says nothing of others"
+        return (
+            f"not decided: {name} - {baseline} is {seeds.mean:+.4f} nats with one seed, which says nothing about "
+            f"others"
+        )
     mean, low, high = seeds.mean, seeds.low, seeds.high
     what, over = "95 % interval", f"over {seeds.seeds} seeds"
     if sequential is not None:
@@ -174,8 +173,7 @@ def _verdict(found: Comparison, smallest: float) -> str:
 def _power(found: Comparison) -> str:
     """Say how many seeds would show the smallest difference that matters."""
     need, had = found.seeds_needed, found.over_seeds.seeds
-    if need is None:
-        return "how many seeds would show more cannot be told"
+    assert need is not None  # of several seeds it is known
     what = (
         f"would show a difference of {need.difference:g} nats in {100 * need.power:.0f} % of cases"
     )
@@ -185,7 +183,7 @@ def _power(found: Comparison) -> str:
         return f"{need.seeds} seeds {what}"
     return (
         f"about {need.seeds:,} seeds {what} (between {_count(need.low)} and {_count(need.high)}: "
-        f"{had} seeds know the spread only roughly)"
+        f"{had} seeds tell the spread only roughly)"
     )
 
 
@@ -198,9 +196,9 @@ def _on_other_units(found: OverUnits | None) -> str:
         return ""
     units = fmt.number_of(found.n, found.unit)
     if found.low is None or found.high is None:
-        return f"; {units} cannot tell what others would show"
+        return f"; {units} do not show what others would"
     low, high = _numbers(found.low, found.high, sign="+")
-    is_open = ", the sign is open" if found.low <= 0 <= found.high else ""
+    is_open = ", either sign is possible" if found.low <= 0 <= found.high else ""
     others = "" if found.paired else ", not the same ones"
     return f"; on other {found.unit}s {low} to {high} (95 %, {units}{others}){is_open}"
 

@@ -22,10 +22,8 @@ from gpt2lab.files import replace_durably
 Kind = Literal["validation", "hellaswag", "tasks"]
 KINDS: tuple[Kind, ...] = ("validation", "hellaswag", "tasks")  # tasks: one file each
 FORMAT = "gpt2lab-results/2"
-_FORMATS = (
-    "gpt2lab-results/1",
-    FORMAT,
-)  # the first had validation windows of equal weight as units
+# The first had validation windows of equal weight as units.
+_FORMATS = ("gpt2lab-results/1", FORMAT)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-ALPHA = 0.05  # 1 - confidence
+from gpt2lab.evaluation.uncertainty import ALPHA, t_half_width, t_p_value
+
 POWER = 0.8  # how often a difference of the named size should show
 MOST_SEEDS = 10_000  # a larger answer helps nobody
 _QUANTILES = 2000  # of a variance, to average a power over it: to 1e-4
@@ -42,24 +43,9 @@ def over_seeds(values: Sequence[float]) -> OverSeeds:
     if n < 2:
         return OverSeeds(n, mean, None, None, None, None)
     sd = float(np.std(values, ddof=1))
-    half = float(t_half_width(sd, n))
-    return OverSeeds(n, mean, sd, mean - half, mean + half, float(t_p_value(mean, sd, n)))
-
-
-def t_half_width(sd: np.ndarray | float, n: int, alpha: float = ALPHA) -> np.ndarray:
-    """Return half of the 1 - alpha interval of the mean of n values by Student's t."""
-    from scipy.special import stdtrit  # 0.1 s that --help need not wait for
-
-    return stdtrit(n - 1, 1 - alpha / 2) * np.asarray(sd) / math.sqrt(n)
-
-
-def t_p_value(mean: np.ndarray | float, sd: np.ndarray | float, n: int) -> np.ndarray:
-    """Return the two-sided p-value of Student's t that the mean of n values is 0."""
-    from scipy.special import stdtr
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.abs(mean) / (np.asarray(sd) / math.sqrt(n))
-    return 2 * stdtr(n - 1, -np.nan_to_num(t, nan=0.0, posinf=np.inf))  # 0 / 0: no difference
+    se = sd / math.sqrt(n)
+    half = float(t_half_width(se, n))
+    return OverSeeds(n, mean, sd, mean - half, mean + half, float(t_p_value(mean, se, n)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -132,10 +118,11 @@ def power(difference: float, sd: float, n: int, critical: float) -> float:
 
 
 def _fewest_seeds(difference: float, sd: float, *, alpha: float, sequential: bool) -> int | None:
-    half_width = sequence_half_width if sequential else t_half_width
-
     def shows(n: int) -> bool:
-        critical = float(half_width(1.0, n, alpha)) * math.sqrt(n)
+        if sequential:
+            critical = float(sequence_half_width(1.0, n, alpha)) * math.sqrt(n)
+        else:
+            critical = float(t_half_width(1.0, n, alpha))
         return power(difference, sd, n, critical) >= POWER
 
     few, enough = 1, 2

@@ -30,7 +30,7 @@ _BLOCK = 1 << 20
 def count_training_tokens(data: TokenData) -> np.ndarray:
     """Return how often each id occurs in the training shards, per million of their tokens, (largest id + 1,).
 
-    Of a split above MOST_COUNTED tokens, every so-manieth block is counted.
+    Of a split above MOST_COUNTED tokens, blocks are counted that are spread evenly.
 
     Raises: DataError if a shard is gone.
     """
@@ -69,7 +69,6 @@ def by_frequency(windows: np.ndarray, per_million: np.ndarray) -> np.ndarray:
 
 
 # -- place -----------------------------------------------------------------------------------------------------------
-
 
 IN_DOCUMENT = (16, 64, 256, 1024, 4096, 16_384)  # last places of groups
 DOCUMENT_PLACES = (
@@ -140,9 +139,8 @@ def by_repetition(windows: np.ndarray) -> np.ndarray:
     N, width = windows.shape
     _, ranks = np.unique(windows, return_inverse=True)
     one = ranks.reshape(N, width).astype(np.int64)
-    base = (
-        int(one.max(initial=0)) + 1
-    )  # at most N (T + 1): up to 2^21, three of them fit into 63 bits
+    # At most N (T + 1): up to 2^21, three of them fit into 63 bits.
+    base = int(one.max(initial=0)) + 1
     group = _seen_earlier(one)[:, 1:].astype(np.uint8)
     two = one[:, :-1] * base + one[:, 1:]
     group += _seen_earlier(two)

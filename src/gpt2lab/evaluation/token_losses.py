@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.checkpoint import manifest
-from gpt2lab.checkpoint.target import find_folder, is_run
+from gpt2lab.checkpoint.target import find_folder, run_and_step
 from gpt2lab.data.mixture import PATTERN, MixedData
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import DataError
@@ -179,9 +178,8 @@ def find_token_losses(name: str, checkpoint_dir: Path) -> TokenLosses:
 
 def _places(folder: Path) -> list[Path]:
     """Return the folders in which token losses of a name may lie, the best first."""
-    run_dir, only_step = folder, None
-    if not is_run(folder):
-        if not (folder / manifest.MANIFEST).exists():
-            return [folder]
-        run_dir, only_step = folder.parent, manifest.read_manifest(folder)["step"]
+    of_run = run_and_step(folder)
+    if of_run is None:
+        return [folder]
+    run_dir, only_step = of_run
     return evaluations.current_folders(run_dir, history.read_log(run_dir), FACTS, only_step)

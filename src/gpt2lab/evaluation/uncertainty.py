@@ -1,4 +1,4 @@
-"""Standard errors and tests of means over units that may weigh differently, such as documents. No torch.
+"""Standard errors, tests and intervals of means over units that may weigh differently, such as documents. No torch.
 
 Tokens and windows of one document resemble each other, so that taking them as independent gives errors several times
 too small. Here a unit is a document (weighted by its tokens), a conversation or a HellaSwag item (weighted equally).
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+ALPHA = 0.05  # 1 - confidence
 _EXACT_UNITS = 12  # up to here all 2^n signs are tried; beyond, Student's t is close
 
 
@@ -55,11 +56,23 @@ def p_of_zero_mean(values: np.ndarray, weights: np.ndarray | None = None) -> flo
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(sums))))  # (2^n, n)
         as_far = np.abs(signs @ sums) >= abs(sums.sum()) * (1 - 1e-12)
         return float(as_far.mean())
-    if found.se == 0:
-        return 1.0 if found.mean == 0 else 0.0
-    from scipy.special import stdtr
+    return float(t_p_value(found.mean, found.se, found.effective_n))
 
-    return float(2 * stdtr(found.effective_n - 1, -abs(found.mean) / found.se))
+
+def t_p_value(mean: np.ndarray | float, se: np.ndarray | float, n: float) -> np.ndarray:
+    """Return the two-sided p-value of Student's t that a mean of n values is 0."""
+    from scipy.special import stdtr  # 0.1 s that --help need not wait for
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.abs(mean) / np.asarray(se)
+    return 2 * stdtr(n - 1, -np.nan_to_num(t, nan=0.0, posinf=np.inf))  # 0 / 0: no difference
+
+
+def t_half_width(se: np.ndarray | float, n: float, alpha: float = ALPHA) -> np.ndarray:
+    """Return half of the 1 - alpha interval of a mean of n values by Student's t."""
+    from scipy.special import stdtrit
+
+    return stdtrit(n - 1, 1 - alpha / 2) * np.asarray(se)
 
 
 def p_of_equal_accuracy(of_a: np.ndarray, of_b: np.ndarray) -> float:
@@ -73,3 +86,81 @@ def p_of_equal_accuracy(of_a: np.ndarray, of_b: np.ndarray) -> float:
     if wins == losses:
         return 1.0
     return min(1.0, 2 * float(bdtr(min(wins, losses), wins + losses, 0.5)))
+
+
+# -- groups of tokens --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over the tokens of each unit (document or window) and group, of one source."""
+
+    tokens: np.ndarray  # (U, P) counts
+    a: np.ndarray  # (U, P) nats of A
+    difference: np.ndarray  # (U, P) nats, B - A
+
+
+@dataclass(frozen=True)
+class GroupMeans:
+    """What is known of P groups; all (P,). Errors are NaN where a single unit decides."""
+
+    share: np.ndarray  # of all tokens, by the weights of the sources
+    a: np.ndarray  # mean of A, nats/token
+    mean: np.ndarray  # of B - A
+    mean_se: np.ndarray
+    part: np.ndarray  # share * mean: all parts add up to the whole
+    part_se: np.ndarray
+    excess: np.ndarray  # part - share * whole: what a group has beyond its size
+    excess_se: np.ndarray
+    effective_n: np.ndarray  # of equally large units that would weigh as much in the group
+
+
+def estimate_groups(sources: list[Sums], weights: list[float]) -> GroupMeans:
+    """Return the means of groups over sources whose weights add up to 1, each source a stratum of its own.
+
+    Standard errors are the delete-one jackknife over units within each stratum, as in `estimate_mean`. All tokens of a
+    unit leave together, in the numerator and in the denominator.
+    """
+    totals = [source.tokens.sum() for source in sources]
+    rows = list(zip(sources, weights, totals, strict=True))
+    share = np.sum([w * s.tokens.sum(axis=0) / n for s, w, n in rows], axis=0)
+    part = np.sum([w * s.difference.sum(axis=0) / n for s, w, n in rows], axis=0)
+    of_a = np.sum([w * s.a.sum(axis=0) / n for s, w, n in rows], axis=0)
+    whole = part.sum()
+    variances = np.zeros((3, len(share)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = part / share
+        for source, weight, total in rows:
+            if weight == 0:
+                continue
+            units = len(source.tokens)
+            rest = total - source.tokens.sum(axis=1, keepdims=True)  # (U, 1); 0 of a single unit
+            without = [
+                of + weight * ((every.sum(axis=0) - every) / rest - every.sum(axis=0) / total)
+                for of, every in ((share, source.tokens), (part, source.difference))
+            ]  # share and part without each unit, (U, P) each
+            moved = [
+                without[1] / without[0] - mean,
+                without[1] - part,
+                without[1]
+                - without[0] * without[1].sum(axis=1, keepdims=True)
+                - (part - share * whole),
+            ]
+            for row, by in enumerate(moved):
+                variances[row] += (units - 1) / units * (by**2).sum(axis=0)
+            if units < 2:
+                variances[:] = np.nan
+        mean_se, part_se, excess_se = np.sqrt(variances)
+        of_units = np.concatenate([w * s.tokens / n for s, w, n in rows])
+        effective = of_units.sum(axis=0) ** 2 / (of_units**2).sum(axis=0)
+        return GroupMeans(
+            share=share,
+            a=of_a / share,
+            mean=mean,
+            mean_se=mean_se,
+            part=part,
+            part_se=part_se,
+            excess=part - share * whole,
+            excess_se=excess_se,
+            effective_n=effective,
+        )

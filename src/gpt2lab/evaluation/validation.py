@@ -19,9 +19,14 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation.layout import checksums_of, choose_windows, divide_windows, hash_checksums
 from gpt2lab.evaluation.results import Results
 from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.evaluation.validation_windows import (
+    checksums_of,
+    choose_windows,
+    divide_windows,
+    hash_checksums,
+)
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 

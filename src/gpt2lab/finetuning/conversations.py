@@ -19,7 +19,7 @@ from typing import Any
 
 from gpt2lab.checkpoint.hub import is_offline
 from gpt2lab.errors import DataError
-from gpt2lab.tokenizers.chat_template import Turn
+from gpt2lab.tokenizers.chat_template import Turn, alternating
 
 DEMO = "demo"
 HUB = "hf:"
@@ -161,7 +161,7 @@ def _turns(record: Any) -> tuple[Turn, ...]:
         raise ValueError(f"it has {keys}; needed is {_FORMS}")
     if record.get("system"):
         turns = [Turn("system", _text(record, "system")), *turns]
-    return _alternating(turns)
+    return alternating(turns, last="assistant")
 
 
 def _of_messages(messages: Any, key: str) -> list[Turn]:
@@ -193,23 +193,6 @@ def _of_texts(texts: Any) -> list[Turn]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError('"data" is not a list of texts')
     return [Turn("assistant" if n % 2 else "user", text.strip()) for n, text in enumerate(texts)]
-
-
-def _alternating(turns: list[Turn]) -> tuple[Turn, ...]:
-    """Return the turns if user and assistant alternate after at most one system turn.
-
-    The chat templates of most models on the Hub demand the same. An empty system message is none.
-
-    Raises: ValueError.
-    """
-    after_system = turns[1:] if turns and turns[0].role == "system" else turns
-    for place, turn in enumerate(after_system):
-        expected = "assistant" if place % 2 else "user"
-        if turn.role != expected:
-            raise ValueError(f"a message of role {turn.role!r} where {expected!r} is due")
-    if not after_system or len(after_system) % 2:
-        raise ValueError("the last message must be the assistant's")
-    return tuple(turns if turns[0].text else after_system)
 
 
 def _text(record: dict[str, Any], key: str) -> str:

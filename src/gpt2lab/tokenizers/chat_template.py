@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
@@ -98,3 +99,20 @@ class Turn:
 
     role: str  # user | assistant; the first may be system
     text: str
+
+
+def alternating(turns: Sequence[Turn], *, last: Literal["user", "assistant"]) -> tuple[Turn, ...]:
+    """Return the turns if user and assistant alternate after at most one system turn, up to one of `last`.
+
+    The chat templates of most models on the Hub demand the same. An empty system message is none.
+
+    Raises: ValueError.
+    """
+    after_system = turns[1:] if turns and turns[0].role == "system" else turns
+    for place, turn in enumerate(after_system):
+        expected = "assistant" if place % 2 else "user"
+        if turn.role != expected:
+            raise ValueError(f"a message of role {turn.role!r} where {expected!r} is due")
+    if not after_system or after_system[-1].role != last:
+        raise ValueError(f"the last message must be the {last}'s")
+    return tuple(turns if turns[0].text else after_system)

@@ -96,7 +96,7 @@ def pretrain(
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime(timeout_minutes=command.verbs.pg_timeout_minutes)
+    runtime = Runtime(timeout_minutes=command.actions.pg_timeout_minutes)
     folder: RunFolder | None = None
     try:
         start = start or _resolve(command, recipe, runtime)

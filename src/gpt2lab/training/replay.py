@@ -21,7 +21,7 @@ import torch
 from gpt2lab import paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.config.command_line import Command, Verbs
+from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
@@ -91,14 +91,12 @@ UNCHANGED = Change()
 class ReplayedStep:
     """A step that was taken again."""
 
-    event: (
-        Event  # number and QUANTITIES by the names of the log; a number that is not finite is None
-    )
+    # Number and QUANTITIES by the names of the log; a number that is not finite is None.
+    event: Event
     logged: Event
     num_targets: int
-    layers: dict[
-        str, float
-    ]  # L2 norm of each layer's gradient before clipping, where it was asked for
+    # L2 norm of each layer's gradient before clipping, where it was asked for.
+    layers: dict[str, float]
 
 
 def first_difference(
@@ -203,9 +201,9 @@ def _open(
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
     values |= {"checkpoint_mirror": None, "hellaswag_path": None}
-    verbs = Verbs(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
+    actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
     is_tuned = wanted["instructions"] is not None
-    command = Command((), verbs, values, recipe="finetune" if is_tuned else "pretrain")
+    command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
     start = resolve(command, recipe, world_size=1, set_aside=False)
     saved_on = record_of_start(run_dir, attempt).get("environment") or info.manifest["environment"]
     if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
@@ -359,7 +357,7 @@ class Replay:
             one = Change(without_documents=frozenset({number}))
             if not any(self.mask(step, one).any() for step in steps):
                 raise ConfigError(
-                    f"document {number:,}: no target of steps {steps[0]} to {steps[-1]} is of it"
+                    f"document {number:,}: steps {steps[0]} to {steps[-1]} have no target of it"
                 )
 
     def take(self, change: Change = UNCHANGED, *, layers: bool = False) -> ReplayedStep:
@@ -441,7 +439,7 @@ def without(batch: GlobalBatch, dropped: np.ndarray, *, step: int) -> GlobalBatc
         begin = end
     left = sum(int((micro.targets >= 0).sum()) for micro in micro_batches)
     if not left:
-        raise ConfigError(f"step {step}: nothing of it would be left")
+        raise ConfigError(f"step {step}: no target would be left")
     return dataclasses.replace(batch, micro_batches=tuple(micro_batches), num_targets=left)
 
 

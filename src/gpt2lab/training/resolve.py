@@ -136,7 +136,7 @@ def resolve(
     run_dir: Path | None = None
     checkpoint: CheckpointInfo | None = None
     warnings: list[str] = []
-    if command.verbs.resume is not None:
+    if command.actions.resume is not None:
         run_dir, checkpoint, warnings = _choose(command, typed, set_aside=set_aside)
     saved: Config | None = None
     initial: InitialWeights | None = None
@@ -217,9 +217,9 @@ def resolve(
         plan=plan,
         room=room,
         hellaswag=hellaswag,
-        stop_after_steps=command.verbs.stop_after_steps,
+        stop_after_steps=command.actions.stop_after_steps,
         deadlines=find_deadlines(
-            command.verbs.stop_at, os.environ, max_hours=config.length.max_hours
+            command.actions.stop_at, os.environ, max_hours=config.length.max_hours
         ),
         last_save_seconds=saves[-1] if saves else None,
         recorded=log.recorded_after(checkpoint.step) if checkpoint else {},
@@ -308,9 +308,9 @@ def _divide(
     if done is not None and done >= plan.max_steps:
         return config, plan, notes
     wanted = OpenSettings(
-        preset=command.verbs.preset,
+        preset=command.actions.preset,
         find_mini_batch=command.finds_mini_batch and measures,
-        fit_schedule=command.verbs.fit_schedule and measures,
+        fit_schedule=command.actions.fit_schedule and measures,
         typed=command.typed | ({"mini_batch_size"} if command.finds_mini_batch else set()),
     )
     chosen = choose_settings(
@@ -398,7 +398,7 @@ def _fit_mini_batch(
     """
     batch, T = config.batch, config.model.context_length
     is_open = command.finds_mini_batch or (
-        command.verbs.preset is not None and "mini_batch_size" not in command.typed
+        command.actions.preset is not None and "mini_batch_size" not in command.typed
     )
     typed = {"mini_batch_size", "total_batch_size"} & command.values.keys() and not is_open
     share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one rank
@@ -431,7 +431,7 @@ def _choose(
     command: Command, config: Config, *, set_aside: bool
 ) -> tuple[Path | None, CheckpointInfo | None, list[str]]:
     """Return (run folder, checkpoint, warnings) for --resume; (None or folder, None, ...) for a fresh `auto`."""
-    target, name = command.verbs.resume, config.checkpoint.run_name
+    target, name = command.actions.resume, config.checkpoint.run_name
     folder = config.checkpoint.checkpoint_dir
     assert target is not None
     if target == "auto" and name is None:

@@ -1,4 +1,4 @@
-"""What each sample of a step adds to its loss and gradient, and what is conspicuous about its tokens."""
+"""What each sample of a step adds to its loss and gradient, and what is unusual about its tokens."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:
 
 
 def patterns(ids: np.ndarray, others: np.ndarray, tokenizer: Tokenizer | None) -> list[str]:
-    """Say what is conspicuous about the ids of a sample, (T,), beside those of the step's other samples, (S - 1, T)."""
+    """Say what is unusual about the ids of a sample, (T,), beside those of the step's other samples, (S - 1, T)."""
     found = []
     end = None if tokenizer is None else tokenizer.end_of_text
     run, token = longest_run(ids)

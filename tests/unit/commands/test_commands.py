@@ -20,7 +20,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.manifest import staged
 from gpt2lab.commands.entry import run as run_command
-from gpt2lab.config.command_line import Verbs
+from gpt2lab.config.command_line import Actions
 from gpt2lab.config.schema import Config, TuningConfig
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.shards import open_data
@@ -176,7 +176,7 @@ def test_help_names_every_flag(tmp_path: Path) -> None:
     assert (answer.returncode, answer.stderr) == (0, "")
     shown = set(re.findall(r"--([a-z_0-9]+)", answer.stdout))
     of_tuning = set(TuningConfig.__dataclass_fields__)
-    assert (set(LEAVES) - of_tuning - {"num_tokens"}) | set(Verbs.__dataclass_fields__) <= shown
+    assert (set(LEAVES) - of_tuning - {"num_tokens"}) | set(Actions.__dataclass_fields__) <= shown
     assert not of_tuning & shown
     answer = call(TRAIN.with_name("finetune.py"), "--help-all", folder=tmp_path)
     assert of_tuning <= set(re.findall(r"--([a-z_0-9]+)", answer.stdout))

@@ -183,12 +183,12 @@ BAD: dict[str, tuple[str, Any, int, str]] = {
     "unknown": (TEXT, {"prompt": "a", "top_q": 1}, 400, "has no parameter top_q"),
     "tools": (CHAT, {"messages": HELLO, "tools": [{}]}, 400, "does not support the value of tools"),
     "chat prompt": (CHAT, {"prompt": "a"}, 400, "has no parameter prompt"),
-    "no messages": (CHAT, {"messages": []}, 400, "messages must be an optional system"),
+    "no messages": (CHAT, {"messages": []}, 400, "last message must be the user"),
     "last is ours": (
         CHAT,
         {"messages": [*HELLO, {"role": "assistant", "content": "4"}]},
         400,
-        "last",
+        "the last message must be the user's",
     ),
     "role": (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "role of a message"),
     "image": (
@@ -211,6 +211,13 @@ def test_a_bad_request_gets_openai_s_error_object(port: int, name: str) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     assert says in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_an_empty_system_message_is_none_as_in_training(port: int) -> None:
+    body = {"model": "tuned", "max_tokens": 4}
+    plain = answer(port, CHAT, body | {"messages": HELLO})["usage"]
+    empty = [{"role": "system", "content": " "}, *HELLO]
+    assert answer(port, CHAT, body | {"messages": empty})["usage"] == plain
 
 
 def test_what_changes_nothing_may_be_sent(port: int) -> None:

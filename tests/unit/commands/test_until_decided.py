@@ -16,7 +16,7 @@ import launch
 from gpt2lab.commands import ablate
 from gpt2lab.commands.ablate_until import all_seeds, run_until_decided
 from gpt2lab.commands.ablation_table import Run
-from gpt2lab.config.command_line import Command, Verbs, parse
+from gpt2lab.config.command_line import Actions, Command, parse
 from gpt2lab.errors import ConfigError
 from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB
@@ -60,7 +60,7 @@ def test_seeds_are_added_for_those_that_are_not_decided(tmp_path: Path, jobs: in
     batches: list[list[str]] = []
 
     def plan(seeds: Sequence[int]) -> list[Run]:
-        return [Run(s, seed, Command((), Verbs(), {})) for seed in seeds for s in SETTINGS]
+        return [Run(s, seed, Command((), Actions(), {})) for seed in seeds for s in SETTINGS]
 
     def carry(new: list[Run], before: list[Run]) -> None:
         assert {run.name for run in before} == {path.name for path in tmp_path.iterdir()}

@@ -22,7 +22,7 @@ import pytest
 import tyro
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import Verbs, parse
+from gpt2lab.config.command_line import Actions, parse
 from gpt2lab.config.other_programs import FLAGS, RENAMED, VALUES
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName, fixed
@@ -49,14 +49,14 @@ def type_text(annotation: Any) -> str:
 def describe_flags() -> str:
     """Write down every flag: type, default, policy, help; sorted as people meet them."""
     blocks = []
-    for section in (Verbs, *(part.default_factory for part in dataclasses.fields(Config))):
+    for section in (Actions, *(part.default_factory for part in dataclasses.fields(Config))):
         hints = typing.get_type_hints(section)
         marks = typing.get_type_hints(section, include_extras=True)
         for leaf in dataclasses.fields(section):  # type: ignore[arg-type]
             if tyro.conf.Suppress in getattr(marks[leaf.name], "__metadata__", ()):
                 continue  # a setting without a flag
             default = str(leaf.default) if isinstance(leaf.default, Path) else leaf.default
-            policy = leaf.metadata.get("policy", "verb")
+            policy = leaf.metadata.get("policy", "action")
             help = textwrap.fill(leaf.metadata["help"], 90, **_INDENT)
             blocks.append(
                 f"--{leaf.name}  {type_text(hints[leaf.name])}  = {default!r}  [{policy}]\n{help}\n"
@@ -84,12 +84,12 @@ def test_the_flags_are_those_that_the_golden_file_holds() -> None:
 def test_every_setting_has_a_name_of_its_own() -> None:
     names = [
         leaf.name
-        for section in (Verbs, *(part.default_factory for part in dataclasses.fields(Config)))
+        for section in (Actions, *(part.default_factory for part in dataclasses.fields(Config)))
         for leaf in dataclasses.fields(section)  # type: ignore[arg-type]
     ]
     assert sorted(set(names)) == sorted(names)
     assert not {*RENAMED, *FLAGS} & set(names)
-    assert set(LEAVES) == set(names) - {field.name for field in dataclasses.fields(Verbs)}
+    assert set(LEAVES) == set(names) - {field.name for field in dataclasses.fields(Actions)}
 
 
 def test_every_flag_of_the_contract_is_there() -> None:
@@ -99,7 +99,7 @@ def test_every_flag_of_the_contract_is_there() -> None:
         hellaswag_freq checkpoint_freq log_freq keep_checkpoints keep_emergency_checkpoints
         checkpoint_dir run_name use_tensorboard device dtype compile parallel resume
         list_checkpoints dry_run json allow_change"""
-    assert set(contract.split()) <= set(LEAVES) | set(Verbs.__dataclass_fields__)
+    assert set(contract.split()) <= set(LEAVES) | set(Actions.__dataclass_fields__)
 
 
 def test_the_defaults_of_the_contract_hold() -> None:
@@ -251,12 +251,12 @@ def test_a_saved_path_stays_and_a_typed_one_over_it_is_at_the_working_directory(
     assert to_flat(parse(["--data_dir=a"]).override(saved))["data_dir"] == str(tmp_path / "a")
 
 
-def test_verbs_are_no_settings() -> None:
+def test_actions_are_no_settings() -> None:
     command = parse(["--resume=auto", "--stop_after_steps=5", "--dry_run", "--json"])
     assert command.typed == frozenset()
-    verbs = Verbs(resume="auto", stop_after_steps=5, dry_run=True, json=True)
-    assert command.verbs == verbs
-    assert parse([]).verbs == Verbs()
+    actions = Actions(resume="auto", stop_after_steps=5, dry_run=True, json=True)
+    assert command.actions == actions
+    assert parse([]).actions == Actions()
 
 
 # -- what is rejected -------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_a_flag_of_another_program_names_ours(theirs: str) -> None:
     assert message == f"unknown flag --{theirs}: here it is {FLAGS[theirs]}"
     words = re.findall(r"(?<!\S)--(\w+)", FLAGS[theirs])
     elsewhere = {"nproc_per_node", "nnodes", "tokenizer"}  # torchrun's, prepare_data.py's
-    assert set(words) <= {*LEAVES, *Verbs.__dataclass_fields__, *elsewhere}
+    assert set(words) <= {*LEAVES, *Actions.__dataclass_fields__, *elsewhere}
 
 
 @pytest.mark.parametrize(

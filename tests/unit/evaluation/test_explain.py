@@ -28,8 +28,6 @@ from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation import explain as explaining
 from gpt2lab.evaluation import token_groups
 from gpt2lab.evaluation.explain import explain, explain_losses, sentence
-from gpt2lab.evaluation.group_means import GroupMeans, Sums, estimate_groups
-from gpt2lab.evaluation.layout import checksums_of, choose_windows, hash_checksums
 from gpt2lab.evaluation.results import read_results
 from gpt2lab.evaluation.token_losses import (
     Source,
@@ -38,7 +36,8 @@ from gpt2lab.evaluation.token_losses import (
     read_token_losses,
     write_token_losses,
 )
-from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.evaluation.uncertainty import GroupMeans, Sums, estimate_groups, estimate_mean
+from gpt2lab.evaluation.validation_windows import checksums_of, choose_windows, hash_checksums
 from gpt2lab.finetuning.recipe import FineTuning
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.plain import BYTES

@@ -125,7 +125,7 @@ def only(differences: list[float], **more: bool | float) -> Comparison:
             "not decided: modern - gpt2 is +0.000 nats (95 % interval -0.034 to +0.034 over 4 seeds); about 39 seeds "
             "would show a difference of 0.01 nats in 80 % of cases (between 14 and ",
         ),
-        ([0.5], "not decided", "is +0.5000 nats with one seed, which says nothing of others."),
+        ([0.5], "not decided", "is +0.5000 nats with one seed, which says nothing about others."),
     ],
 )
 def test_seeds_that_were_chosen_before_get_a_t_interval(
@@ -184,4 +184,4 @@ def test_the_sentence_says_what_other_documents_would_show() -> None:
     assert sentence(clear).endswith(" (95 %, 12 documents).")
     of_c = [results(losses - 0.1 + rng.normal(0, 0.5, 12), text="y")]
     (vague,) = compare_all("gpt2", differences, {"modern": over_units(of_a, of_c, "val_loss")})
-    assert sentence(vague).endswith("12 documents, not the same ones), the sign is open.")
+    assert sentence(vague).endswith("12 documents, not the same ones), either sign is possible.")

@@ -12,7 +12,8 @@ import pytest
 from scipy import stats
 
 from gpt2lab.evaluation import seeds
-from gpt2lab.evaluation.seeds import ALPHA, MOST_SEEDS, decide, look, over_seeds
+from gpt2lab.evaluation.seeds import MOST_SEEDS, decide, look, over_seeds
+from gpt2lab.evaluation.uncertainty import ALPHA, t_half_width, t_p_value
 
 
 def binomial(rate: float, trials: int) -> float:
@@ -39,7 +40,7 @@ def test_a_mean_over_seeds_has_the_interval_and_p_value_of_scipy() -> None:
 @pytest.mark.parametrize("n", [2, 3, 5, 10])
 def test_the_t_interval_holds_the_mean_in_95_of_100_cases(n: int) -> None:
     values = np.random.default_rng(n).normal(0.7, 2.0, (40_000, n))
-    half = seeds.t_half_width(values.std(axis=1, ddof=1), n)
+    half = t_half_width(values.std(axis=1, ddof=1) / np.sqrt(n), n)
     assert np.mean(np.abs(values.mean(axis=1) - 0.7) < half) == pytest.approx(0.95, abs=0.004)
 
 
@@ -60,7 +61,7 @@ def test_holm_keeps_false_differences_among_settings_that_share_a_baseline(
     trials, n = 2000, 4
     baseline = rng.normal(size=(trials, 1, n))
     values = rng.normal(np.array(effects)[:, None], 1.0, (trials, len(effects), n)) - baseline
-    p = seeds.t_p_value(values.mean(axis=-1), values.std(axis=-1, ddof=1), n)
+    p = t_p_value(values.mean(axis=-1), values.std(axis=-1, ddof=1) / np.sqrt(n), n)
     null = np.array(effects) == 0
     adjusted = np.array([seeds.holm(row) for row in p.tolist()])
     wrong = (adjusted < ALPHA)[:, null].any(axis=1).mean()
@@ -83,11 +84,13 @@ def test_that_many_seeds_reach_the_power_and_fewer_do_not(sequential: bool) -> N
     trials, effect = 10_000, 1.3
     n = seeds._fewest_seeds(effect, 1.0, alpha=ALPHA, sequential=sequential)
     assert n is not None
-    half_width = seeds.sequence_half_width if sequential else seeds.t_half_width
     rates = []
     for count in (n - 1, n):
         values = np.random.default_rng(3).normal(effect, 1.0, (trials, count))
-        half = half_width(values.std(axis=1, ddof=1), count, ALPHA)
+        sd = values.std(axis=1, ddof=1)
+        half = t_half_width(sd / np.sqrt(count), count)
+        if sequential:
+            half = seeds.sequence_half_width(sd, count)
         rates.append(np.mean(np.abs(values.mean(axis=1)) > half))
     assert rates[1] > seeds.POWER - binomial(0.8, trials)
     assert rates[0] < seeds.POWER + binomial(0.8, trials)
@@ -175,7 +178,7 @@ def test_looking_after_each_seed_finds_a_false_difference_in_at_most_5_of_100_ca
     peeked = np.zeros(PATHS, bool)
     for n in range(2, 21):
         part = values[:, :n]
-        half = seeds.t_half_width(part.std(axis=1, ddof=1), n, alpha)
+        half = t_half_width(part.std(axis=1, ddof=1) / np.sqrt(n), n, alpha)
         peeked |= np.abs(part.mean(axis=1)) > half
     assert peeked.mean() > 3 * alpha
 

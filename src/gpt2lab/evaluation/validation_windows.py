@@ -68,16 +68,12 @@ def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) ->
     for window, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
         places = ends[shard] if ends else np.empty(0, np.int64)
         first, last = np.searchsorted(places, [offset + 1, offset + T])
-        cuts = [
-            0,
-            *(places[first:last] - offset).tolist(),
-            T,
-        ]  # a target's index is its place - offset - 1
+        # A target's index is its place - offset - 1.
+        cuts = [0, *(places[first:last] - offset).tolist(), T]
         for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
             parts.append((window, begin, end, before[shard] + int(first) + number if ends else 0))
-    documents = {
-        document: number for number, document in enumerate(dict.fromkeys(p[3] for p in parts))
-    }
+    in_order = dict.fromkeys(part[3] for part in parts)
+    documents = {document: number for number, document in enumerate(in_order)}
     if len(documents) < 2 or not ends or not any(map(len, ends)):
         every = np.arange(count)
         return Parts("window", every, np.zeros(count, np.int64), np.full(count, T), every)
