@@ -55,7 +55,8 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         }
         print(json.dumps(facts))
         return 0
-    say = Console().print
+    console = Console()
+    say = console.print
     say(f"{'run':<14} {paths.for_people(start.run_dir)}")
     say(f"{'data':<14} {start.describe_data()}")
     for line in start.describe_sources():
@@ -73,5 +74,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         say(f"{'warning':<14} {warning}")
     if isinstance(start.data, InstructionData):
         say(f"{'example':<14} the first conversation, trained on between >>> and <<<")
+    console.close(patience=None)
+    if isinstance(start.data, InstructionData):
         print(printable(start.data.example(), keep="\n"))
     return 0

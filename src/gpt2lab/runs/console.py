@@ -8,12 +8,14 @@ import shutil
 import sys
 import textwrap
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 BEAT_SECONDS = 4.0
 _WATCHED_SECONDS = 600.0  # for which somebody may watch a file from the start of a run
 _SILENT_SECONDS = (5.0, 30.0)  # that a file may be without a line: while a run is young, and later
-_PATIENCE_SECONDS = 0.25  # for output that has stopped: less than for a hang
+_CAPACITY = 2**20  # characters that wait for a reader: thousands of lines
+_PATIENCE_SECONDS = 10.0  # at the end of a run, for output that has stopped
 _PART = 1024  # characters written at a time: a pipe that takes output has room for 4 kB
 _INDENT = 15  # of what belongs to the line above, as the labels of a start's first lines
 
@@ -21,14 +23,16 @@ _INDENT = 15  # of what belongs to the line above, as the labels of a start's fi
 class Console:
     """Standard output; safe to use from several threads.
 
-    A pipe that nobody reads and a terminal stopped by Ctrl+S would stop the program, whatever it holds at that moment:
-    lines that they do not take are left out, and counted.
+    A pipe that nobody reads and a terminal stopped by Ctrl+S would stop the program, whatever it holds at that moment.
+    So nothing waits for a reader: text waits in memory for one that is slow, and goes out with later lines. Lines that
+    find no room there are left out, and counted.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._shown = 0  # characters of the line that will be rewritten
-        self._left_out = 0  # lines, since the output stopped
+        self._waiting: deque[str] = deque()  # parts that the output did not take yet
+        self._left_out = 0  # lines, since there was room for one
         self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     @property
@@ -47,17 +51,14 @@ class Console:
             text = short
         text = text if self._width is None else wrap(text, self._width)
         with self._lock:
-            if not self._takes_output(0.0 if self._left_out else _PATIENCE_SECONDS):
+            self._write_on()
+            if sum(map(len, self._waiting)) + len(text) > _CAPACITY:
                 self._left_out += 1
                 return
-            if self._left_out:
-                missing = (
-                    f"(lines in log.txt only, because nobody took this output: {self._left_out:,})"
-                )
-                text = f"{missing}\n{text}"
-                self._left_out = 0
-            self._clear()
-            self._write(text + "\n")
+            self._remove_shown()
+            self._tell_missing()
+            self._put(text + "\n")
+            self._write_on()
 
     def show(self, text: str) -> None:
         """Replace the rewriting line, on a terminal; nothing elsewhere.
@@ -67,43 +68,53 @@ class Console:
         if self._width is None:
             return
         with self._lock:
-            if not self._takes_output(0.0):
+            self._write_on()
+            if self._waiting:
                 return
             text = text[: self._width - 1]
-            sys.stdout.write("\r" + text.ljust(self._shown))
+            self._put("\r" + text.ljust(self._shown))
             self._shown = len(text)
-            sys.stdout.flush()
+            self._write_on()
 
-    def clear(self) -> None:
-        """Remove the rewriting line: what another program or stderr writes next begins a line.
+    def close(self, patience: float | None = _PATIENCE_SECONDS) -> None:
+        """Remove the rewriting line, and wait for a reader until it takes nothing for `patience` seconds; None: always.
+
+        What another program or stderr writes next begins a line.
 
         Raises: OSError.
         """
         with self._lock:
-            if self._takes_output(0.0):
-                self._clear()
-                sys.stdout.flush()
+            self._remove_shown()
+            self._tell_missing()
+            self._write_on(patience)
+            self._waiting.clear()
 
-    def _takes_output(self, patience: float) -> bool:
-        """Wait until standard output takes some more, for so many seconds at most; tell whether it does."""
+    def _put(self, text: str) -> None:
+        self._waiting.extend(text[i : i + _PART] for i in range(0, len(text), _PART))
+
+    def _write_on(self, patience: float | None = 0.0) -> None:
+        """Write what waits, until the output takes nothing for `patience` seconds; None: until all is written."""
+        while self._waiting and self._takes_output(patience):
+            sys.stdout.write(self._waiting.popleft())
+            sys.stdout.flush()
+
+    def _takes_output(self, patience: float | None) -> bool:
         try:
             return bool(select.select([], [sys.stdout], [], patience)[1])
         except ValueError:  # no file of the system, as in tests: nothing to wait for
             return True
 
-    def _write(self, text: str) -> None:
-        """Write text; what is left of it when the output stops in between is left out."""
-        for begin in range(0, len(text), _PART):
-            if not self._takes_output(_PATIENCE_SECONDS):
-                self._left_out += 1
-                return
-            sys.stdout.write(text[begin : begin + _PART])
-            sys.stdout.flush()
+    def _tell_missing(self) -> None:
+        if self._left_out:
+            missing = f"lines that are in log.txt only: {self._left_out:,}; nobody took them here"
+            self._put(f"({missing})\n")
+            self._left_out = 0
 
-    def _clear(self) -> None:
+    def _remove_shown(self) -> None:
+        """Remove the rewriting line; a carriage return must begin a write, else it is escaped (commands/entry.py)."""
         if self._shown:
-            sys.stdout.write("\r" + " " * self._shown)
-            sys.stdout.write("\r")
+            self._put("\r" + " " * self._shown)
+            self._put("\r")
             self._shown = 0
 
 

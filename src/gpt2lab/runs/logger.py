@@ -272,7 +272,7 @@ class MetricsLogger:
             self._held_back.clear()
         if self._console and self._log is not None:
             try:
-                self._console.clear()
+                self._console.close()
             except OSError:
                 self._drop_console()
         for sink in (self._metrics, self._log, self._tensorboard):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +61,7 @@ def contributions(replay: Replay) -> list[Contribution]:
         for row in range(len(micro.tokens)):
             one = slice(row, row + 1)
             torch.manual_seed(fold_seed(seed, micro.index))
-            with components.strategy.autocast():
+            with _uncompiled(replay), components.strategy.autocast():
                 loss = components.trained.forward(micro.tokens[one], micro.targets[one])
             (loss / batch.num_targets).backward()
             pairs = [
@@ -79,6 +81,13 @@ def contributions(replay: Replay) -> list[Contribution]:
                 )
             )
     return found
+
+
+def _uncompiled(replay: Replay) -> AbstractContextManager[None]:
+    """A row alone would compile the regions of a deep model's step for another shape."""
+    if replay.start.config.system.compile == "on":
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
 
 
 def largest_spike(log: Log, *, after: int) -> tuple[int, str] | None:

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 import launch
+from gpt2lab.config.command_line import parse
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
@@ -18,6 +19,10 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.recipe import PRETRAINING
+from gpt2lab.training.replay import open_replay
+from gpt2lab.training.spike import contributions
 from gpt2lab.training.train_step import train_step
 
 pytestmark = [
@@ -61,12 +66,17 @@ def _steps(
     return losses, model
 
 
-def _count(layers: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, int]:
-    """Return what Dynamo traced; it writes no code."""
+def _only_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Dynamo trace and count, and write no code."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: real(function, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
+
+
+def _count(layers: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> dict[str, int]:
+    """Return what Dynamo traced."""
+    _only_trace(monkeypatch)
     _steps(layers, compile="on", **options)
     monkeypatch.undo()
     assert not counters["graph_break"]
@@ -97,15 +107,33 @@ def test_a_deep_compiled_model_learns_as_an_uncompiled_one() -> None:
         assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def test_a_deep_compiled_run_resumes_bit_identically(tiny_data: Path, tmp_path: Path) -> None:
-    flags = [
+def _flags(tiny_data: Path, tmp_path: Path) -> list[str]:
+    return [
         *(f"--n_layer={REGIONS_FROM_LAYERS}", "--n_head=2", "--n_embd=16", "--context_length=16"),
         *("--vocab_size=256", "--total_batch_size=64", "--mini_batch_size=2", "--max_steps=4"),
         *("--val_tokens=320", "--eval_freq=0", "--sample_freq=0", "--checkpoint_freq=2"),
         *("--device=cpu", "--dtype=fp32", "--compile=on", f"--data_dir={tiny_data}"),
         *("--run_name=run", f"--checkpoint_dir={tmp_path}"),
     ]
-    run = tmp_path / "run"
+
+
+def test_samples_of_a_step_of_a_deep_run_are_taken_one_by_one_uncompiled(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is traced, for its micro-batch; a row alone would be traced as another shape."""
+    _only_trace(monkeypatch)
+    pretrain(parse([*_flags(tiny_data, tmp_path), "--stop_after_steps=3"]))
+    traced = counters["stats"]["unique_graphs"]
+    replay = open_replay(tmp_path / "run", PRETRAINING, first=3, last=3)
+    parts = contributions(replay)
+    replay.close()
+    logged = launch.steps(tmp_path / "run")[3]
+    assert sum(part.projection for part in parts) == pytest.approx(logged["grad_norm"], rel=1e-4)
+    assert counters["stats"]["unique_graphs"] == traced == 3
+
+
+def test_a_deep_compiled_run_resumes_bit_identically(tiny_data: Path, tmp_path: Path) -> None:
+    flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
     done = launch.train(flags)
     assert done.returncode == 0, done.stderr
     [compiled] = launch.events(run, "compile")

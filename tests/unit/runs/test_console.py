@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,27 +84,71 @@ def test_in_a_file_long_work_is_plain_lines(
     assert (tmp_path / "log.txt").read_text().splitlines() == lines
 
 
-def test_lines_that_nobody_takes_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    filler = os.open(f"/proc/self/fd/{writing}", os.O_WRONLY | os.O_NONBLOCK)
-    with open(writing, "w") as full, monkeypatch.context() as patched:
-        patched.setattr("sys.stdout", full)
-        console = Console()
-        console.print("before")
+class Pipe:
+    """A pipe in place of standard output, with a reader that stops and goes on."""
+
+    def __init__(self) -> None:
+        self.reading, writing = os.pipe()
+        self._filler = os.open(f"/proc/self/fd/{writing}", os.O_WRONLY | os.O_NONBLOCK)
+        self.file = open(writing, "w")  # noqa: SIM115
+        os.set_blocking(self.reading, False)
+
+    def fill(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while os.write(filler, b"x" * 4096):
+            while os.write(self._filler, b"x" * 4096):
                 pass
-        console.print("one")
-        console.print("two")
-        os.set_blocking(reading, False)
+
+    def read(self) -> str:
+        parts = []
         with contextlib.suppress(BlockingIOError):
-            while os.read(reading, 65536):
-                pass
-        console.print("after")
-    text = os.read(reading, 65536).decode()
-    assert text == "(lines in log.txt only, because nobody took this output: 2)\nafter\n"
-    for end in (reading, filler):
-        os.close(end)
+            while part := os.read(self.reading, 65536):
+                parts.append(part)
+        return b"".join(parts).decode().lstrip("x")
+
+    def close(self) -> None:
+        self.file.close()
+        for end in (self.reading, self._filler):
+            os.close(end)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+
+
+def test_a_slow_reader_gets_every_line_and_no_line_waits_for_it(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a line torn that is longer than what the pipe takes at once."""
+    monkeypatch.setattr("sys.stdout", pipe.file)
+    console, lines = Console(), [f"{number} " + "y" * 3000 for number in range(60)]
+    pipe.fill()
+    for line in lines:
+        console.print(line)  # would never return if it waited
+    taken = pipe.read()
+    console.print("after")
+    taken += pipe.read()
+    reader = threading.Timer(0.3, lambda: found.append(pipe.read()))
+    found: list[str] = []
+    reader.start()
+    console.close()
+    reader.join()
+    assert (taken + found[0] + pipe.read()).splitlines() == [*lines, "after"]
+
+
+def test_lines_that_find_no_room_are_counted(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt2lab.runs.console._CAPACITY", 10)
+    monkeypatch.setattr("sys.stdout", pipe.file)
+    console = Console()
+    pipe.fill()
+    for line in ("waits", "finds no room", "nor this"):
+        console.print(line)
+    assert pipe.read() == ""
+    console.print("after")
+    missing = "(lines that are in log.txt only: 2; nobody took them here)"
+    assert pipe.read().splitlines() == ["waits", missing, "after"]
 
 
 def test_wrapping_leaves_commands_whole() -> None:
