@@ -358,7 +358,7 @@ def sentence(found: Explanation) -> str:
 
 def _is_clear(found: Explanation) -> bool:
     """Tell whether the whole is far enough from zero to be divided by."""
-    return found.difference_se is not None and abs(found.difference) >= 2 * found.difference_se
+    return found.difference_se is not None and abs(found.difference) > 2 * found.difference_se
 
 
 def _share(group: Group, found: Explanation) -> str:

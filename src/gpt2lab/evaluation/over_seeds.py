@@ -82,17 +82,21 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
     means = [np.mean([r.per_unit[metric] for r in runs], axis=0) for runs in (a, b)]
     paired = a[0].units == b[0].units
     if paired:
-        found = estimate_mean(means[1] - means[0], a[0].weights)
+        found = estimate_mean(means[1] - means[0], a[0].weights, a[0].strata)
         mean, se, effective = found.mean, found.se, found.effective_n
+        degrees = found.degrees
     else:
-        parts = [estimate_mean(m, r[0].weights) for m, r in zip(means, (a, b), strict=True)]
+        parts = [
+            estimate_mean(m, r[0].weights, r[0].strata) for m, r in zip(means, (a, b), strict=True)
+        ]
         mean = parts[1].mean - parts[0].mean
         effective = min(part.effective_n for part in parts)
+        degrees = min(part.degrees for part in parts)
         known = [part.se for part in parts if part.se is not None]
         se = math.hypot(*known) if len(known) == 2 else None
     low = high = None
     if se is not None:
-        half = float(stdtrit(effective - 1, 1 - ALPHA / 2)) * se
+        half = float(stdtrit(degrees, 1 - ALPHA / 2)) * se
         low, high = mean - half, mean + half
     return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
 

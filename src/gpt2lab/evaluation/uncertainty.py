@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +23,17 @@ class Estimate:
     mean: float
     se: float | None
     effective_n: float
+    degrees: float  # of freedom of mean / se
 
 
-def estimate_mean(values: np.ndarray, weights: np.ndarray | None = None) -> Estimate:
+def estimate_mean(
+    values: np.ndarray, weights: np.ndarray | None = None, strata: Sequence[slice] = ()
+) -> Estimate:
     """Return the mean of (n,) unit means with (n,) weights, default equal.
+
+    `strata`: the units of each source of a mixture; its weights are fixed, so that only what differs within a source
+    counts, and variances add up by the squares of the weights (Cochran 1977, "Sampling Techniques", 5.3), degrees of
+    freedom by Satterthwaite's rule (5.4).
 
     The standard error is the delete-one jackknife of the ratio sum(w v) / sum(w), which for equal weights is
     s / sqrt(n): MacKinnon, Nielsen and Webb 2023, "Fast and reliable jackknife and bootstrap methods for
@@ -35,19 +43,41 @@ def estimate_mean(values: np.ndarray, weights: np.ndarray | None = None) -> Esti
     total, n = w.sum(), len(values)
     mean = float((w * values).sum() / total)
     effective_n = float(total**2 / (w**2).sum())
+    if len(strata) > 1:
+        se, degrees = _of_strata(values, w, strata)
+        return Estimate(mean, se, effective_n, degrees)
     if n < 2:
-        return Estimate(mean, None, effective_n)
+        return Estimate(mean, None, effective_n, 0.0)
     without = w * (mean - values) / (total - w)  # how the mean moves without each unit
-    return Estimate(mean, math.sqrt((n - 1) / n * (without**2).sum()), effective_n)
+    se = math.sqrt((n - 1) / n * (without**2).sum())
+    return Estimate(mean, se, effective_n, effective_n - 1)
 
 
-def p_of_zero_mean(values: np.ndarray, weights: np.ndarray | None = None) -> float | None:
+def _of_strata(
+    values: np.ndarray, w: np.ndarray, strata: Sequence[slice]
+) -> tuple[float | None, float]:
+    """Return standard error and degrees of freedom of a weighted mean over strata."""
+    variances, degrees = [], []
+    for units in strata:
+        found = estimate_mean(values[units], w[units])
+        if found.se is None:
+            return None, 0.0
+        variances.append((w[units].sum() / w.sum() * found.se) ** 2)
+        degrees.append(found.degrees)
+    of_all = sum(v**2 / d for v, d in zip(variances, degrees, strict=True))
+    return math.sqrt(sum(variances)), sum(variances) ** 2 / of_all if of_all else min(degrees)
+
+
+def p_of_zero_mean(
+    values: np.ndarray, weights: np.ndarray | None = None, strata: Sequence[slice] = ()
+) -> float | None:
     """Return the two-sided p-value of a weighted mean of zero; None for a single unit.
 
     Few units: the share of all 2^n changes of signs whose mean is as far from zero (Fisher's randomisation test, exact
-    if differences are symmetric). Otherwise Student's t of mean / se with effective n - 1 degrees of freedom.
+    if differences are symmetric). Otherwise Student's t of mean / se with effective n - 1 degrees of freedom, those of
+    strata joined.
     """
-    found = estimate_mean(values, weights)
+    found = estimate_mean(values, weights, strata)
     if found.se is None:
         return None
     if len(values) <= _EXACT_UNITS:
@@ -59,7 +89,7 @@ def p_of_zero_mean(values: np.ndarray, weights: np.ndarray | None = None) -> flo
         return 1.0 if found.mean == 0 else 0.0
     from scipy.special import stdtr
 
-    return float(2 * stdtr(found.effective_n - 1, -abs(found.mean) / found.se))
+    return float(2 * stdtr(found.degrees, -abs(found.mean) / found.se))
 
 
 def p_of_equal_accuracy(of_a: np.ndarray, of_b: np.ndarray) -> float:
