@@ -20,6 +20,7 @@ from gpt2lab.config.command_line import parse
 from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.shards import measure_shard
 from gpt2lab.data.verify import verify
+from gpt2lab.errors import NonFiniteError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
 
@@ -239,6 +240,20 @@ def test_what_cannot_be_replayed_is_said_in_a_line(
     assert says in call("replay.py", place, *words, code=2)
 
 
+def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path) -> None:
+    """The batch is compared in steps with a change too: nothing else would tell other data there."""
+    (own / "moved").symlink_to(own / "clean")
+    train(own, "mine", "moved")
+    (own / "moved").unlink()
+    for program, flag in (("replay.py", "--steps=9"), ("why_spike.py", "--step=9")):
+        line = call(program, own, "mine", flag, code=2)
+        assert line.endswith("if they were moved, put them back, or a link to them")
+    (own / "moved").symlink_to(own / "poisoned")
+    words = (f"--steps={SPIKE}", "--max_lr=0.02", "--json")
+    found = call("replay.py", own, "mine", *words, code=1)
+    assert (found["departure"]["step"], found["departure"]["quantity"]) == (SPIKE, "batch")
+
+
 def edit_log(run: Path, step: int, **values: Any) -> None:
     """Change the logged event of a step."""
     path = run / "metrics.jsonl"
@@ -322,6 +337,28 @@ def test_a_step_without_a_culprit_is_called_so(place: Path) -> None:
     said = call("why_spike.py", place, "clean", "--step=9", "--worst=1")
     assert said.splitlines()[-1] == "no single sample explains this norm"
     assert "as logged" in said
+
+
+def test_a_step_of_one_sample_is_explained(own: Path) -> None:
+    train(own, "one", "clean", f"--total_batch_size={T}", "--mini_batch_size=1", "--max_steps=6")
+    found = call("why_spike.py", own, "one", "--step=6", "--json")
+    (part,) = found["parts"]
+    assert part["projection"] == pytest.approx(found["grad_norm"], rel=1e-4)
+    assert (list(found["samples"]), found["without"]) == ([str(part["sample"])], [])
+    assert "as logged" in call("why_spike.py", own, "one", "--step=6")
+
+
+def test_a_step_that_no_sample_broke_is_called_so(own: Path) -> None:
+    with pytest.raises(NonFiniteError):
+        train(own, "broken", "clean", "--max_lr=1e30")
+    said = call("why_spike.py", own, "broken")
+    assert "no sample of the step has a finite loss, so the weights" in said.splitlines()[-1]
+    assert "nan" not in said
+    answers = [
+        launch.call(*words, "--json", f"--checkpoint_dir={own / 'runs'}").stdout
+        for words in (("why_spike.py", "broken"), ("replay.py", "broken", "--steps=5", "--layers"))
+    ]
+    assert all("null" in answer and "NaN" not in answer for answer in answers)
 
 
 def test_wrong_words_for_why_spike(own: Path) -> None:

@@ -117,7 +117,7 @@ def mean(values: Sequence[float]) -> Mean:
     if n < 2:
         return Mean(values[0], None, None)
     error = statistics.stdev(values) / n**0.5
-    return Mean(statistics.fmean(values), error, float(t_half_width(error, n)))
+    return Mean(statistics.fmean(values), error, float(t_half_width(error, n - 1)))
 
 
 def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row]:

@@ -10,7 +10,7 @@ import numpy as np
 from gpt2lab import paths
 from gpt2lab.commands.train import recipe_named
 from gpt2lab.data.documents import find_documents
-from gpt2lab.data.mixture import Mixture, training_order
+from gpt2lab.data.mixture import Mixture, require_folders, training_order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
@@ -69,6 +69,7 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
     context_length = config.model.context_length
     samples = begun[-1]["tokens_per_step"] // context_length
     recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
+    require_folders(config)
     data = recipe.open_data(config, history.read_tokenizer(run_dir))
     shards = data.splits["train"]
     order = training_order(

@@ -84,7 +84,7 @@ class Replayed:
     from_step: int
     change: str | None
     shown: list[ReplayedStep]
-    unchanged_layers: dict[int, dict[str, float]]  # of the same steps, taken as they were
+    unchanged_layers: dict[int, dict[str, float | None]]  # of the same steps, taken as they were
     departure: tuple[ReplayedStep, str, str] | None  # of the steps that were taken as they were
     unlike: list[str]  # in the environment
     is_exact: bool
@@ -148,8 +148,8 @@ class Replayed:
             as_was = self.unchanged_layers.get(step.event["step"])
             titles = ["layer", "norm as it was", "now"] if as_was else ["layer", "norm"]
             body = [
-                [name, *([f"{as_was[name]:.6f}"] if as_was else []), f"{norm:.6f}"]
-                for name, norm in step.layers.items()
+                [name, *(fmt.number(of[name], ".6f") for of in (as_was, step.layers) if of)]
+                for name in step.layers
             ]
             lines += [f"step {step.event['step']}, gradient norm by layer", fmt.table(titles, body)]
         lines.append(self._verdict(first if self.change else last + 1))
@@ -184,7 +184,7 @@ def _short(value: Any) -> str:
 def replay(run_dir: Path, steps: range, change: Change, *, layers: bool) -> Replayed:
     """Take the steps before the change as they were, then those asked for with it."""
     described = change.describe()
-    unchanged: dict[int, dict[str, float]] = {}
+    unchanged: dict[int, dict[str, float | None]] = {}
     if layers and described is not None:
         as_was = open_run(run_dir, steps)
         taken = as_was.take_until(steps[-1], layers=True)
@@ -202,7 +202,11 @@ def replay(run_dir: Path, steps: range, change: Change, *, layers: bool) -> Repl
             shown.append(step)
     if described:
         again.apply(change)
-        shown += list(again.take_until(steps[-1], change, layers=layers))
+        for step in again.take_until(steps[-1], change, layers=layers):
+            # No change touches the samples that are read: other ones are other data.
+            if departure is None and step.event["batch_hash"] != step.logged.get("batch_hash"):
+                departure = (step, "batch", "batch_hash")
+            shown.append(step)
     again.close()
     return Replayed(
         run_dir,

@@ -91,19 +91,20 @@ class Spike:
         """Write it for people."""
         by_loss = {p.sample: n for n, p in enumerate(sorted(self.parts, key=_by_loss), start=1)}
         chosen = f" ({self.how}, the largest in the log that can be replayed)" if self.how else ""
+        loss, norm = _shown(self.loss), _shown(self.grad_norm)
         lines = [
             f"step {self.step} of {paths.for_people(self.run)}{chosen}",
-            f"loss {self.loss:.4f}, gradient norm {self.grad_norm:.4f}, {fmt.number_of(len(self.parts), 'sample')}: "
+            f"loss {loss}, gradient norm {norm}, {fmt.number_of(len(self.parts), 'sample')}: "
             + (self.departure or "as logged"),
         ]
         rows = [
             [
                 f"{p.sample:,}",
-                f"{p.loss:.4f}",
+                _shown(p.loss),
                 str(by_loss[p.sample]),
-                f"{p.norm:.4f}",
-                f"{p.projection:.4f}",
-                f"{p.projection / self.grad_norm:.1%}" if self.grad_norm else "n/a",
+                _shown(p.norm),
+                _shown(p.projection),
+                _shown(p.projection / self.grad_norm if self.grad_norm else math.nan, ".1%"),
             ]
             for p in self.parts[:_ROWS]
         ]
@@ -129,6 +130,10 @@ class Spike:
             if sample.text is not None:
                 lines.append(f"  {sample.text}")
         lines += [self._in_words(one) for one in self.without]
+        if len(self.parts) > 1 and not _has_finite(self.parts):
+            lines.append(
+                "no sample of the step has a finite loss, so the weights before it are the cause, not a sample"
+            )
         left = self.without[0].grad_norm if self.without else 0.0
         if math.isfinite(self.grad_norm) and left > _LITTLE * self.grad_norm:
             lines.append("no single sample explains this norm")
@@ -137,8 +142,8 @@ class Spike:
     def _in_words(self, one: WithoutSample) -> str:
         said = "; ".join(self.samples[one.sample].patterns)
         return (
-            f"without sample {one.sample:,}{f' ({said})' if said else ''} the norm is {one.grad_norm:.3g} instead "
-            f"of {self.grad_norm:.3g}, the loss {one.loss:.4f} instead of {self.loss:.4f}"
+            f"without sample {one.sample:,}{f' ({said})' if said else ''} the norm is {_shown(one.grad_norm, '.3g')} "
+            f"instead of {_shown(self.grad_norm, '.3g')}, the loss {_shown(one.loss)} instead of {_shown(self.loss)}"
         )
 
 
@@ -171,14 +176,15 @@ def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
             if not same and not (before is None and not math.isfinite(value)):
                 departure = f"not as logged ({name} {before})"
                 break
-    chosen = [part.sample for part in parts[:worst]]
+    # Where no sample is finite, none is worse than another.
+    chosen = parts[:worst] if _has_finite(parts) else []
     left = []
-    for number in [part.sample for part in parts[:worst] if part.targets < batch.num_targets]:
+    for number in [part.sample for part in chosen if part.targets < batch.num_targets]:
         mask = replay.mask(step, Change(without_samples=frozenset({number})))
         left.append(WithoutSample(number, *replay.measure(without(batch, mask, step=step))))
     documents = tokens.documents()
     samples = {}
-    for number in chosen:
+    for number in [part.sample for part in chosen]:
         row = number - batch.first_sample
         ids = tokens.windows[row, 1:].astype(np.int64)
         others = np.delete(tokens.windows[:, 1:], row, 0).astype(np.int64)
@@ -207,6 +213,14 @@ def _choose(run_dir: Path) -> tuple[int, str]:
             f"be compared with; name one with --step"
         )
     return found
+
+
+def _has_finite(parts: list[Contribution]) -> bool:
+    return any(math.isfinite(part.loss) for part in parts)
+
+
+def _shown(value: float, layout: str = ".4f") -> str:
+    return fmt.number(value if math.isfinite(value) else None, layout)
 
 
 def _by_projection(part: Contribution) -> tuple[bool, float]:

@@ -194,17 +194,18 @@ class MixedData(TokenData):
         )
 
 
-def require_folders(config: Config, flag: str) -> None:
+def require_folders(config: Config, flag: str | None = None) -> None:
     """Reject a run's settings whose folders of data are gone; other data would be the wrong advice.
 
-    Raises: DataError that names the flag that says where they are now.
+    Raises: DataError that names the flag that says where they are now; None: there is none.
     """
     if config.tuning.instructions is not None:
         return
+    fix = f"say where with {flag}" if flag else "put them back, or a link to them"
     for folder in read_sources(config.data).folders:
         if not folder.is_dir():
             raise DataError(
-                f"{folder}: the run's data are no longer there; if they were moved, say where with {flag}"
+                f"{folder}: the run's data are no longer there; if they were moved, {fix}"
             )
 
 

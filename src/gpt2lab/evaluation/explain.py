@@ -307,7 +307,7 @@ def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split,
             error, n = means.excess_se[g], means.effective_n[g]
             p = 1.0
             if len(groups) > 1 and error > 0 and n > 1:
-                p = float(t_p_value(means.excess[g], error, n))
+                p = float(t_p_value(means.excess[g], error, n - 1))
             values = {name: float(getattr(means, name)[g]) for name in ("a", "mean", "part")}
             rows.append(
                 Group(
@@ -361,7 +361,7 @@ def sentence(found: Explanation) -> str:
 
 def _is_clear(found: Explanation) -> bool:
     """Tell whether the whole is far enough from zero to be divided by."""
-    return found.difference_se is not None and abs(found.difference) >= 2 * found.difference_se
+    return found.difference_se is not None and abs(found.difference) > 2 * found.difference_se
 
 
 def _share(group: Group, found: Explanation) -> str:

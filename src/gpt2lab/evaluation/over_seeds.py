@@ -77,17 +77,20 @@ def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverU
     means = [np.mean([r.per_unit[metric] for r in runs], axis=0) for runs in (a, b)]
     paired = a[0].units == b[0].units
     if paired:
-        found = estimate_mean(means[1] - means[0], a[0].weights)
-        mean, se, effective = found.mean, found.se, found.effective_n
+        found = estimate_mean(means[1] - means[0], a[0].weights, a[0].strata)
+        mean, se, effective, degrees = found.mean, found.se, found.effective_n, found.degrees
     else:
-        parts = [estimate_mean(m, r[0].weights) for m, r in zip(means, (a, b), strict=True)]
+        parts = [
+            estimate_mean(m, r[0].weights, r[0].strata) for m, r in zip(means, (a, b), strict=True)
+        ]
         mean = parts[1].mean - parts[0].mean
         effective = min(part.effective_n for part in parts)
+        degrees = min(part.degrees for part in parts)
         known = [part.se for part in parts if part.se is not None]
         se = math.hypot(*known) if len(known) == 2 else None
     low = high = None
     if se is not None:
-        half = float(t_half_width(se, effective))
+        half = float(t_half_width(se, degrees))
         low, high = mean - half, mean + half
     return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
 
@@ -119,7 +122,7 @@ def compare_all(
             differs = adjusted.get(name, 1.0) < ALPHA
             equal = False
             if seeds.sd is not None:
-                half = t_half_width(seeds.sd / math.sqrt(seeds.seeds), seeds.seeds, alpha)
+                half = t_half_width(seeds.sd / math.sqrt(seeds.seeds), seeds.seeds - 1, alpha)
                 equal = bool(abs(seeds.mean) + half < smallest)
         lower = (sequential.mean if sequential else seeds.mean) < 0
         verdict: Verdict = "equal" if equal else "not decided"

@@ -8,6 +8,7 @@ cancels.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import zipfile
 from dataclasses import dataclass, replace
@@ -41,6 +42,20 @@ class Results:
     def n(self) -> int:
         """Count the units."""
         return len(next(iter(self.per_unit.values())))
+
+    @property
+    def strata(self) -> tuple[slice, ...]:
+        """Return the units of each source of a mixture, which follow one another; () without one.
+
+        Files name the sources' weights alone; the units of a source add up to its weight.
+        """
+        if self.weights is None or len(of_sources := self.units.get("weights", ())) < 2:
+            return ()
+        reached = np.cumsum(self.weights / self.weights.sum())
+        # Half of a unit's weight forward, because sums are rounded.
+        middles = reached - self.weights / self.weights.sum() / 2
+        ends = np.searchsorted(middles, np.cumsum(of_sources) / sum(of_sources)).tolist()
+        return tuple(slice(*ends_of) for ends_of in itertools.pairwise((0, *ends)))
 
     @property
     def unit(self) -> str:

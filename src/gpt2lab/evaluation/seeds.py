@@ -44,8 +44,8 @@ def over_seeds(values: Sequence[float]) -> OverSeeds:
         return OverSeeds(n, mean, None, None, None, None)
     sd = float(np.std(values, ddof=1))
     se = sd / math.sqrt(n)
-    half = float(t_half_width(se, n))
-    return OverSeeds(n, mean, sd, mean - half, mean + half, float(t_p_value(mean, se, n)))
+    half = float(t_half_width(se, n - 1))
+    return OverSeeds(n, mean, sd, mean - half, mean + half, float(t_p_value(mean, se, n - 1)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -122,7 +122,7 @@ def _fewest_seeds(difference: float, sd: float, *, alpha: float, sequential: boo
         if sequential:
             critical = float(sequence_half_width(1.0, n, alpha)) * math.sqrt(n)
         else:
-            critical = float(t_half_width(1.0, n, alpha))
+            critical = float(t_half_width(1.0, n - 1, alpha))
         return power(difference, sd, n, critical) >= POWER
 
     few, enough = 1, 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,17 @@ class Estimate:
     mean: float
     se: float | None
     effective_n: float
+    degrees: float  # of freedom of mean / se
 
 
-def estimate_mean(values: np.ndarray, weights: np.ndarray | None = None) -> Estimate:
+def estimate_mean(
+    values: np.ndarray, weights: np.ndarray | None = None, strata: Sequence[slice] = ()
+) -> Estimate:
     """Return the mean of (n,) unit means with (n,) weights, default equal.
+
+    `strata`: the units of each source of a mixture; its weights are fixed, so that only what differs within a source
+    counts, and variances add up by the squares of the weights (Cochran 1977, "Sampling Techniques", 5.3), degrees of
+    freedom by Satterthwaite's rule (5.4).
 
     The standard error is the delete-one jackknife of the ratio sum(w v) / sum(w), which for equal weights is
     s / sqrt(n): MacKinnon, Nielsen and Webb 2023, "Fast and reliable jackknife and bootstrap methods for
@@ -36,19 +44,41 @@ def estimate_mean(values: np.ndarray, weights: np.ndarray | None = None) -> Esti
     total, n = w.sum(), len(values)
     mean = float((w * values).sum() / total)
     effective_n = float(total**2 / (w**2).sum())
+    if len(strata) > 1:
+        se, degrees = _of_strata(values, w, strata)
+        return Estimate(mean, se, effective_n, degrees)
     if n < 2:
-        return Estimate(mean, None, effective_n)
+        return Estimate(mean, None, effective_n, 0.0)
     without = w * (mean - values) / (total - w)  # how the mean moves without each unit
-    return Estimate(mean, math.sqrt((n - 1) / n * (without**2).sum()), effective_n)
+    se = math.sqrt((n - 1) / n * (without**2).sum())
+    return Estimate(mean, se, effective_n, effective_n - 1)
 
 
-def p_of_zero_mean(values: np.ndarray, weights: np.ndarray | None = None) -> float | None:
+def _of_strata(
+    values: np.ndarray, w: np.ndarray, strata: Sequence[slice]
+) -> tuple[float | None, float]:
+    """Return standard error and degrees of freedom of a weighted mean over strata."""
+    variances, degrees = [], []
+    for units in strata:
+        found = estimate_mean(values[units], w[units])
+        if found.se is None:
+            return None, 0.0
+        variances.append((w[units].sum() / w.sum() * found.se) ** 2)
+        degrees.append(found.degrees)
+    of_all = sum(v**2 / d for v, d in zip(variances, degrees, strict=True))
+    return math.sqrt(sum(variances)), sum(variances) ** 2 / of_all if of_all else min(degrees)
+
+
+def p_of_zero_mean(
+    values: np.ndarray, weights: np.ndarray | None = None, strata: Sequence[slice] = ()
+) -> float | None:
     """Return the two-sided p-value of a weighted mean of zero; None for a single unit.
 
     Few units: the share of all 2^n changes of signs whose mean is as far from zero (Fisher's randomisation test, exact
-    if differences are symmetric). Otherwise Student's t of mean / se with effective n - 1 degrees of freedom.
+    if differences are symmetric). Otherwise Student's t of mean / se with effective n - 1 degrees of freedom, those of
+    strata joined.
     """
-    found = estimate_mean(values, weights)
+    found = estimate_mean(values, weights, strata)
     if found.se is None:
         return None
     if len(values) <= _EXACT_UNITS:
@@ -56,23 +86,23 @@ def p_of_zero_mean(values: np.ndarray, weights: np.ndarray | None = None) -> flo
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(sums))))  # (2^n, n)
         as_far = np.abs(signs @ sums) >= abs(sums.sum()) * (1 - 1e-12)
         return float(as_far.mean())
-    return float(t_p_value(found.mean, found.se, found.effective_n))
+    return float(t_p_value(found.mean, found.se, found.degrees))
 
 
-def t_p_value(mean: np.ndarray | float, se: np.ndarray | float, n: float) -> np.ndarray:
-    """Return the two-sided p-value of Student's t that a mean of n values is 0."""
+def t_p_value(mean: np.ndarray | float, se: np.ndarray | float, degrees: float) -> np.ndarray:
+    """Return the two-sided p-value of Student's t that a mean is 0. `degrees`: of freedom of its standard error."""
     from scipy.special import stdtr  # 0.1 s that --help need not wait for
 
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.abs(mean) / np.asarray(se)
-    return 2 * stdtr(n - 1, -np.nan_to_num(t, nan=0.0, posinf=np.inf))  # 0 / 0: no difference
+    return 2 * stdtr(degrees, -np.nan_to_num(t, nan=0.0, posinf=np.inf))  # 0 / 0: no difference
 
 
-def t_half_width(se: np.ndarray | float, n: float, alpha: float = ALPHA) -> np.ndarray:
-    """Return half of the 1 - alpha interval of a mean of n values by Student's t."""
+def t_half_width(se: np.ndarray | float, degrees: float, alpha: float = ALPHA) -> np.ndarray:
+    """Return half of the 1 - alpha interval of a mean by Student's t."""
     from scipy.special import stdtrit
 
-    return stdtrit(n - 1, 1 - alpha / 2) * np.asarray(se)
+    return stdtrit(degrees, 1 - alpha / 2) * np.asarray(se)
 
 
 def p_of_equal_accuracy(of_a: np.ndarray, of_b: np.ndarray) -> float:

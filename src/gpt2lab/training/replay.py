@@ -25,6 +25,7 @@ from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.data.mixture import require_folders
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError
@@ -95,8 +96,8 @@ class ReplayedStep:
     event: Event
     logged: Event
     num_targets: int
-    # L2 norm of each layer's gradient before clipping, where it was asked for.
-    layers: dict[str, float]
+    # L2 norm of each layer's gradient before clipping, where it was asked for; None: not finite.
+    layers: dict[str, float | None]
 
 
 def first_difference(
@@ -201,6 +202,7 @@ def _open(
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
     values |= {"checkpoint_mirror": None, "hellaswag_path": None}
+    require_folders(override(info.config(), values))
     actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
     is_tuned = wanted["instructions"] is not None
     command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
@@ -385,7 +387,9 @@ class Replay:
             "grad_norm": _finite(norm),
             "updated": stats.updated,
         }
-        unclipped = {name: value / scale for name, value in norms.items()}
+        unclipped = {
+            name: _finite(value / scale) if scale else None for name, value in norms.items()
+        }  # 0 of an infinite norm
         return ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
 
     def take_until(

@@ -128,12 +128,20 @@ def test_parts_of_every_split_add_up_to_the_whole(folder: Path) -> None:
         for g in split["groups"]:
             assert g["part"] == pytest.approx(g["tokens"] * g["mean"], abs=1e-12)
     # fp16 moved the whole by far less than its error, which is that of the losses by document.
+    # Sources are strata in both, also where their differences are far apart, as here.
+    assert whole["se"] == pytest.approx(found["difference_se"], rel=1e-3)
     assert found["exact_difference"] == pytest.approx(whole["difference"], rel=1e-9)
     assert abs(found["difference"] - whole["difference"]) < 0.01 * found["difference_se"]
     sources = groups(found, "source").values()
     strata = np.hypot(*(source["tokens"] * source["mean_se"] for source in sources))
     assert found["difference_se"] == pytest.approx(strata, rel=1e-9)
     assert (found["units"], found["unit"]) == (whole["n"], "document")
+
+
+def test_a_run_and_itself_differ_nowhere(folder: Path) -> None:
+    found = explain("both", "both", checkpoint_dir=folder / "runs")
+    assert (found.difference, found.difference_se) == (0, 0)
+    assert "which is not beyond noise; no group of tokens differs" in explaining.describe(found)
 
 
 def test_a_model_blind_to_positions_shows_in_position_and_repetition(folder: Path) -> None:

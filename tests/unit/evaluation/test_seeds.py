@@ -40,7 +40,7 @@ def test_a_mean_over_seeds_has_the_interval_and_p_value_of_scipy() -> None:
 @pytest.mark.parametrize("n", [2, 3, 5, 10])
 def test_the_t_interval_holds_the_mean_in_95_of_100_cases(n: int) -> None:
     values = np.random.default_rng(n).normal(0.7, 2.0, (40_000, n))
-    half = t_half_width(values.std(axis=1, ddof=1) / np.sqrt(n), n)
+    half = t_half_width(values.std(axis=1, ddof=1) / np.sqrt(n), n - 1)
     assert np.mean(np.abs(values.mean(axis=1) - 0.7) < half) == pytest.approx(0.95, abs=0.004)
 
 
@@ -61,7 +61,7 @@ def test_holm_keeps_false_differences_among_settings_that_share_a_baseline(
     trials, n = 2000, 4
     baseline = rng.normal(size=(trials, 1, n))
     values = rng.normal(np.array(effects)[:, None], 1.0, (trials, len(effects), n)) - baseline
-    p = t_p_value(values.mean(axis=-1), values.std(axis=-1, ddof=1) / np.sqrt(n), n)
+    p = t_p_value(values.mean(axis=-1), values.std(axis=-1, ddof=1) / np.sqrt(n), n - 1)
     null = np.array(effects) == 0
     adjusted = np.array([seeds.holm(row) for row in p.tolist()])
     wrong = (adjusted < ALPHA)[:, null].any(axis=1).mean()
@@ -88,7 +88,7 @@ def test_that_many_seeds_reach_the_power_and_fewer_do_not(sequential: bool) -> N
     for count in (n - 1, n):
         values = np.random.default_rng(3).normal(effect, 1.0, (trials, count))
         sd = values.std(axis=1, ddof=1)
-        half = t_half_width(sd / np.sqrt(count), count)
+        half = t_half_width(sd / np.sqrt(count), count - 1)
         if sequential:
             half = seeds.sequence_half_width(sd, count)
         rates.append(np.mean(np.abs(values.mean(axis=1)) > half))
@@ -178,7 +178,7 @@ def test_looking_after_each_seed_finds_a_false_difference_in_at_most_5_of_100_ca
     peeked = np.zeros(PATHS, bool)
     for n in range(2, 21):
         part = values[:, :n]
-        half = t_half_width(part.std(axis=1, ddof=1) / np.sqrt(n), n, alpha)
+        half = t_half_width(part.std(axis=1, ddof=1) / np.sqrt(n), n - 1, alpha)
         peeked |= np.abs(part.mean(axis=1)) > half
     assert peeked.mean() > 3 * alpha
 
