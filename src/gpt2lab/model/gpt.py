@@ -286,11 +286,11 @@ class GPT(nn.Module):
 
     def loss_sum(self, stream: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of `targets` (B, T; -1 = not counted) in nats, summed, given the last `stream` (B, T, C)."""
-        hidden = self.ln_f(stream)
         if torch.compiler.is_compiling():
-            weight, num_tokens = self.wte.weight, self.config.num_tokens
-            return head_cross_entropy_sum(hidden, weight, targets, num_tokens)
-        return cross_entropy_sum(self.masked_logits(hidden), targets)
+            hidden, num_tokens = self.ln_f(stream), self.config.num_tokens
+            return head_cross_entropy_sum(hidden, self.wte.weight, targets, num_tokens)
+        # Unnamed, so that hidden states in fp32 end with the head's bf16 copy of them.
+        return cross_entropy_sum(self.masked_logits(self.ln_f(stream)), targets)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the loss of ids `tokens` (B, T) against `targets` (B, T), in nats summed over the targets.
