@@ -215,7 +215,10 @@ def test_another_rate_or_precision_holds_from_the_first_step_asked_for(place: Pa
             ("clean", "--steps=9", "--without_sample=5"),
             "sample 5: steps 9 to 9 trained on samples 64",
         ),
-        (("clean", "--steps=9", "--without_document=80"), "document 80: no target of steps 9 to 9"),
+        (
+            ("clean", "--steps=9", "--without_document=80"),
+            "document 80: steps 9 to 9 have no target of it",
+        ),
         (("clean", "--steps=9", "--max_lr=-1"), "max_lr -1.0 must be above 0"),
         (
             ("clean", "--steps=9", "--max_lr=1", "--dtype=fp32"),
