@@ -50,11 +50,11 @@ def main(argv: list[str]) -> int:
             )
         if flags.explain:
             raise ConfigError("--explain compares two runs: name one seed of each")
-        seeds, over_seeds = groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
+        found = groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
         if flags.json:
-            print(json.dumps(groups.as_json(flags.a, flags.b, seeds, over_seeds)))
+            print(json.dumps(groups.as_json(flags.a, flags.b, found)))
         else:
-            print(groups.describe(flags.a, flags.b, over_seeds))
+            print(groups.describe(flags.a, flags.b, found))
         return 0
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
     explained = None
