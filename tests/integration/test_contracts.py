@@ -242,6 +242,11 @@ JSON_ANSWERS: dict[str, list[str]] = {
     ],
     "evaluate fine-tuned": ["scripts/evaluate.py", "runs/tuned", "--device=cpu"],
     "compare": ["scripts/compare.py", "base", "modern", "--checkpoint_dir=runs"],
+    "replay": ["scripts/replay.py", "base", "--steps=7:8", "--layers", "--checkpoint_dir=runs"],
+    "why-spike": [  # all four samples, whatever their order
+        *("scripts/why_spike.py", "base", "--step=7", "--worst=4", "--checkpoint_dir=runs"),
+    ],
+    "bisect": ["scripts/bisect_runs.py", "base", "modern", "--checkpoint_dir=runs"],
     "status": ["scripts/status.py", "--checkpoint_dir=runs"],
     "export": ["scripts/export_hf.py", "runs/base", "--out=exported"],
     "gpu_info": ["scripts/gpu_info.py"],
@@ -260,7 +265,7 @@ JSON_ANSWERS: dict[str, list[str]] = {
     "memory_check": ["scripts/memory_check.py", "--gpu=H100", "--tokens=1B", *NOBODY],
 }
 # A preflight says NO-GO (1) where memory or disk of the machine are short.
-EXITS = {"estimate that fits no window": (3,), "preflight": (0, 1)}
+EXITS = {"estimate that fits no window": (3,), "preflight": (0, 1), "bisect": (1,)}
 # Null or not by the machine, by whether it is a clone, or by how fast it is.
 MACHINES_OWN = re.compile(
     r"/(git|gpu|gpus|topology|mfu|driver|load_average|memory_available|warnings)(/|$)"

@@ -51,11 +51,11 @@ def main(argv: list[str]) -> int:
             )
         if flags.explain:
             raise ConfigError("--explain compares two runs, not groups: name one run of each")
-        seeds, over_seeds = run_groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
+        found = run_groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
         if flags.json:
-            print(json.dumps(run_groups.as_json(flags.a, flags.b, seeds, over_seeds)))
+            print(json.dumps(run_groups.as_json(flags.a, flags.b, found)))
         else:
-            print(run_groups.describe(flags.a, flags.b, over_seeds))
+            print(run_groups.describe(flags.a, flags.b, found))
         return 0
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
     explained = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,12 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
                 f"{name}: {other} is {first[other]} in {next(iter(group.values())).name} and {flat[other]} in "
                 f"{folder.name}; the runs of a group may differ in their seed alone"
             )
+        data = _data_of(folder)
+        if group and data != (other_data := _data_of(next(iter(group.values())))):
+            raise DataError(
+                f"{name}: {next(iter(group.values())).name} was trained on the data {other_data} and {folder.name} on "
+                f"{data}; the runs of a group may differ in their seed alone"
+            )
         seed = config.data.seed
         if seed in group:
             raise DataError(
@@ -67,12 +73,26 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
     return dict(sorted(group.items()))
 
 
-def compare_groups(
-    name_a: str, name_b: str, *, checkpoint_dir: Path
-) -> tuple[list[int], Comparison]:
-    """Return the seeds, and B's last validation losses against A's, with both errors.
+def _data_of(run: Path) -> str:
+    """Return what tells a run's data from others; empty where that is not recorded."""
+    return str((history.read_json(run / "run.json") or {}).get("data_fingerprint", ""))[:12]
 
-    Raises: ConfigError, DataError: other seeds, other documents or steps within a group, or no validation.
+
+@dataclass(frozen=True)
+class Groups:
+    """Two groups that were compared."""
+
+    seeds: tuple[int, ...]
+    step_a: int | None  # that was validated last
+    step_b: int | None
+    found: Comparison  # B's last validation losses against A's
+
+
+def compare_groups(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Groups:
+    """Compare B's last validation losses with A's, with both errors.
+
+    Raises: ConfigError, DataError: other seeds, other documents or steps within a group, losses on other data, or no
+        validation.
     """
     a, b = (find_group(name, checkpoint_dir) for name in (name_a, name_b))
     if differ := sorted(set(a) ^ set(b)):
@@ -81,11 +101,15 @@ def compare_groups(
             f"seed {differ[0]} is in {alone} alone; runs are paired by seed: leave its run out, or train the other"
         )
     of_a, of_b = (_validations(group, checkpoint_dir) for group in (a, b))
+    if of_a[0].units != of_b[0].units and _data_of(a[next(iter(a))]) != _data_of(b[next(iter(b))]):
+        raise DataError(
+            f"{name_a} and {name_b} were validated on other data, so their difference means nothing"
+        )
     units = over_seeds.over_units(of_a, of_b, _METRIC)
     pairs = zip(of_a, of_b, strict=True)
     differences = [_mean(one_b) - _mean(one_a) for one_a, one_b in pairs]
     (found,) = over_seeds.compare_all("A", {"B": differences}, {"B": units})
-    return list(a), found
+    return Groups(tuple(a), of_a[0].step, of_b[0].step, found)
 
 
 def _validations(group: Group, checkpoint_dir: Path) -> list[Results]:
@@ -110,16 +134,22 @@ def _mean(results: Results) -> float:
     return estimate_mean(results.per_unit[_METRIC], results.weights).mean
 
 
-def as_json(name_a: str, name_b: str, seeds: list[int], found: Comparison) -> dict[str, Any]:
+def as_json(name_a: str, name_b: str, groups: Groups) -> dict[str, Any]:
     """Return the comparison as JSON values."""
-    head = {"a": name_a, "b": name_b, "seeds": seeds, "metric": _METRIC, "unit": "nats/token"}
-    return head | asdict(found) | {"sentence": over_seeds.sentence(found)}
+    values = {"a": name_a, "b": name_b, "metric": _METRIC, "unit": "nats/token", **asdict(groups)}
+    found = values.pop("found")
+    return values | found | {"sentence": over_seeds.sentence(groups.found)}
 
 
-def describe(name_a: str, name_b: str, found: Comparison) -> str:
+def describe(name_a: str, name_b: str, groups: Groups) -> str:
     """Write the comparison as a table, what its errors answer, and a sentence."""
+    found = groups.found
     header, *rows = over_seeds.table([found])
     unit = found.over_units.unit if found.over_units else "document"
-    parts = [f"A  {name_a}\nB  {name_b}", fmt.table(header, rows)]
+    names = ((name_a, groups.step_a), (name_b, groups.step_b))
+    head = [
+        f"{which}  {name}, step {step}" for which, (name, step) in zip("AB", names, strict=True)
+    ]
+    parts = ["\n".join(head), fmt.table(header, rows)]
     parts += [over_seeds.QUESTIONS.format(unit=unit), over_seeds.sentence(found)]
     return "\n\n".join(parts)

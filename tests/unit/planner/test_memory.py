@@ -296,10 +296,10 @@ def test_each_of_two_processes_holds_what_is_predicted_to_five_percent() -> None
     """All modes and all ways to recompute, measured in workers/live_bytes.py; under ddp and zero1 it is 1 %.
 
     fsdp's buffers, and those of Muon's all-to-all, come and go with gloo's threads, up to 8 % either way, so a case may
-    take four runs to show it.
+    take several runs to show it, most beside busy programs.
     """
     missed: set[str] = set()
-    for attempt in range(4):
+    for attempt in range(8):
         done = launch.train_in_forks([], world=2, program=launch.WORKERS / "live_bytes.py")
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line[:5] == "peak "]
