@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation.groups import compare_groups, describe
+from gpt2lab.evaluation.run_groups import compare_groups, describe
 from tiny import write_shards
 from whole_run import Run
 
