@@ -58,6 +58,9 @@ class CodegenParallel:
         ("none", "selective", "block"), "what the backward pass computes again"
     )
     layers: tuple[int, ...] = option((2,), "layers that are compiled")
+    fsdp_param_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", "precision in which fsdp gathers the blocks' matrices"
+    )
     json: Path | None = option(None, "also write the numbers to this file")
 
 
@@ -292,7 +295,7 @@ def _count_parallel_steps(flags: CodegenParallel) -> tuple[dict[str, Any], str]:
     if not flags.layers or min(flags.layers) < 1:
         raise ConfigError("--layers must be one or more numbers from 1 up")
     cases = [
-        parallel.ParallelCase(mode, recompute, layers)
+        parallel.ParallelCase(mode, recompute, layers, param_dtype=flags.fsdp_param_dtype)
         for mode in flags.mode
         for recompute in flags.activation_checkpointing
         for layers in flags.layers

@@ -38,15 +38,16 @@ def describe(architecture: Architecture, counted: list[dict[str, Any]]) -> str:
     lines = [
         f"GPT-2 124M, bf16, cuDNN's attention, {architecture}, steps of two micro-batches; a rank of several",
         "",
-        "| mode | recomputes | layers | graphs | generated kernels run | graph breaks | compiled in steps 2, 3 "
-        "| operators outside |",
+        "| mode, gathered in | recomputes | layers | graphs | generated kernels run | graph breaks "
+        "| compiled in steps 2, 3 | operators outside |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in counted:
         case, after = row["case"], row["compiled"]
+        mode = "fsdp, bf16" if case["param_dtype"] == "bf16" else case["parallel"]
         forward = sum(not graph["is_backward"] for graph in row["graphs"])
         lines.append(
-            f"| {case['parallel']} | {case['recompute']} | {case['n_layer']} "
+            f"| {mode} | {case['recompute']} | {case['n_layer']} "
             f"| {forward} + {len(row['graphs']) - forward} "
             f"| {sum(graph['kernels'] for graph in row['graphs'])} | {row['graph_breaks']} "
             f"| {after[1] - after[0]}, {after[2] - after[1]} | {sum(row['outside'].values())} |"
