@@ -31,7 +31,15 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
-from gpt2lab.config.command_line import Actions, Command, argument, option, parse, run_tyro
+from gpt2lab.config.command_line import (
+    Actions,
+    Command,
+    argument,
+    names_of_flags,
+    option,
+    parse,
+    run_tyro,
+)
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
@@ -41,7 +49,7 @@ from gpt2lab.runs import history
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
 
-_OURS = {"seed", "run_name", "checkpoint_dir"}
+_OURS = {"seed", "run_name", "checkpoint_dir", "resume"}
 _NOTHING = (
     "nothing to compare: give a settings file, or several values to a flag, such as "
     "--max_lr 1e-3 2e-3"
@@ -262,10 +270,8 @@ def plan_runs(
         for name, flags in settings.items():
             place = [f"--seed={seed}", f"--checkpoint_dir={out}", f"--run_name={name}_seed{seed}"]
             try:
-                typed = parse([*shared, *flags])
                 # A file of settings always has a seed; the ablation's own counts above it.
-                ours = _OURS & typed.values.keys() | ({"resume"} if typed.actions.resume else set())
-                if ours:
+                if ours := _OURS & names_of_flags([*shared, *flags]):
                     raise ConfigError(f"--{min(ours)} is set by the ablation itself")
                 command = parse([*shared, *flags, *place, "--resume=auto"])
                 _start_of(command)

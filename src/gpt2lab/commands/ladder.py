@@ -187,10 +187,11 @@ def _shared_start(runs: Sequence[ablation_table.Run]) -> Start:
 def _plan(family: Family, out: Path) -> dict[str, Any]:
     """Return the runs of a ladder, with what they will take."""
     seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
-    rungs, top = family.rung_runs(out), family.top_runs(out)
+    none = out / "none"  # runs that are there may be in progress, and a plan needs nothing of them
+    rungs, top = family.rung_runs(none), family.top_runs(none)
     _shared_start([*rungs, *top])
     rates = [
-        r for others in family.rate_runs(out).values() for runs in others.values() for r in runs
+        r for others in family.rate_runs(none).values() for runs in others.values() for r in runs
     ]
     found: list[dict[str, Any]] = []
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):

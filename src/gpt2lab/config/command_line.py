@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import io
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -325,9 +325,14 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None
     return Command(tuple(argv), flags.actions, values, finds_mini_batch, recipe, file)
 
 
+def names_of_flags(words: Sequence[str]) -> set[str]:
+    """Return the names of the flags among the words of a command line."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
+
+
 def _typed_values(words: list[str], config: Config) -> dict[str, Any]:
     """Return {setting: value} of the flags among the words, paths resolved against the working directory."""
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
+    names = names_of_flags(words)
     names = {name if name in LEAVES else name.removeprefix("no_") for name in names} & set(LEAVES)
     return from_working_directory({n: v for n, v in to_flat(config).items() if n in names})
 

@@ -21,6 +21,7 @@ from gpt2lab.planner import ladder as results
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.scaling_law import Law, Rung, fit
 from gpt2lab.runs import history
+from gpt2lab.runs.folder import RunFolder
 from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB
 
@@ -136,10 +137,15 @@ def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_plan_counts_and_starts_nothing(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = tmp_path / "out"
+    out, parsed = tmp_path / "out", []
+    monkeypatch.setattr(ablate, "parse", lambda words: parsed.append(words) or parse(words))
     assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
+    assert len(parsed) == 9 + 2 + 1  # a command line takes 40 ms
     plan = json.loads(capsys.readouterr().out)
     assert plan["runs"] == 2 * (9 + 2 + 1)
     rows = {row["name"]: row for row in plan["rows"]}
@@ -148,6 +154,10 @@ def test_a_plan_counts_and_starts_nothing(
     assert plan["seconds"]["low"] < plan["seconds"]["value"] < plan["seconds"]["high"]
     assert plan["warnings"] == []
     assert not out.exists()
+    in_progress = RunFolder(out / "a-64_seed1")
+    assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
+    in_progress.close()
+    assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
     file.write_text(file.read_text().replace("tokens = 768", "tokens = 300"))
     assert ladder.main(["plan", str(file), f"--out={out}"]) == 0
     assert "x the FLOPs of the dearest rung: at least 4 x test a law" in capsys.readouterr().out
