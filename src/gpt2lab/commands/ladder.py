@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _FILE = f"TOML file of sizes, tokens, seeds and rates, or {' or '.join(FAMILIES)}"
 _OUT = "folder of the runs and of the results; default checkpoints/NAME, by the name of FILE"
-_TOP_FLOPS = 4.0  # times the dearest rung: a top rung nearer than that tests little
+_TOP_FLOPS = 4.0  # times the most expensive rung: a top rung nearer than that tests little
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ def _plan(family: Family, out: Path) -> dict[str, Any]:
         if row["kind"] == "top" and row["flops"] < _TOP_FLOPS * most:
             times = row["flops"] / most
             warnings.append(
-                f"the top rung has {times:.1f} x the FLOPs of the dearest rung: at least {_TOP_FLOPS:g} x test a law"
+                f"the top rung has {times:.1f} x the FLOPs of the most expensive rung; "
+                f"a test of a law needs at least {_TOP_FLOPS:g} x"
             )
     return {
         "name": family.name,

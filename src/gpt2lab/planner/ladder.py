@@ -30,7 +30,9 @@ FILE, PREDICTION = "ladder.json", "prediction.json"
 _FORMAT = "gpt2lab-ladder/1"
 # What the jobs that a ladder speaks of must share with its rungs, besides the data: a size is what may differ.
 SHARED = (*OPTIONS, "context_length", "vocab_size", "optimizer")
-_FAR = 10.0  # times the compute of the dearest rung, from which a loss is said to be far away
+_FAR = (
+    10.0  # times the compute of the most expensive rung, from which a loss is said to be far away
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Ladder:
 
     @property
     def most_flops(self) -> float:
-        """6 N D of the dearest rung."""
+        """6 N D of the most expensive rung."""
         return max(6.0 * rung.parameters * rung.tokens for rung in self.fit.rungs)
 
     def loss_of(self, job: Job) -> Interval:
@@ -69,7 +71,7 @@ class Ladder:
     def note(self, job: Job) -> str:
         """Say in one line where a job's loss comes from, and how far that is from what was measured."""
         ratio = 6.0 * job.parameters * job.tokens / self.most_flops
-        far = f", {ratio:,.0f} x the compute of its dearest rung" if ratio > 1 else ""
+        far = f", {ratio:,.0f} x the compute of its most expensive rung" if ratio > 1 else ""
         far += ": far outside what was fitted" if ratio > _FAR else ""
         epochs = job.epochs or 0.0
         repeats = f"; {epochs:.1f} passes over the data, the law knows one" if epochs > 1 else ""

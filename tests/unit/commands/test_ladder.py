@@ -160,7 +160,10 @@ def test_a_plan_counts_and_starts_nothing(
     assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
     file.write_text(file.read_text().replace("tokens = 768", "tokens = 300"))
     assert ladder.main(["plan", str(file), f"--out={out}"]) == 0
-    assert "x the FLOPs of the dearest rung: at least 4 x test a law" in capsys.readouterr().out
+    assert (
+        "x the FLOPs of the most expensive rung; a test of a law needs at least 4 x"
+        in capsys.readouterr().out
+    )
 
 
 # -- the runs ----------------------------------------------------------------------------------------------------

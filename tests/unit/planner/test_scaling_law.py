@@ -11,7 +11,7 @@ from gpt2lab.planner.scaling_law import Law, Rung, fit
 
 LAW = Law(E=1.5, A=60.0, B=400.0, alpha=0.35, beta=0.4)
 SIZES, TOKENS = (27_000, 60_000, 133_000), (100_000, 200_000, 400_000)
-TOP = (270_000, 820_000)  # 4.2 times the compute of the dearest rung
+TOP = (270_000, 820_000)  # 4.2 times the compute of the most expensive rung
 
 
 def rungs(
