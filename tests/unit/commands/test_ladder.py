@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.scaling_law import Law, Rung, fit
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB
 
 FILE = f"""
@@ -171,19 +168,10 @@ def test_a_plan_counts_and_starts_nothing(
 
 @pytest.mark.slow
 def test_the_top_rung_is_predicted_before_it_is_trained(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of it: run, stop, go on, fit, predict, top, score; a top rung without prediction is rejected."""
-    out, started = tmp_path / "out", []
-
-    def in_this_process(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        command = parse(argv[2:])
-        started.append(str(command.fresh().checkpoint.run_name))
-        pretrain(command)
-        return subprocess.CompletedProcess(argv, 0, "", "")
-
-    module = SimpleNamespace(run=in_this_process, DEVNULL=None, PIPE=None)
-    monkeypatch.setattr(ablate, "subprocess", module)
+    out = tmp_path / "out"
     words = [str(file), f"--out={out}"]
     with pytest.raises(CheckError, match="a-64_seed1 is not complete"):
         ladder.main(["fit", *words])
