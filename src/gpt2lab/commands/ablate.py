@@ -10,7 +10,6 @@ with several values is a grid: each value with each setting. Each setting and se
 with the trainer's command line.
 """
 
-import difflib
 import json
 import math
 import os
@@ -205,8 +204,8 @@ def _words_of(name: str) -> int | None:
         return 0 if Actions.__dataclass_fields__[name].type == "bool" else 1
     if name.startswith("no_") and name[3:] in LEAVES:
         return 0
-    close = difflib.get_close_matches(name, [*_OWN, *LEAVES, *Actions.__dataclass_fields__], n=1)
-    hint = f"did you mean --{close[0]}?" if close else f"see {paths.command('ablate')} --help"
+    known = [*_OWN, *LEAVES, *Actions.__dataclass_fields__]
+    hint = fmt.did_you_mean(name, known, f"see {paths.command('ablate')} --help", flag="--")
     raise ConfigError(f"unknown flag --{name}: {answer(name) or hint}")
 
 

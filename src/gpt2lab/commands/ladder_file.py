@@ -6,7 +6,6 @@ TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the nam
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -145,8 +144,7 @@ def read_family(what: str) -> Family:
         return _family(what, FAMILIES[what])
     path = paths.from_working_directory(Path(what))
     if path.suffix != ".toml":
-        close = difflib.get_close_matches(what, FAMILIES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"or {' or '.join(FAMILIES)}"
+        hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
         raise ConfigError(f"{what}: no ladder: give a .toml file of sizes and tokens, {hint}")
     try:
         text = read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
@@ -234,8 +232,7 @@ def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
         raise ConfigError(f"{where}: not a table")
     for key in table:
         if key not in keys:
-            close = difflib.get_close_matches(key, keys, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(keys)}"
+            hint = fmt.did_you_mean(key, keys, f"it has {', '.join(keys)}")
             raise ConfigError(f"{f'[{where}] ' if where else ''}unknown {key}: {hint}")
 
 
