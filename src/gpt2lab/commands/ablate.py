@@ -10,6 +10,7 @@ with several values is a grid: each value with each setting. Each setting and se
 with the trainer's command line.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
 from gpt2lab.config.command_line import (
     Actions,
-    Command,
     argument,
     names_of_flags,
     option,
@@ -154,7 +154,7 @@ def _say(line: str) -> None:
 
 def _reject_unequal_tokens(runs: Sequence[Run]) -> None:
     """Reject settings that end after other tokens than the baseline, whose last losses do not compare."""
-    tokens = [_start_of(run.command).plan.tokens for run in runs]
+    tokens = [start_of(run).plan.tokens for run in runs]
     for run, count in zip(runs, tokens, strict=True):
         if count != tokens[0]:
             raise ConfigError(
@@ -258,9 +258,23 @@ def read_settings(path: Path) -> dict[str, list[str]]:
 def plan_runs(
     settings: dict[str, list[str]], shared: Sequence[str], *, seeds: Sequence[int], out: Path
 ) -> list[Run]:
-    """Return all runs, seed by seed, so that an ablation that is stopped early has complete comparisons.
+    """Return all runs, after asking of each whether the trainer would start it or go on with it.
 
     Raises: ConfigError, DataError: whatever the trainer would reject, and what makes losses incomparable.
+    """
+    runs = name_runs(settings, shared, seeds=seeds, out=out)
+    check_runs(runs)
+    return runs
+
+
+def name_runs(
+    settings: dict[str, list[str]], shared: Sequence[str], *, seeds: Sequence[int], out: Path
+) -> list[Run]:
+    """Return all runs, seed by seed, so that an ablation that is stopped early has complete comparisons.
+
+    Looks at no folder: where they stand is the question of `start_of`.
+
+    Raises: ConfigError for flags that the trainer does not have, and what makes losses incomparable.
     """
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"seeds {' '.join(map(str, seeds))}: each may be given once")
@@ -268,14 +282,11 @@ def plan_runs(
     for seed in seeds:
         for name, flags in settings.items():
             place = [f"--seed={seed}", f"--checkpoint_dir={out}", f"--run_name={name}_seed{seed}"]
-            try:
+            with naming(name):
                 # A file of settings always has a seed; the ablation's own counts above it.
                 if ours := _OURS & names_of_flags([*shared, *flags]):
                     raise ConfigError(f"--{min(ours)} is set by the ablation itself")
                 command = parse([*shared, *flags, *place, "--resume=auto"])
-                _start_of(command)
-            except GPT2LabError as error:
-                raise type(error)(f"setting {name}: {error}") from None
             runs.append(Run(name, seed, command))
     for flag in _SHARED:
         found = {str(to_flat(run.command.fresh())[flag]): run.setting for run in runs}
@@ -287,22 +298,55 @@ def plan_runs(
     return runs
 
 
-def _start_of(command: Command) -> "Start":
-    """Decide what the trainer would do; reject an old run that had other settings."""
-    from gpt2lab.training.resolve import fresh_settings, resolve
+def check_runs(runs: Sequence[Run]) -> None:
+    """Ask of each run whether the trainer would start it or go on with it.
 
-    fresh, _ = fresh_settings(command)
-    run_dir = fresh.checkpoint.checkpoint_dir / str(fresh.checkpoint.run_name)
-    if (run_dir / "config.json").exists():
-        wanted, had = to_flat(fresh), to_flat(history.read_config(run_dir))
-        for name, value in wanted.items():
-            differs = value not in (None, "auto") and had[name] != value
-            if differs and policy_of(name, fresh) != "free":
-                raise ConfigError(
-                    f"{paths.for_people(run_dir)} was run with {name} {had[name]}, not {value}; "
-                    f"name the setting otherwise or remove that folder"
-                )
-    return resolve(command, world_size=1, set_aside=False)
+    Raises: ConfigError, DataError: whatever it would reject.
+    """
+    for run in runs:
+        with naming(run.setting):
+            start_of(run)
+
+
+@contextlib.contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Begin the message of an error with the setting that it is of."""
+    try:
+        yield
+    except GPT2LabError as error:
+        raise type(error)(f"setting {setting}: {error}") from None
+
+
+def start_of(run: Run) -> "Start":
+    """Decide what the trainer would do with a run.
+
+    Raises: ConfigError, DataError: whatever it would reject, and an old run that had other settings.
+    """
+    from gpt2lab.training.resolve import resolve
+
+    require_own_settings(run)
+    return resolve(run.command, world_size=1, set_aside=False)
+
+
+def require_own_settings(run: Run) -> None:
+    """Reject an old run of the same name that had other settings.
+
+    Raises: ConfigError.
+    """
+    from gpt2lab.training.resolve import fresh_settings
+
+    fresh, _ = fresh_settings(run.command)
+    run_dir = fresh.checkpoint.checkpoint_dir / run.name
+    if not (run_dir / "config.json").exists():
+        return
+    wanted, had = to_flat(fresh), to_flat(history.read_config(run_dir))
+    for name, value in wanted.items():
+        differs = value not in (None, "auto") and had[name] != value
+        if differs and policy_of(name, fresh) != "free":
+            raise ConfigError(
+                f"{paths.for_people(run_dir)} was run with {name} {had[name]}, not {value}; "
+                f"name the setting otherwise or remove that folder"
+            )
 
 
 def carry_out(
@@ -362,7 +406,7 @@ def carry_out(
 def _carry_out_one(
     run: Run, place: str, environment: dict[str, str], say: Callable[[str], None]
 ) -> None:
-    start = _start_of(run.command)
+    start = start_of(run)
     if start.is_complete:
         say(f"{place}: complete")
         return
@@ -380,7 +424,7 @@ def _carry_out_one(
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
         raise CheckError(f"{run.name} failed with exit code {done.returncode}: {reason}")
-    if not _start_of(run.command).is_complete:
+    if not start_of(run).is_complete:
         raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
 
 

@@ -14,7 +14,7 @@ from forecasting import job_for
 from gpt2lab.commands import ablate, ladder
 from gpt2lab.commands.ladder_file import FAMILIES, read_family
 from gpt2lab.config.command_line import parse
-from gpt2lab.errors import CheckError, ConfigError
+from gpt2lab.errors import CheckError, ConfigError, DataError
 from gpt2lab.planner import ladder as results
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.scaling_law import Law, Rung, fit
@@ -122,6 +122,17 @@ def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
         read_family(str(tmp_path / "none.toml"))
 
 
+def test_a_family_without_its_data_names_both_commands_that_make_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        ladder.main(["plan", "modern-tiny"])
+    tokenizer, prepare = str(caught.value).partition("make it with: ")[2].split(" && ")
+    assert "tokenizer.py train python-stdlib --vocab_size 512 --out tok512" in tokenizer
+    assert "--tokenizer tok512 --val_tokens 900000 --out data/python_stdlib_512" in prepare
+
+
 @pytest.mark.slow
 def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> None:
     file.write_text(
@@ -129,7 +140,7 @@ def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> N
     )
     runs = read_family(str(file)).rung_runs(tmp_path / "out")
     with pytest.raises(ConfigError, match="context_length 16 in a-64, 8 in b-64: the rungs of one"):
-        ladder._shared_start(runs)
+        ladder._starts(runs)
 
 
 @pytest.mark.slow
@@ -153,6 +164,8 @@ def test_a_plan_counts_and_starts_nothing(
     assert not out.exists()
     in_progress = RunFolder(out / "a-64_seed1")
     assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
+    with pytest.raises(CheckError, match=r"^a-64_seed1 is not complete: "):
+        ladder.main(["fit", str(file), f"--out={out}"])
     in_progress.close()
     assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
     file.write_text(file.read_text().replace("tokens = 768", "tokens = 300"))
