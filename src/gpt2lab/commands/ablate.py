@@ -69,7 +69,7 @@ class Ablate:
         "trainer several values",
     )
     jobs: int = option(
-        1, "runs at the same time: each on a GPU of its own, or on its share of the cores"
+        1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
     )
     seeds: tuple[int, ...] = option((1337,), "each setting is run with each of them")
     target: float | None = option(
@@ -99,8 +99,6 @@ def main(argv: list[str]) -> int:
     if shared and not words and not grid:
         raise ConfigError(_NOTHING)
     flags = run_tyro(Ablate, words, passed_on=shared)
-    if flags.jobs < 1:
-        raise ConfigError(f"jobs {flags.jobs} must be at least 1")
     if not 0 < flags.smallest_difference < math.inf:
         raise ConfigError(f"smallest_difference {flags.smallest_difference:g} must be above 0")
     if flags.max_seeds is not None and not flags.until_decided:

@@ -65,14 +65,12 @@ class Run:
     file: Positional[str] = argument(_FILE)
     out: Path | None = option(None, _OUT)
     jobs: int = option(
-        1, "runs at the same time: each on a GPU of its own, or on its share of the cores"
+        1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
     )
     top: bool = option(False, "then predict the top rung, write that down, and train it")
 
     def execute(self) -> int:
         """Train, fit and print the results."""
-        if self.jobs < 1:
-            raise ConfigError(f"jobs {self.jobs} must be at least 1")
         family, out = _open(self.file, self.out)
         top = _top_of(family, out) if self.top else []
         rungs, checks = family.rung_runs(out), _rate_runs(family, out)

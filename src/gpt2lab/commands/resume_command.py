@@ -45,10 +45,14 @@ class ResumeCommand:
     """Print the command that continues a run or a checkpoint; flags of the trainer are passed on."""
 
     target: Positional[str] = argument("run, or folder of a checkpoint")
-    num_gpus: int | None = option(None, "world size; default as before")
-    nodes: int = option(1, "with --output slurm, k8s or sky: machines that share the world size")
+    num_gpus: int | None = option(None, "world size; default as before", least=1)
+    nodes: int = option(
+        1, "with --output slurm, k8s or sky: machines that share the world size", least=1
+    )
     gpus: int | None = option(
-        None, "GPUs of each machine; 0 = train on the CPU; default as before, shared over --nodes"
+        None,
+        "GPUs of each machine; 0 = train on the CPU; default as before, shared over --nodes",
+        least=0,
     )
     output: Output = option(
         "command",
@@ -82,13 +86,6 @@ def main(argv: list[str]) -> int:
 
 
 def _check(flags: ResumeCommand) -> None:
-    for name, value, least in (
-        ("num_gpus", flags.num_gpus, 1),
-        ("nodes", flags.nodes, 1),
-        ("gpus", flags.gpus, 0),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"{name} {value} must be at least {least}")
     if flags.num_gpus is not None and flags.gpus is not None:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output in ("command", "script"):

@@ -52,9 +52,20 @@ def _whole_numbers(known: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | 
     )
 
 
-def option(default: Any, help: str) -> Any:
-    """Declare a flag of a command: a dataclass field with its help."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, least: int | None = None) -> Any:
+    """Declare a flag of a command: a dataclass field with its help and the smallest number that it takes."""
+    return field(default=default, metadata={"help": help, "least": least})
+
+
+def check_least(flags: Any) -> None:
+    """Reject numbers below the smallest that their flags take.
+
+    Raises: ConfigError.
+    """
+    for leaf in dataclasses.fields(flags):
+        value, least = getattr(flags, leaf.name), leaf.metadata.get("least")
+        if least is not None and value is not None and value < least:
+            raise ConfigError(f"{leaf.name} {value} must be at least {least}")
 
 
 def argument(help: str) -> Any:
@@ -454,6 +465,7 @@ def run_tyro(
         strange.append(f"unexpected argument{plural} {' '.join(stray)}; see --help")
     if problems := mistakes.line(*strange):
         raise ConfigError(problems)
+    check_least(parsed)
     return parsed
 
 
