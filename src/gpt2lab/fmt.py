@@ -73,6 +73,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table of Markdown."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
+    return "\n".join([head, "|" + "---|" * len(header), *body])
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, flag: str = "") -> str:
     """Return `did you mean NAME?` for the known name that is closest to a word, `otherwise` if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1)

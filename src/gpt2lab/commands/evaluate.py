@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
 
-_LOSS = (
-    *("val_loss", "val_loss_se", "val_tokens", "val_se_unit", "val_effective_n"),
-    "bits_per_byte",
-)
 _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
 
@@ -135,10 +131,10 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
-    from gpt2lab.evaluation.by_source import loss_by_source
     from gpt2lab.evaluation.hellaswag import summarize
     from gpt2lab.evaluation.results import write_results
     from gpt2lab.evaluation.token_losses import describe_losses
+    from gpt2lab.evaluation.validation import NUMBERS
     from gpt2lab.finetuning.evaluation import require_rouge, rouge_l
     from gpt2lab.runs.evaluations import file_of
 
@@ -170,7 +166,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     numbers: dict[str, Any] = {
         "target": str(target.folder),
         "step": step,
-        **dict.fromkeys((*_LOSS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
+        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
         "dtype": system.dtype,
         "device": runtime.device.type,
     }
@@ -186,7 +182,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
             raise NonFiniteError(
                 f"{target.folder}: validation loss {loss.val_loss}: broken weights"
             )
-        numbers |= {name: getattr(loss, name) for name in _LOSS} | loss_by_source(loss)
+        numbers |= loss.numbers()
         found[Path("validation.npz")] = loss.results
         if data is not None and wanted.keep_token_losses:
             kept = describe_losses(loss, data, step=step, attempt=None)

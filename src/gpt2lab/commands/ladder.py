@@ -78,7 +78,7 @@ class Run:
         check_runs([*rungs, *checks, *top])
         carry_out([*rungs, *checks], say=_say, jobs=self.jobs)
         if top:
-            _say(_describe_prediction(_predict_top(top, out, _read(family, out).ladder)))
+            _say(_describe_prediction(_predict_top(top, out, _read(family, out))))
             carry_out(top, say=_say, jobs=self.jobs)
         print(_report(_results(family, out)))
         return 0
@@ -115,11 +115,10 @@ class Predict:
             raise ConfigError("--parameters and --tokens go together; the top rung needs neither")
         family, out = _open(self.file, self.out)
         if self.parameters is None or self.tokens is None:
-            top, found = _top_of(family, out), _read(family, out).ladder
-            document = _predict_top(top, out, found)
+            document = _predict_top(_top_of(family, out), out, _read(family, out))
         else:
             numbers = _count("parameters", self.parameters), _count("tokens", self.tokens)
-            document = asdict(_read(family, out).ladder.fit.predict(*numbers))
+            document = asdict(_read(family, out).fit.predict(*numbers))
         print(json.dumps(document) if self.json else _describe_prediction(document))
         return 0
 
@@ -298,14 +297,6 @@ def _describe_plan(document: Mapping[str, Any]) -> str:
 # -- the results -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Rungs:
-    """The rungs that were run, in their order, and their fit."""
-
-    names: tuple[str, ...]
-    ladder: Ladder
-
-
 def _losses(runs: Sequence[ablation_table.Run], out: Path, tokens: int) -> tuple[float, ...]:
     """Return the last validation loss of each run.
 
@@ -325,7 +316,7 @@ def _losses(runs: Sequence[ablation_table.Run], out: Path, tokens: int) -> tuple
     return tuple(losses)
 
 
-def _read(family: Family, out: Path) -> _Rungs:
+def _read(family: Family, out: Path) -> Ladder:
     """Read the rungs and fit the law.
 
     Raises: CheckError if one is not complete; ConfigError if they are too few.
@@ -345,7 +336,7 @@ def _read(family: Family, out: Path) -> _Rungs:
         "val_tokens": shared.config.eval.val_tokens,
         "seeds": list(family.seeds),
     }
-    return _Rungs(tuple(starts), Ladder(family.name, settings, fit_law(rungs)))
+    return Ladder(family.name, settings, fit_law(rungs))
 
 
 def _top_of(family: Family, out: Path) -> list[ablation_table.Run]:
@@ -377,7 +368,7 @@ def _predict_top(runs: Sequence[ablation_table.Run], out: Path, found: Ladder) -
     return document
 
 
-def _rates(family: Family, out: Path, found: _Rungs) -> list[dict[str, Any]]:
+def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
     """Compare the rule's rate with the others at the checked rungs, seed by seed.
 
     The rule holds where its mean loss is not above the best one's by more than half of the 95 % interval of their
@@ -385,7 +376,7 @@ def _rates(family: Family, out: Path, found: _Rungs) -> list[dict[str, Any]]:
     """
     rows = []
     for name, others in family.rate_runs(out).items():
-        rung = found.ladder.fit.rungs[found.names.index(name)]
+        rung = found.fit.rungs[list(family.rungs).index(name)]
         losses = {1.0: rung.losses}
         try:
             losses |= {factor: _losses(runs, out, rung.tokens) for factor, runs in others.items()}
@@ -416,7 +407,7 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
         scored = _score(top, out, prediction)
     rates = _rates(family, out, found)
     document = ladder.as_json(
-        found.ladder, names=found.names, rates=rates, prediction=prediction, scored=scored
+        found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
     try:
         ladder.write_ladder(out, document)
