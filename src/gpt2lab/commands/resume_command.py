@@ -141,17 +141,12 @@ def plan_continuation(
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
-    of_folders: dict[str, tuple[str, ...]] = {"checkpoint_dir": (str(run_dir.parent.absolute()),)}
+    places: dict[str, tuple[str, ...]] = {"checkpoint_dir": (str(run_dir.parent.absolute()),)}
+    shared, files = [run_dir.parent.absolute()], files_of(start)
     if name != "finetune":
-        of_folders["data_dir"] = normal_words(
-            "data_dir", start.config.data.data_dir, lambda path: path.absolute()
-        )
-    data = (
-        []
-        if name == "finetune"
-        else [one.absolute() for one in read_sources(start.config.data).folders]
-    )
-    files = files_of(start)
+        words = start.config.data.data_dir
+        places["data_dir"] = normal_words("data_dir", words, lambda path: path.absolute())
+        shared += [one.absolute() for one in read_sources(start.config.data).folders]
     job = Job(
         name=run_dir.name,
         words=(*paths.trainer(program), *flags, *argv),
@@ -160,8 +155,8 @@ def plan_continuation(
         processes=world // nodes,
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
-        shared=(run_dir.parent.absolute(), *data, *files.values()),
-        places=of_folders | {name: (str(file),) for name, file in files.items()},
+        shared=(*shared, *files.values()),
+        places=places | {name: (str(file),) for name, file in files.items()},
     )
     return Continuation(start, job, command.actions.resume or "latest")
 
@@ -190,14 +185,8 @@ def write(
             f"resume it once with --output command, then write the job of {continuation.job.name}"
         )
     job = continuation.job
-    match output:
-        case "command":
-            return write_command(job)
-        case "script":
-            return write_script(job)
-        case "slurm":
-            return write_slurm(job)
-        case "k8s":
-            return write_k8s(job, image=image)
-        case "sky":
-            return write_sky(job, accelerator=accelerator)
+    if output == "k8s":
+        return write_k8s(job, image=image)
+    if output == "sky":
+        return write_sky(job, accelerator=accelerator)
+    return {"command": write_command, "script": write_script, "slurm": write_slurm}[output](job)

@@ -44,33 +44,34 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
             )
         folders += runs
     group: Group = {}
-    first: dict[str, Any] = {}
+    first, *_ = folders
+    wanted, data = _settings_of(first), _data_of(first)
     for folder in dict.fromkeys(folders):
-        config = history.read_config(folder)
-        flat = {
-            setting: value
-            for setting, value in to_flat(config).items()
-            if setting not in _OWN and policy_of(setting, config) != "free"
-        }
-        first = first or flat
-        if other := next((setting for setting in flat if flat[setting] != first[setting]), None):
+        own = _settings_of(folder)
+        if other := next((setting for setting in own if own[setting] != wanted[setting]), None):
             raise DataError(
-                f"{name}: {other} is {first[other]} in {next(iter(group.values())).name} and {flat[other]} in "
-                f"{folder.name}; the runs of a group may differ in their seed alone"
+                f"{name}: {other} is {wanted[other]} in {first.name} and {own[other]} in {folder.name}; "
+                f"the runs of a group may differ in their seed alone"
             )
-        data = _data_of(folder)
-        if group and data != (other_data := _data_of(next(iter(group.values())))):
+        if (other_data := _data_of(folder)) != data:
             raise DataError(
-                f"{name}: {next(iter(group.values())).name} was trained on the data {other_data} and {folder.name} on "
-                f"{data}; the runs of a group may differ in their seed alone"
+                f"{name}: {first.name} was trained on the data {data} and {folder.name} on {other_data}; "
+                f"the runs of a group may differ in their seed alone"
             )
-        seed = config.data.seed
+        seed = history.read_config(folder).data.seed
         if seed in group:
             raise DataError(
                 f"{name}: {group[seed].name} and {folder.name} both have seed {seed}; leave one out"
             )
         group[seed] = folder
     return dict(sorted(group.items()))
+
+
+def _settings_of(run: Path) -> dict[str, Any]:
+    """Return the settings that the runs of a group share."""
+    config = history.read_config(run)
+    shared = to_flat(config).items()
+    return {n: v for n, v in shared if n not in _OWN and policy_of(n, config) != "free"}
 
 
 def _data_of(run: Path) -> str:
@@ -101,7 +102,8 @@ def compare_groups(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Groups:
             f"seed {differ[0]} is in {alone} alone; runs are paired by seed: leave its run out, or train the other"
         )
     of_a, of_b = (_validations(group, checkpoint_dir) for group in (a, b))
-    if of_a[0].units != of_b[0].units and _data_of(a[next(iter(a))]) != _data_of(b[next(iter(b))]):
+    folders = [next(iter(group.values())) for group in (a, b)]
+    if of_a[0].units != of_b[0].units and _data_of(folders[0]) != _data_of(folders[1]):
         raise DataError(
             f"{name_a} and {name_b} were validated on other data, so their difference means nothing"
         )
@@ -115,6 +117,7 @@ def compare_groups(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Groups:
 def _validations(group: Group, checkpoint_dir: Path) -> list[Results]:
     """Return the newest validation of each run, all of one step and over the same documents."""
     kept: list[Results] = []
+    first, *_ = group.values()
     for run in group.values():
         found = find_results(str(run), checkpoint_dir).values()
         of_run = next((one for one in found if one.kind == "validation"), None)
@@ -122,7 +125,6 @@ def _validations(group: Group, checkpoint_dir: Path) -> list[Results]:
             raise DataError(f"{run}: no validation results are kept")
         kept.append(of_run)
         if (of_run.step, of_run.units) != (kept[0].step, kept[0].units):
-            first = next(iter(group.values()))
             what = f"after step {kept[0].step} and {of_run.step}"
             if of_run.step == kept[0].step:
                 what = f"on other {of_run.unit}s"
