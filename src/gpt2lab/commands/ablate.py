@@ -33,6 +33,7 @@ from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
 from gpt2lab.config.command_line import (
     Actions,
+    Command,
     argument,
     names_of_flags,
     option,
@@ -152,7 +153,7 @@ def _say(line: str) -> None:
 
 def _reject_unequal_tokens(runs: Sequence[Run]) -> None:
     """Reject settings that end after other tokens than the baseline, whose last losses do not compare."""
-    tokens = [start_of(run).plan.tokens for run in runs]
+    tokens = [_start_of(run.command).plan.tokens for run in runs]
     for run, count in zip(runs, tokens, strict=True):
         if count != tokens[0]:
             raise ConfigError(
@@ -270,7 +271,7 @@ def name_runs(
 ) -> list[Run]:
     """Return all runs, seed by seed, so that an ablation that is stopped early has complete comparisons.
 
-    Looks at no folder: where they stand is the question of `start_of`.
+    Looks at no folder: where they stand is the question of `check_runs`.
 
     Raises: ConfigError for flags that the trainer does not have, and what makes losses incomparable.
     """
@@ -303,7 +304,7 @@ def check_runs(runs: Sequence[Run]) -> None:
     """
     for run in runs:
         with naming(run.setting):
-            start_of(run)
+            _start_of(run.command)
 
 
 @contextlib.contextmanager
@@ -315,26 +316,23 @@ def naming(setting: str) -> Iterator[None]:
         raise type(error)(f"setting {setting}: {error}") from None
 
 
-def start_of(run: Run) -> "Start":
-    """Decide what the trainer would do with a run.
-
-    Raises: ConfigError, DataError: whatever it would reject, and an old run that had other settings.
-    """
+def _start_of(command: Command) -> "Start":
+    """Decide what the trainer would do; reject an old run that had other settings."""
     from gpt2lab.training.resolve import resolve
 
-    require_own_settings(run)
-    return resolve(run.command, world_size=1, set_aside=False)
+    require_own_settings(command)
+    return resolve(command, world_size=1, set_aside=False)
 
 
-def require_own_settings(run: Run) -> None:
+def require_own_settings(command: Command) -> None:
     """Reject an old run of the same name that had other settings.
 
     Raises: ConfigError.
     """
     from gpt2lab.training.resolve import fresh_settings
 
-    fresh, _ = fresh_settings(run.command)
-    run_dir = fresh.checkpoint.checkpoint_dir / run.name
+    fresh, _ = fresh_settings(command)
+    run_dir = fresh.checkpoint.checkpoint_dir / str(fresh.checkpoint.run_name)
     if not (run_dir / "config.json").exists():
         return
     wanted, had = to_flat(fresh), to_flat(history.read_config(run_dir))
@@ -404,7 +402,7 @@ def carry_out(
 def _carry_out_one(
     run: Run, place: str, environment: dict[str, str], say: Callable[[str], None]
 ) -> None:
-    start = start_of(run)
+    start = _start_of(run.command)
     if start.is_complete:
         say(f"{place}: complete")
         return
@@ -422,7 +420,7 @@ def _carry_out_one(
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
         raise CheckError(f"{run.name} failed with exit code {done.returncode}: {reason}")
-    if not start_of(run).is_complete:
+    if not _start_of(run.command).is_complete:
         raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
 
 

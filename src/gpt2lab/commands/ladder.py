@@ -305,7 +305,7 @@ def _losses(runs: Sequence[ablation_table.Run], out: Path, tokens: int) -> tuple
     losses = []
     for run in runs:
         with naming(run.setting):
-            require_own_settings(run)
+            require_own_settings(run.command)
         try:
             curve = ablation_table.read_curve(out / run.name)
         except CheckError:  # nothing is measured yet

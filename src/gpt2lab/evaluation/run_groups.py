@@ -102,8 +102,7 @@ def compare_groups(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Groups:
             f"seed {differ[0]} is in {alone} alone; runs are paired by seed: leave its run out, or train the other"
         )
     of_a, of_b = (_validations(group, checkpoint_dir) for group in (a, b))
-    folders = [next(iter(group.values())) for group in (a, b)]
-    if of_a[0].units != of_b[0].units and _data_of(folders[0]) != _data_of(folders[1]):
+    if of_a[0].units != of_b[0].units and _data_of(a[next(iter(a))]) != _data_of(b[next(iter(b))]):
         raise DataError(
             f"{name_a} and {name_b} were validated on other data, so their difference means nothing"
         )
@@ -117,7 +116,6 @@ def compare_groups(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Groups:
 def _validations(group: Group, checkpoint_dir: Path) -> list[Results]:
     """Return the newest validation of each run, all of one step and over the same documents."""
     kept: list[Results] = []
-    first, *_ = group.values()
     for run in group.values():
         found = find_results(str(run), checkpoint_dir).values()
         of_run = next((one for one in found if one.kind == "validation"), None)
@@ -125,6 +123,7 @@ def _validations(group: Group, checkpoint_dir: Path) -> list[Results]:
             raise DataError(f"{run}: no validation results are kept")
         kept.append(of_run)
         if (of_run.step, of_run.units) != (kept[0].step, kept[0].units):
+            first = next(iter(group.values()))
             what = f"after step {kept[0].step} and {of_run.step}"
             if of_run.step == kept[0].step:
                 what = f"on other {of_run.unit}s"
