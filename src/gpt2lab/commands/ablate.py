@@ -271,7 +271,7 @@ def name_runs(
 ) -> list[Run]:
     """Return all runs, seed by seed, so that an ablation that is stopped early has complete comparisons.
 
-    Looks at no folder: where they stand is the question of `check_runs`.
+    Looks at no folder of a run; `check_runs` does.
 
     Raises: ConfigError for flags that the trainer does not have, and what makes losses incomparable.
     """
@@ -309,7 +309,7 @@ def check_runs(runs: Sequence[Run]) -> None:
 
 @contextlib.contextmanager
 def naming(setting: str) -> Iterator[None]:
-    """Begin the message of an error with the setting that it is of."""
+    """Name the setting at the beginning of an error's message."""
     try:
         yield
     except GPT2LabError as error:

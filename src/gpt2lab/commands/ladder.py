@@ -34,6 +34,7 @@ from gpt2lab.planner.scaling_law import Rung
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.planner.timing import Interval
 from gpt2lab.runs import history
+from gpt2lab.runs.lock import holder_of
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -139,11 +140,12 @@ def _say(line: str) -> None:
 def _open(file: str, out: Path | None) -> tuple[Family, Path]:
     """Return a ladder and the folder of its runs.
 
-    Raises: ConfigError; DataError if the data of a family that has a name are not prepared.
+    Raises: ConfigError; DataError if its data are those of the families, and are not prepared.
     """
     family = read_family(file)
     data = paths.from_working_directory(Path(DATA))
-    if file in FAMILIES and not data.is_dir():
+    needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
+    if DATA in needed and not data.is_dir():
         raise DataError(
             f"{paths.for_people(data)}: no such data folder; make it with: {paths.command('tokenizer')} train "
             f"python-stdlib --vocab_size 512 --out tok512 && {paths.command('prepare')} python-stdlib "
@@ -297,10 +299,12 @@ def _describe_plan(document: Mapping[str, Any]) -> str:
 # -- the results -------------------------------------------------------------------------------------------------
 
 
-def _losses(runs: Sequence[ablation_table.Run], out: Path, tokens: int) -> tuple[float, ...]:
-    """Return the last validation loss of each run.
+def _losses(
+    runs: Sequence[ablation_table.Run], out: Path, *, tokens: int, data: str
+) -> tuple[float, ...]:
+    """Return the last validation loss of each run. `data`: the fingerprint of what it must be trained on.
 
-    Raises: CheckError if one is not complete; ConfigError if one had other settings.
+    Raises: CheckError if one is not complete; ConfigError, DataError if one had other settings or data.
     """
     losses = []
     for run in runs:
@@ -311,7 +315,18 @@ def _losses(runs: Sequence[ablation_table.Run], out: Path, tokens: int) -> tuple
         except CheckError:  # nothing is measured yet
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
-            raise CheckError(f"{run.name} is not complete: {paths.command('ladder')} run FILE")
+            holder = holder_of(out / run.name)
+            fix = (
+                f"{holder} trains it; wait for it"
+                if holder
+                else f"{paths.command('ladder')} run FILE"
+            )
+            raise CheckError(f"{run.name} is not complete: {fix}")
+        trained_on = (history.read_json(out / run.name / "run.json") or {}).get("data_fingerprint")
+        if trained_on != data:
+            raise DataError(
+                f"{run.name} was trained on other data than the folder has now; put those back, or choose another --out"
+            )
         losses.append(curve.losses[-1])
     return tuple(losses)
 
@@ -326,7 +341,8 @@ def _read(family: Family, out: Path) -> Ladder:
     rungs = []
     for name, start in starts.items():
         plan, own = start.plan, [run for run in runs if run.setting == name]
-        rungs.append(Rung(plan.parameters, plan.tokens, _losses(own, out, plan.tokens)))
+        losses = _losses(own, out, tokens=plan.tokens, data=start.data.fingerprint)
+        rungs.append(Rung(plan.parameters, plan.tokens, losses))
     shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
         "data": shared.data.fingerprint,
@@ -379,7 +395,9 @@ def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
         rung = found.fit.rungs[list(family.rungs).index(name)]
         losses = {1.0: rung.losses}
         try:
-            losses |= {factor: _losses(runs, out, rung.tokens) for factor, runs in others.items()}
+            for factor, runs in others.items():
+                data = found.settings["data"]
+                losses[factor] = _losses(runs, out, tokens=rung.tokens, data=data)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -423,8 +441,9 @@ def _score(
 
     Raises: CheckError if it began before the prediction.
     """
+    start = _start(top[0])
     try:
-        losses = _losses(top, out, _start(top[0]).plan.tokens)
+        losses = _losses(top, out, tokens=start.plan.tokens, data=start.data.fingerprint)
     except CheckError:
         return None
     begun = min(float(next(history.iter_events(out / run.name))["time"]) for run in top)

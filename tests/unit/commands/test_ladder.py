@@ -122,12 +122,14 @@ def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
         read_family(str(tmp_path / "none.toml"))
 
 
-def test_a_family_without_its_data_names_both_commands_that_make_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["modern-tiny", "mine.toml"])
+def test_a_ladder_without_the_families_data_names_both_commands_that_make_them(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(FILE.replace("DATA", "data/python_stdlib_512"))
     with pytest.raises(DataError) as caught:
-        ladder.main(["plan", "modern-tiny"])
+        ladder.main(["plan", what])
     tokenizer, prepare = str(caught.value).partition("make it with: ")[2].split(" && ")
     assert "tokenizer.py train python-stdlib --vocab_size 512 --out tok512" in tokenizer
     assert "--tokenizer tok512 --val_tokens 900000 --out data/python_stdlib_512" in prepare
@@ -164,7 +166,7 @@ def test_a_plan_counts_and_starts_nothing(
     assert not out.exists()
     in_progress = RunFolder(out / "a-64_seed1")
     assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
-    with pytest.raises(CheckError, match=r"^a-64_seed1 is not complete: "):
+    with pytest.raises(CheckError, match=r"^a-64_seed1 is not complete: process \d+ .*; wait for"):
         ladder.main(["fit", str(file), f"--out={out}"])
     in_progress.close()
     assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
@@ -197,6 +199,12 @@ def test_the_top_rung_is_predicted_before_it_is_trained(
         "a-64": {"1", "4"},
         "c-256": {"1", "4"},
     }
+    record = out / "b-128_seed2" / "run.json"
+    kept, data = record.read_text(), document["settings"]["data"]
+    record.write_text(kept.replace(data, "0" * len(data)))
+    with pytest.raises(DataError, match="b-128_seed2 was trained on other data than the folder"):
+        ladder.main(["fit", *words])
+    record.write_text(kept)
     (out / "top-768_seed1").mkdir()
     with pytest.raises(CheckError, match="top-768_seed1 began before its loss was predicted"):
         ladder.main(["predict", *words])
