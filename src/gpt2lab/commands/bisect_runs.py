@@ -104,14 +104,13 @@ def bisect(folder_a: Path, folder_b: Path) -> Finding:
             unequal = saved
             break
     read = len(both) if unequal is None else both.index(unequal) + 1
+    detail = "every byte of weights and optimizer state"
+    if not read:
+        detail = "they share none" + (f" before step {logged}" if logged is not None else "")
     compared = (
         f"{fmt.number_of(count, 'step')} (batch, learning rate, loss, gradient norm, update), "
+        f"{fmt.number_of(read, 'checkpoint')} of both ({detail})"
     )
-    if read:
-        compared += f"{fmt.number_of(read, 'checkpoint')} of both (every byte of weights and optimizer state)"
-    else:
-        before = "" if logged is None else " before that"
-        compared += f"no checkpoint: both runs have none of the same step{before}"
     step = logged if unequal is None else unequal
     last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
     x, y = a.at(last), b.at(last)
