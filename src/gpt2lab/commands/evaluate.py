@@ -173,8 +173,10 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     found: dict[Path, Results] = {}  # by the name of the file in --save
     kept: TokenLosses | None = None
     if has_windows or conversations is not None:
-        data, validation = None, None if conversations is None else subject.answers(conversations)
-        if validation is None:
+        data: TokenData | None = None
+        if conversations is not None:
+            validation = subject.answers(conversations)
+        else:
             data, validation = runtime.on_all_ranks(subject.validation)
         loss = validation.measure(model, keep_token_losses=wanted.keep_token_losses)
         assert loss is not None  # nothing interrupts it

@@ -185,8 +185,14 @@ def write(
             f"resume it once with --output command, then write the job of {continuation.job.name}"
         )
     job = continuation.job
-    if output == "k8s":
-        return write_k8s(job, image=image)
-    if output == "sky":
-        return write_sky(job, accelerator=accelerator)
-    return {"command": write_command, "script": write_script, "slurm": write_slurm}[output](job)
+    match output:
+        case "command":
+            return write_command(job)
+        case "script":
+            return write_script(job)
+        case "slurm":
+            return write_slurm(job)
+        case "k8s":
+            return write_k8s(job, image=image)
+        case "sky":
+            return write_sky(job, accelerator=accelerator)

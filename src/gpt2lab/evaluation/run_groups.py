@@ -44,7 +44,7 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
             )
         folders += runs
     group: Group = {}
-    first, *_ = folders
+    first = folders[0]
     wanted, data = _settings_of(first), _data_of(first)
     for folder in dict.fromkeys(folders):
         own = _settings_of(folder)
