@@ -325,7 +325,8 @@ def _losses(
         trained_on = (history.read_json(out / run.name / "run.json") or {}).get("data_fingerprint")
         if trained_on != data:
             raise DataError(
-                f"{run.name} was trained on other data than the folder has now; put those back, or choose another --out"
+                f"{run.name} was trained on other data than its data folder holds now; put those back, "
+                f"or choose another --out"
             )
         losses.append(curve.losses[-1])
     return tuple(losses)

@@ -202,7 +202,7 @@ def test_the_top_rung_is_predicted_before_it_is_trained(
     record = out / "b-128_seed2" / "run.json"
     kept, data = record.read_text(), document["settings"]["data"]
     record.write_text(kept.replace(data, "0" * len(data)))
-    with pytest.raises(DataError, match="b-128_seed2 was trained on other data than the folder"):
+    with pytest.raises(DataError, match="b-128_seed2 was trained on other data than its"):
         ladder.main(["fit", *words])
     record.write_text(kept)
     (out / "top-768_seed1").mkdir()
