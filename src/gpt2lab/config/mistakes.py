@@ -62,7 +62,8 @@ class Mistakes:
             name, (_, equals, value) = _name_of(word), word.partition("=")
             flag = self.flags.get(name) or self.flags.get(name.removeprefix("no_"))
             if flag is None and unknown is not None:
-                self._found[name] = unknown(name, self.flags)
+                known = [key for key, other in self.flags.items() if not other.is_argument]
+                self._found[name] = unknown(name, known)
                 del rest[: _values(rest, at_most=len(rest))]
             elif flag is None:
                 kept.append(word)
