@@ -73,10 +73,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def did_you_mean(word: str, known: Iterable[str], flag: str = "") -> str:
-    """Return `; did you mean NAME?` for the known name that is closest to a word, '' if none is close."""
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table of Markdown."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
+    return "\n".join([head, "|" + "---|" * len(header), *body])
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, flag: str = "") -> str:
+    """Return `did you mean NAME?` for the known name that is closest to a word, `otherwise` if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {flag}{close[0]}?" if close else ""
+    return f"did you mean {flag}{close[0]}?" if close else otherwise
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -446,6 +446,7 @@ def test_a_changed_rate_is_named(own: Path) -> None:
     assert (found["step"], found["quantity"], found["replays"]) == (1, "setting", 0)
     assert found["differences"][0] == ["setting", "max_lr 0.01 and 0.02"]
     assert ["setting", "min_lr 0.001 and 0.002"] in found["differences"]
+    assert "0 checkpoints of both (they share none before step 1)" in found["compared"]
 
 
 def test_a_rate_changed_at_a_resume_is_named_at_its_step(own: Path) -> None:

@@ -326,7 +326,9 @@ def sweep(run_dir: Path) -> None:
 
 def similar_run(name: str, checkpoint_dir: Path, flag: str = "") -> str:
     """Return `; did you mean NAME?` if a run in the folder has a similar name, else ''."""
-    return fmt.did_you_mean(name, (run.name for run in run_folders(checkpoint_dir)), flag)
+    runs = (run.name for run in run_folders(checkpoint_dir))
+    hint = fmt.did_you_mean(name, runs, flag=flag)
+    return f"; {hint}" if hint else ""
 
 
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:

@@ -10,7 +10,7 @@ with several values is a grid: each value with each setting. Each setting and se
 with the trainer's command line.
 """
 
-import difflib
+import contextlib
 import json
 import math
 import os
@@ -20,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,7 @@ class Ablate:
         "trainer several values",
     )
     jobs: int = option(
-        1, "runs at the same time: each on a GPU of its own, or on its share of the cores"
+        1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
     )
     seeds: tuple[int, ...] = option((1337,), "each setting is run with each of them")
     target: float | None = option(
@@ -100,8 +100,6 @@ def main(argv: list[str]) -> int:
     if shared and not words and not grid:
         raise ConfigError(_NOTHING)
     flags = run_tyro(Ablate, words, passed_on=shared)
-    if flags.jobs < 1:
-        raise ConfigError(f"jobs {flags.jobs} must be at least 1")
     if not 0 < flags.smallest_difference < math.inf:
         raise ConfigError(f"smallest_difference {flags.smallest_difference:g} must be above 0")
     if flags.max_seeds is not None and not flags.until_decided:
@@ -205,8 +203,8 @@ def _words_of(name: str) -> int | None:
         return 0 if Actions.__dataclass_fields__[name].type == "bool" else 1
     if name.startswith("no_") and name[3:] in LEAVES:
         return 0
-    close = difflib.get_close_matches(name, [*_OWN, *LEAVES, *Actions.__dataclass_fields__], n=1)
-    hint = f"did you mean --{close[0]}?" if close else f"see {paths.command('ablate')} --help"
+    known = [*_OWN, *LEAVES, *Actions.__dataclass_fields__]
+    hint = fmt.did_you_mean(name, known, f"see {paths.command('ablate')} --help", flag="--")
     raise ConfigError(f"unknown flag --{name}: {answer(name) or hint}")
 
 
@@ -259,9 +257,23 @@ def read_settings(path: Path) -> dict[str, list[str]]:
 def plan_runs(
     settings: dict[str, list[str]], shared: Sequence[str], *, seeds: Sequence[int], out: Path
 ) -> list[Run]:
-    """Return all runs, seed by seed, so that an ablation that is stopped early has complete comparisons.
+    """Return all runs, after asking of each whether the trainer would start it or go on with it.
 
     Raises: ConfigError, DataError: whatever the trainer would reject, and what makes losses incomparable.
+    """
+    runs = name_runs(settings, shared, seeds=seeds, out=out)
+    check_runs(runs)
+    return runs
+
+
+def name_runs(
+    settings: dict[str, list[str]], shared: Sequence[str], *, seeds: Sequence[int], out: Path
+) -> list[Run]:
+    """Return all runs, seed by seed, so that an ablation that is stopped early has complete comparisons.
+
+    Looks at no folder of a run; `check_runs` does.
+
+    Raises: ConfigError for flags that the trainer does not have, and what makes losses incomparable.
     """
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"seeds {' '.join(map(str, seeds))}: each may be given once")
@@ -269,14 +281,11 @@ def plan_runs(
     for seed in seeds:
         for name, flags in settings.items():
             place = [f"--seed={seed}", f"--checkpoint_dir={out}", f"--run_name={name}_seed{seed}"]
-            try:
+            with naming(name):
                 # A file of settings always has a seed; the ablation's own counts above it.
                 if ours := _OURS & names_of_flags([*shared, *flags]):
                     raise ConfigError(f"--{min(ours)} is set by the ablation itself")
                 command = parse([*shared, *flags, *place, "--resume=auto"])
-                _start_of(command)
-            except GPT2LabError as error:
-                raise type(error)(f"setting {name}: {error}") from None
             runs.append(Run(name, seed, command))
     for flag in _SHARED:
         found = {str(to_flat(run.command.fresh())[flag]): run.setting for run in runs}
@@ -288,22 +297,52 @@ def plan_runs(
     return runs
 
 
+def check_runs(runs: Sequence[Run]) -> None:
+    """Ask of each run whether the trainer would start it or go on with it.
+
+    Raises: ConfigError, DataError: whatever it would reject.
+    """
+    for run in runs:
+        with naming(run.setting):
+            _start_of(run.command)
+
+
+@contextlib.contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Name the setting at the beginning of an error's message."""
+    try:
+        yield
+    except GPT2LabError as error:
+        raise type(error)(f"setting {setting}: {error}") from None
+
+
 def _start_of(command: Command) -> "Start":
     """Decide what the trainer would do; reject an old run that had other settings."""
-    from gpt2lab.training.resolve import fresh_settings, resolve
+    from gpt2lab.training.resolve import resolve
+
+    require_own_settings(command)
+    return resolve(command, world_size=1, set_aside=False)
+
+
+def require_own_settings(command: Command) -> None:
+    """Reject an old run of the same name that had other settings.
+
+    Raises: ConfigError.
+    """
+    from gpt2lab.training.resolve import fresh_settings
 
     fresh, _ = fresh_settings(command)
     run_dir = fresh.checkpoint.checkpoint_dir / str(fresh.checkpoint.run_name)
-    if (run_dir / "config.json").exists():
-        wanted, had = to_flat(fresh), to_flat(history.read_config(run_dir))
-        for name, value in wanted.items():
-            differs = value not in (None, "auto") and had[name] != value
-            if differs and policy_of(name, fresh) != "free":
-                raise ConfigError(
-                    f"{paths.for_people(run_dir)} was run with {name} {had[name]}, not {value}; "
-                    f"name the setting otherwise or remove that folder"
-                )
-    return resolve(command, world_size=1, set_aside=False)
+    if not (run_dir / "config.json").exists():
+        return
+    wanted, had = to_flat(fresh), to_flat(history.read_config(run_dir))
+    for name, value in wanted.items():
+        differs = value not in (None, "auto") and had[name] != value
+        if differs and policy_of(name, fresh) != "free":
+            raise ConfigError(
+                f"{paths.for_people(run_dir)} was run with {name} {had[name]}, not {value}; "
+                f"name the setting otherwise or remove that folder"
+            )
 
 
 def carry_out(

@@ -164,7 +164,7 @@ def write_markdown(
     """Write the table; what stands behind ± is half of a 95 % interval over the seeds."""
     goal = f"loss {target:g}" if target is not None else "the first's last loss"
     header = ("setting", "seeds", "tokens", "last val loss", "difference", f"tokens to {goal}")
-    lines = [[*header, "ratio", "seconds to it", "ratio"]]
+    lines = []
     for row in rows:
         missing = f"not reached ({row.reached} of {row.seeds})"
         lines.append(
@@ -177,13 +177,13 @@ def write_markdown(
                 _show(row.seconds_ratio, "{:.3f}"),
             ]
         )
-    head, *body = ["| " + " | ".join(line) + " |" for line in lines]
     note = "±: half of the 95 % interval over seeds (Student's t); differences and ratios are taken seed by seed."
     if until_decided:
         note += (
             " ± does not count that seeds were added until a decision; the confidence sequences do."
         )
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *body, "", note])
+    table = fmt.markdown_table([*header, "ratio", "seconds to it", "ratio"], lines)
+    return f"{table}\n\n{note}"
 
 
 def _show(found: Mean | None, form: str) -> str:
@@ -229,15 +229,11 @@ def find_comparisons(
 
 def write_comparisons(found: Sequence[Comparison], *, smallest: float) -> str:
     """Write what the differences show: a table of both errors, what they answer, and a sentence a setting."""
-    head, *rows = [
-        "| " + " | ".join(row) + " |" for row in over_seeds.table(found, smallest=smallest)
-    ]
+    head, *rows = over_seeds.table(found, smallest=smallest)
     unit = next((one.over_units.unit for one in found if one.over_units), "document")
-    sentences = [f"- {over_seeds.sentence(one, smallest=smallest)}" for one in found]
+    sentences = "\n".join(f"- {over_seeds.sentence(one, smallest=smallest)}" for one in found)
     questions = over_seeds.QUESTIONS.format(unit=unit)
-    return "\n".join(
-        [head, "|" + "---|" * (head.count("|") - 1), *rows, "", questions, "", *sentences]
-    )
+    return "\n\n".join([fmt.markdown_table(head, rows), questions, sentences])
 
 
 def write_table(

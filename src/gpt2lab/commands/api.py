@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.config.schema import ModelConfig, RecipeName
 from gpt2lab.config.settings import to_flat, wrong_flags
@@ -248,12 +248,9 @@ def _check_flags(target: type, flags: dict[str, Any], verb: str) -> None:
 
     Raises: ConfigError, with the nearest name of an unknown one.
     """
-    import difflib
-
     known = {field.name for field in dataclasses.fields(target)}
     for name in sorted(flags.keys() - known):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"gpt2lab {verb} --help-all lists them"
+        hint = fmt.did_you_mean(name, known, f"gpt2lab {verb} --help-all lists them")
         raise ConfigError(f"{verb} takes no {name}: {hint}")
     plain = {
         name: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v

@@ -104,9 +104,12 @@ def bisect(folder_a: Path, folder_b: Path) -> Finding:
             unequal = saved
             break
     read = len(both) if unequal is None else both.index(unequal) + 1
+    detail = "every byte of weights and optimizer state"
+    if not read:
+        detail = "they share none" + (f" before step {logged}" if logged is not None else "")
     compared = (
         f"{fmt.number_of(count, 'step')} (batch, learning rate, loss, gradient norm, update), "
-        f"{fmt.number_of(read, 'checkpoint')} of both (every byte of weights and optimizer state)"
+        f"{fmt.number_of(read, 'checkpoint')} of both ({detail})"
     )
     step = logged if unequal is None else unequal
     last = int(min(a.log.numbers[-1], b.log.numbers[-1])) if step is None else step
@@ -199,14 +202,9 @@ def _replay(a: Side, b: Side, step: int, equal: int | None) -> tuple[str | None,
     """
     from gpt2lab.commands.replay import open_run
     from gpt2lab.training.divergence import first_tensor
-    from gpt2lab.training.replay import first_difference
 
     sides = {"A": a, "B": b}
-    can = {
-        name: max((s for s in side.checkpoints() if s < step), default=None)
-        for name, side in sides.items()
-    }
-    todo = [name for name, newest in can.items() if newest is not None]
+    todo = [name for name, side in sides.items() if any(s < step for s in side.checkpoints())]
     if not todo:
         return None, ["no checkpoint before this step is left to replay it from"], 0
     if equal is not None:
@@ -214,44 +212,58 @@ def _replay(a: Side, b: Side, step: int, equal: int | None) -> tuple[str | None,
     weights: list[dict[str, Any]] = []
     said = []
     for name in todo:
-        side = sides[name]
-        run = open_run(side.folder, range(step if equal is None else equal + 1, step + 1))
-        departed = None
-        for taken in run.take_until(step - 1):
-            if departed is None and run.departure(taken) is not None:
-                departed = taken.event["step"]
+        run = open_run(sides[name].folder, range(step if equal is None else equal + 1, step + 1))
+        run.take_until(step - 1)
+        departed = run.departure
         tensors = dict(run.components.model.named_parameters())
         weights.append({key: value.detach().clone() for key, value in tensors.items()})
         taken = run.take()
         run.close()
-        agrees = [
-            other
-            for other, log in sides.items()
-            if first_difference(log.at(step), taken.event, tolerance=run.tolerance) is None
-        ]
         begun = f"a replay of {name} from its checkpoint of step {run.from_step}"
         if departed is not None:
             other = ", ".join(run.other_environment()) or "nothing that is recorded"
             said.append(
-                f"{begun} departs from its log in step {departed}: this environment is not the one it was trained in "
-                f"({other})"
+                f"{begun} departs from its log in step {departed[0].event['step']}: this environment is not the one "
+                f"it was trained in ({other})"
             )
-        elif agrees:
-            rest = [other for other in sides if other not in agrees]
-            said.append(
-                f"{begun} agrees with the log of {' and '.join(agrees)} in step {step}"
-                + (f", so {rest[0]} is the one that went wrong" if rest else "")
-            )
-            if rest and equal is not None:
-                said.append(
-                    f"between its checkpoint of step {equal}, equal to that of {agrees[0]}, and step {step} something "
-                    f"changed {rest[0]} that no record shows: its weights, its code or its hardware"
-                )
         else:
-            said.append(f"{begun} agrees with neither log in step {step}")
+            said += _agreement(sides, taken.event, begun, equal, tolerance=run.tolerance)
     if len(weights) < 2:
         return None, said, len(todo)
     tensor = first_tensor(*weights)
     if tensor is None:
         return None, [*said, f"the weights of both replays before step {step} are equal"], len(todo)
     return f"before the update, {_named(tensor)}", said, len(todo)
+
+
+def _agreement(
+    sides: dict[str, Side],
+    event: Event,
+    begun: str,
+    equal: int | None,
+    *,
+    tolerance: dict[str, float] | None,
+) -> list[str]:
+    """Say with which logs a replayed step agrees."""
+    from gpt2lab.training.replay import first_difference
+
+    step = event["step"]
+    agrees = [
+        name
+        for name, side in sides.items()
+        if first_difference(side.at(step), event, tolerance=tolerance) is None
+    ]
+    rest = [name for name in sides if name not in agrees]
+    if not agrees:
+        return [f"{begun} agrees with neither log in step {step}"]
+    said = f"{begun} agrees with the log of {' and '.join(agrees)} in step {step}"
+    if not rest:
+        return [said]
+    said += f", so {rest[0]} is the one that went wrong"
+    if equal is None:
+        return [said]
+    return [
+        said,
+        f"between its checkpoint of step {equal}, equal to that of {agrees[0]}, and step {step} something changed "
+        f"{rest[0]} that no record shows: its weights, its code or its hardware",
+    ]

@@ -111,14 +111,12 @@ class Import:
     dtype: Literal["uint16", "uint32", "int16", "int32"] | None = option(
         None, "type of the ids where the files do not say it; default uint16"
     )
-    offset: int = option(0, "bytes before the first id of raw files")
+    offset: int = option(0, "bytes before the first id of raw files", least=0)
 
     def execute(self) -> int:
         """Write the manifest and print what it holds."""
         from gpt2lab.data.prepare.existing import Wanted, adopt
 
-        if self.offset < 0:
-            raise ConfigError(f"offset {self.offset} must be at least 0")
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
         wanted = Wanted(

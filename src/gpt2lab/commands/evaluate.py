@@ -30,15 +30,10 @@ if TYPE_CHECKING:
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.hellaswag import HellaSwag
     from gpt2lab.evaluation.results import Results
-    from gpt2lab.evaluation.tasks import Measured
     from gpt2lab.evaluation.token_losses import TokenLosses
     from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
 
-_LOSS = (
-    *("val_loss", "val_loss_se", "val_tokens", "val_se_unit", "val_effective_n"),
-    "bits_per_byte",
-)
 _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
 
@@ -51,16 +46,22 @@ class Evaluate:
     val: Path | None = option(
         None, "folder of token shards; without it, --hellaswag and --tasks: the run's own"
     )
-    val_tokens: int | None = option(None, "validation tokens; default as the run, else 10,485,760")
+    val_tokens: int | None = option(
+        None, "validation tokens; default as the run, else 10,485,760", least=1
+    )
     hellaswag_path: Path | None = option(None, "HellaSwag items; default the run's, or downloaded")
     hellaswag_limit: int | None = option(
-        None, "score a fixed random subset of N items, 0 = all; default as the run, else all"
+        None,
+        "score a fixed random subset of N items, 0 = all; default as the run, else all",
+        least=0,
     )
     hellaswag_metrics: Literal["all", "harness", "tutorial"] | None = option(
         None,
         "harness = acc, acc_norm; tutorial = acc_token_norm; half the time each; default as the run, else all",
     )
-    batch_size: int = option(8, "validation windows per forward pass; only rounding depends on it")
+    batch_size: int = option(
+        8, "validation windows per forward pass; only rounding depends on it", least=1
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "matmul precision; auto = what the run trained in, else as in training"
@@ -71,9 +72,9 @@ class Evaluate:
     tasks: str | None = option(
         None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
     )
-    limit: int | None = option(None, "of each task only the first N items")
+    limit: int | None = option(None, "of each task only the first N items", least=1)
     num_fewshot: int | None = option(
-        None, "examples before each item of a task; default as the task says"
+        None, "examples before each item of a task; default as the task says", least=0
     )
     tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
     apply_chat_template: bool = option(
@@ -99,11 +100,6 @@ _COMMON = (  # flags of the short help
 def main(argv: list[str]) -> int:
     """Evaluate and print."""
     flags = run_tyro(Evaluate, argv, common=_COMMON)
-    least = {"val_tokens": 1, "batch_size": 1, "hellaswag_limit": 0, "limit": 1, "num_fewshot": 0}
-    for name, bound in least.items():
-        value = getattr(flags, name)
-        if value is not None and value < bound:
-            raise ConfigError(f"{name} {value} must be at least {bound}")
     for name in ("limit", "num_fewshot", "tasks_path", "apply_chat_template"):
         if flags.tasks is None and getattr(flags, name) not in (None, False):
             raise ConfigError(f"--{name} is for --tasks; give its names too")
@@ -135,83 +131,71 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
-    from gpt2lab.evaluation.by_source import loss_by_source
     from gpt2lab.evaluation.hellaswag import summarize
     from gpt2lab.evaluation.results import write_results
     from gpt2lab.evaluation.token_losses import describe_losses
-    from gpt2lab.finetuning.evaluation import AnswerLoss, require_rouge, rouge_l
+    from gpt2lab.evaluation.validation import NUMBERS
+    from gpt2lab.finetuning.evaluation import require_rouge, rouge_l
     from gpt2lab.runs.evaluations import file_of
 
     runtime = Runtime()
     target = named or runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
     settings = target.checkpoint.config() if target.checkpoint else Config()
-    val, uses_own = wanted.val, False
-    conversations = None
-    is_tuned = settings.tuning.instructions is not None
     others = wanted.hellaswag or wanted.tasks is not None
-    if is_tuned and val is None and (wanted.eval_generate or not others):
+    is_tuned = settings.tuning.instructions is not None
+    conversations: Rows | None = None
+    if is_tuned and wanted.val is None and (wanted.eval_generate or not others):
         conversations = runtime.on_rank_zero(lambda: _conversations(target, settings))
-    if wanted.eval_generate and conversations is None:
-        raise ConfigError(
-            f"{wanted.target}: --eval_generate compares answers, and that needs a run of "
-            f"{paths.script('finetune')} and no --val"
-        )
     if wanted.eval_generate:
+        if conversations is None:
+            raise ConfigError(
+                f"{wanted.target}: --eval_generate compares answers, and that needs a run of "
+                f"{paths.script('finetune')} and no --val"
+            )
         require_rouge()
-    if val is None and conversations is None and not others:
-        if target.checkpoint is None:
-            raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag or --tasks NAMES")
-        uses_own = True
+    has_windows = wanted.val is not None or (conversations is None and not others)
+    if has_windows and wanted.val is None and target.checkpoint is None:
+        raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag or --tasks NAMES")
     if wanted.keep_token_losses:
-        _require_windows(wanted, target, is_measured=uses_own or val is not None)
+        _require_windows(wanted, target, is_measured=has_windows)
     system = _system(wanted, settings, runtime)
     model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
     strategy = Strategy(runtime, system)
+    subject = _Subject(wanted, target, settings, model.config, strategy, runtime)
     step = target.checkpoint.step if target.checkpoint else None
     numbers: dict[str, Any] = {
         "target": str(target.folder),
         "step": step,
-        **dict.fromkeys((*_LOSS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
+        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
         "dtype": system.dtype,
         "device": runtime.device.type,
     }
-    found: list[Results] = []
-    validation: MeasuresLoss | None = None
-    data: TokenData | None = None
+    found: dict[Path, Results] = {}  # by the name of the file in --save
     kept: TokenLosses | None = None
-    if conversations is not None:
-        validation = AnswerLoss(
-            conversations,
-            val_tokens=wanted.val_tokens or settings.eval.val_tokens,
-            batch_size=wanted.batch_size,
-            strategy=strategy,
-            runtime=runtime,
-        )
-    elif val is not None or uses_own:
-        data, validation = runtime.on_all_ranks(
-            lambda: _validation(val, wanted, target, settings, model.config, strategy, runtime)
-        )
-    if validation is not None:
+    if has_windows or conversations is not None:
+        data: TokenData | None = None
+        if conversations is not None:
+            validation = subject.answers(conversations)
+        else:
+            data, validation = runtime.on_all_ranks(subject.validation)
         loss = validation.measure(model, keep_token_losses=wanted.keep_token_losses)
         assert loss is not None  # nothing interrupts it
         if not math.isfinite(loss.val_loss):
             raise NonFiniteError(
                 f"{target.folder}: validation loss {loss.val_loss}: broken weights"
             )
-        numbers |= {name: getattr(loss, name) for name in _LOSS} | loss_by_source(loss)
-        found.append(loss.results)
+        numbers |= loss.numbers()
+        found[Path("validation.npz")] = loss.results
         if data is not None and wanted.keep_token_losses:
             kept = describe_losses(loss, data, step=step, attempt=None)
     if wanted.eval_generate and conversations is not None:
         numbers["generate"] = rouge_l(model, conversations, strategy=strategy, runtime=runtime)
     if wanted.hellaswag:
-        results = _hellaswag(wanted, target, settings, model.config, strategy, runtime).measure(
-            model
-        )
+        results = subject.hellaswag().measure(model)
         assert results is not None
         numbers["hellaswag"] = summarize(results)
-        found.append(results)
-    measured: Measured | None = None
+        found[Path("hellaswag.npz")] = results
+    warnings = [*target.warnings]
     if wanted.tasks is not None:
         measured = measure_tasks(
             wanted.tasks,
@@ -224,29 +208,104 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
             tasks_path=wanted.tasks_path,
             apply_chat_template=wanted.apply_chat_template,
         )
-    warnings = [*target.warnings]
-    if measured is not None:  # rank 0
-        numbers["tasks"] = measured.numbers
-        if target.checkpoint is not None and (problem := keep_tasks(measured, target.checkpoint)):
-            warnings.append(problem)
-    if runtime.rank == 0 and wanted.save is not None:
-        saved = {Path(f"{results.kind}.npz"): results for results in found}
-        for task, results in (measured.items if measured else {}).items():
-            saved[file_of(Path("tasks"), task)] = results
-        for name, results in saved.items():
-            path = wanted.save / name
-            try:
-                write_results(path, replace(results, step=step))
-            except OSError as error:
-                raise SaveError(f"{path}: {error.strerror}; choose another --save") from error
-    if runtime.rank == 0 and kept is not None:
-        numbers["token_losses"] = str(_keep(kept, wanted, target))
+        if measured is not None:  # rank 0
+            numbers["tasks"] = measured.numbers
+            found |= {file_of(Path("tasks"), name): one for name, one in measured.items.items()}
+            problem = keep_tasks(measured, target.checkpoint) if target.checkpoint else None
+            warnings += [problem] if problem else []
     runtime.close()
     if runtime.rank > 0:
         return None
+    if wanted.save is not None:
+        for name, results in found.items():
+            try:
+                write_results(wanted.save / name, replace(results, step=step))
+            except OSError as error:
+                raise SaveError(
+                    f"{wanted.save / name}: {error.strerror}; choose another --save"
+                ) from error
+    if kept is not None:
+        numbers["token_losses"] = str(_keep(kept, wanted, target))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return numbers
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The model that is evaluated, with the settings of its run, and where it computes."""
+
+    wanted: Evaluate
+    target: Target
+    settings: Config
+    model: ModelConfig
+    strategy: Strategy
+    runtime: Runtime
+
+    def answers(self, conversations: Rows) -> MeasuresLoss:
+        """Return the loss on held-out conversations."""
+        from gpt2lab.finetuning.evaluation import AnswerLoss
+
+        return AnswerLoss(
+            conversations,
+            val_tokens=self.wanted.val_tokens or self.settings.eval.val_tokens,
+            batch_size=self.wanted.batch_size,
+            strategy=self.strategy,
+            runtime=self.runtime,
+        )
+
+    def validation(self) -> tuple[TokenData, MeasuresLoss]:
+        """Return the folder of --val, or the run's own data where none is given, and the loss on it."""
+        from gpt2lab.config.mixture import read_sources
+        from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
+        from gpt2lab.data.shards import open_data
+        from gpt2lab.evaluation.by_source import open_validation
+        from gpt2lab.tokenizers.opening import require_same
+
+        target, model = self.target, self.model
+        if self.wanted.val is None:
+            require_folders(self.settings, "--val")
+            data = open_sources(read_sources(self.settings.data), vocab_size=model.vocab_size)
+        else:
+            data = open_data(self.wanted.val, vocab_size=model.vocab_size)
+        trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
+        if data.fingerprint != trained_on:
+            name, folder = target.name, str(data.folder)
+            require_same(target.tokenizer(), data.tokenizer, model=name, data=folder)
+        return data, open_validation(
+            data,
+            validation_orders(data, context_length=model.context_length),
+            model,
+            val_tokens=self.wanted.val_tokens or self.settings.eval.val_tokens,
+            batch_size=self.wanted.batch_size,
+            strategy=self.strategy,
+            runtime=self.runtime,
+        )
+
+    def hellaswag(self) -> HellaSwag:
+        """Return the items, as the run has them where nothing else was typed."""
+        from gpt2lab.evaluation.hellaswag import HellaSwag
+        from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag
+        from gpt2lab.evaluation.hellaswag_tokens import load_questions
+        from gpt2lab.tokenizers.opening import why_no_text
+
+        wanted, of_run = self.wanted, self.settings.eval
+        tokenizer = self.target.tokenizer()
+        problem = why_no_text(tokenizer, self.model.vocab_size)
+        if tokenizer is None or problem is not None:
+            raise ConfigError(f"{wanted.target}: {problem}: no HellaSwag")
+        limit, used = wanted.hellaswag_limit, of_run.hellaswag_path
+        limit = of_run.hellaswag_limit if limit is None else limit
+        path = wanted.hellaswag_path or (used if used and used.exists() else None)
+        return HellaSwag(
+            self.runtime.on_rank_zero(
+                lambda: load_questions(path or fetch_hellaswag(), tokenizer).subset(limit)
+            ),
+            context_length=self.model.context_length,
+            strategy=self.strategy,
+            runtime=self.runtime,
+            metrics=wanted.hellaswag_metrics or of_run.hellaswag_metrics,
+        )
 
 
 def _require_windows(wanted: Evaluate, target: Target, *, is_measured: bool) -> None:
@@ -316,72 +375,6 @@ def _system(wanted: Evaluate, settings: Config, runtime: Runtime) -> SystemConfi
     if wanted.dtype == "auto" and dtype == "bf16" and not native_bf16(runtime.device):
         dtype = "fp32"
     return SystemConfig(device=wanted.device, dtype=resolve_dtype(dtype, runtime.device))
-
-
-def _validation(
-    folder: Path | None,
-    wanted: Evaluate,
-    target: Target,
-    settings: Config,
-    model: ModelConfig,
-    strategy: Strategy,
-    runtime: Runtime,
-) -> tuple[TokenData, MeasuresLoss]:
-    """Return a folder and the loss on it, or the run's own data where none is given."""
-    from gpt2lab.config.mixture import read_sources
-    from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
-    from gpt2lab.data.shards import open_data
-    from gpt2lab.evaluation.by_source import open_validation
-    from gpt2lab.tokenizers.opening import require_same
-
-    if folder is None:
-        require_folders(settings, "--val")
-        data = open_sources(read_sources(settings.data), vocab_size=model.vocab_size)
-    else:
-        data = open_data(folder, vocab_size=model.vocab_size)
-    trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
-    if data.fingerprint != trained_on:
-        require_same(target.tokenizer(), data.tokenizer, model=target.name, data=str(data.folder))
-    return data, open_validation(
-        data,
-        validation_orders(data, context_length=model.context_length),
-        model,
-        val_tokens=wanted.val_tokens or settings.eval.val_tokens,
-        batch_size=wanted.batch_size,
-        strategy=strategy,
-        runtime=runtime,
-    )
-
-
-def _hellaswag(
-    wanted: Evaluate,
-    target: Target,
-    settings: Config,
-    model: ModelConfig,
-    strategy: Strategy,
-    runtime: Runtime,
-) -> HellaSwag:
-    from gpt2lab.evaluation.hellaswag import HellaSwag
-    from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag
-    from gpt2lab.evaluation.hellaswag_tokens import load_questions
-    from gpt2lab.tokenizers.opening import why_no_text
-
-    tokenizer = target.tokenizer()
-    problem = why_no_text(tokenizer, model.vocab_size)
-    if tokenizer is None or problem is not None:
-        raise ConfigError(f"{wanted.target}: {problem}: no HellaSwag")
-    limit, used = wanted.hellaswag_limit, settings.eval.hellaswag_path
-    limit = settings.eval.hellaswag_limit if limit is None else limit
-    path = wanted.hellaswag_path or (used if used and used.exists() else None)
-    return HellaSwag(
-        runtime.on_rank_zero(
-            lambda: load_questions(path or fetch_hellaswag(), tokenizer).subset(limit)
-        ),
-        context_length=model.context_length,
-        strategy=strategy,
-        runtime=runtime,
-        metrics=wanted.hellaswag_metrics or settings.eval.hellaswag_metrics,
-    )
 
 
 def describe(numbers: dict[str, Any]) -> str:

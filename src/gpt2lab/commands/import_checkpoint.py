@@ -37,7 +37,7 @@ from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.training.evaluator import describe, event_of
+from gpt2lab.training.evaluator import describe
 from gpt2lab.training.pretrain import choose_hardware
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
@@ -318,7 +318,7 @@ def _commit(
             files=start.tokenizer_files,
         )
         logger = MetricsLogger(start.run_dir, attempt=start.attempt)
-        logger.event("eval", state.step, **event_of(loss, seconds))
+        logger.event("eval", state.step, **loss.numbers(), seconds=seconds)
         logger.close()
         folder.write_status("stopped", step=state.step, reason="imported", exit_code=0)
     finally:

@@ -22,10 +22,10 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablation_table
-from gpt2lab.commands.ablate import carry_out
-from gpt2lab.commands.ladder_file import FAMILIES, Family, read_family
+from gpt2lab.commands.ablate import carry_out, check_runs, naming, require_own_settings
+from gpt2lab.commands.ladder_file import DATA, FAMILIES, Family, read_family
 from gpt2lab.config.command_line import argument, option, run_tyro
-from gpt2lab.errors import CheckError, ConfigError, NoSourceError, SaveError
+from gpt2lab.errors import CheckError, ConfigError, DataError, NoSourceError, SaveError
 from gpt2lab.planner import auto, calibration, hardware, ladder
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
@@ -34,6 +34,7 @@ from gpt2lab.planner.scaling_law import Rung
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.planner.timing import Interval
 from gpt2lab.runs import history
+from gpt2lab.runs.lock import holder_of
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -53,8 +54,7 @@ class Plan:
 
     def execute(self) -> int:
         """Print the plan."""
-        family = read_family(self.file)
-        document = _plan(family, _folder(family, self.out))
+        document = _plan(*_open(self.file, self.out))
         print(json.dumps(document) if self.json else _describe_plan(document))
         return 0
 
@@ -66,24 +66,20 @@ class Run:
     file: Positional[str] = argument(_FILE)
     out: Path | None = option(None, _OUT)
     jobs: int = option(
-        1, "runs at the same time: each on a GPU of its own, or on its share of the cores"
+        1, "runs at the same time: each on a GPU of its own, or on its share of the cores", least=1
     )
     top: bool = option(False, "then predict the top rung, write that down, and train it")
 
     def execute(self) -> int:
         """Train, fit and print the results."""
-        if self.jobs < 1:
-            raise ConfigError(f"jobs {self.jobs} must be at least 1")
-        family = read_family(self.file)
-        out = _folder(family, self.out)
+        family, out = _open(self.file, self.out)
         top = _top_of(family, out) if self.top else []
-        rungs = family.rung_runs(out)
-        _shared_start(rungs)
-        rates = family.rate_runs(out).values()
-        checks = [run for others in rates for runs in others.values() for run in runs]
+        rungs, checks = family.rung_runs(out), _rate_runs(family, out)
+        _starts(rungs)
+        check_runs([*rungs, *checks, *top])
         carry_out([*rungs, *checks], say=_say, jobs=self.jobs)
         if top:
-            _say(_describe_prediction(_predict_top(top, out, _read(family, out).ladder)))
+            _say(_describe_prediction(_predict_top(top, out, _read(family, out))))
             carry_out(top, say=_say, jobs=self.jobs)
         print(_report(_results(family, out)))
         return 0
@@ -99,8 +95,7 @@ class Fit:
 
     def execute(self) -> int:
         """Write and print the results."""
-        family = read_family(self.file)
-        document = _results(family, _folder(family, self.out))
+        document = _results(*_open(self.file, self.out))
         print(json.dumps(document) if self.json else _report(document))
         return 0
 
@@ -119,14 +114,12 @@ class Predict:
         """Print the prediction."""
         if (self.parameters is None) != (self.tokens is None):
             raise ConfigError("--parameters and --tokens go together; the top rung needs neither")
-        family = read_family(self.file)
-        out = _folder(family, self.out)
+        family, out = _open(self.file, self.out)
         if self.parameters is None or self.tokens is None:
-            top, found = _top_of(family, out), _read(family, out).ladder
-            document = _predict_top(top, out, found)
+            document = _predict_top(_top_of(family, out), out, _read(family, out))
         else:
             numbers = _count("parameters", self.parameters), _count("tokens", self.tokens)
-            document = asdict(_read(family, out).ladder.fit.predict(*numbers))
+            document = asdict(_read(family, out).fit.predict(*numbers))
         print(json.dumps(document) if self.json else _describe_prediction(document))
         return 0
 
@@ -144,8 +137,22 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _folder(family: Family, out: Path | None) -> Path:
-    return paths.from_working_directory(out) if out else paths.runs_folder(None) / family.name
+def _open(file: str, out: Path | None) -> tuple[Family, Path]:
+    """Return a ladder and the folder of its runs.
+
+    Raises: ConfigError; DataError if its data are those of the families, and are not prepared.
+    """
+    family = read_family(file)
+    data = paths.from_working_directory(Path(DATA))
+    needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
+    if DATA in needed and not data.is_dir():
+        raise DataError(
+            f"{paths.for_people(data)}: no such data folder; make it with: {paths.command('tokenizer')} train "
+            f"python-stdlib --vocab_size 512 --out tok512 && {paths.command('prepare')} python-stdlib "
+            f"--tokenizer tok512 --val_tokens 900000 --out {DATA}"
+        )
+    default = paths.runs_folder(None) / family.name
+    return family, paths.from_working_directory(out) if out else default
 
 
 def _count(name: str, text: str) -> int:
@@ -162,44 +169,52 @@ def _count(name: str, text: str) -> int:
 
 
 def _start(run: ablation_table.Run) -> Start:
-    """Decide what the trainer would do."""
+    """Return how the trainer would begin a run, wherever it stands now."""
     from gpt2lab.training.resolve import resolve
 
-    return resolve(run.command, world_size=1, set_aside=False)
+    command = run.command
+    values = {name: value for name, value in command.values.items() if name != "run_name"}
+    actions = dataclasses.replace(command.actions, resume=None)
+    fresh = dataclasses.replace(command, values=values, actions=actions)
+    with naming(run.setting):
+        return resolve(fresh, world_size=1, set_aside=False)
 
 
-def _shared_start(runs: Sequence[ablation_table.Run]) -> Start:
-    """Return one start of the rungs.
+def _starts(rungs: Sequence[ablation_table.Run]) -> dict[str, Start]:
+    """Return one start of each rung.
 
     Raises: ConfigError if they differ in more than size, length and rate.
     """
-    starts = {run.setting: _start(run) for run in {run.setting: run for run in runs}.values()}
-    first, *others = starts.items()
-    for name, start in others:
-        one, other = (ladder.shared_settings(s.config) for s in (first[1], start))
+    starts = {run.setting: _start(run) for run in {run.setting: run for run in rungs}.values()}
+    first, *others = starts
+    one = ladder.shared_settings(starts[first].config)
+    for name in others:
+        other = ladder.shared_settings(starts[name].config)
         if differs := next((key for key in one if one[key] != other[key]), None):
             raise ConfigError(
-                f"{differs} {one[differs]} in {first[0]}, {other[differs]} in {name}: the rungs of one law share it"
+                f"{differs} {one[differs]} in {first}, {other[differs]} in {name}: the rungs of one law share it"
             )
-    return first[1]
+    return starts
+
+
+def _rate_runs(family: Family, out: Path) -> list[ablation_table.Run]:
+    rates = family.rate_runs(out).values()
+    return [run for others in rates for runs in others.values() for run in runs]
 
 
 def _plan(family: Family, out: Path) -> dict[str, Any]:
     """Return the runs of a ladder, with what they will take."""
     seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
-    none = out / "none"  # runs that are there may be in progress, and a plan needs nothing of them
-    rungs, top = family.rung_runs(none), family.top_runs(none)
-    _shared_start([*rungs, *top])
-    rates = [
-        r for others in family.rate_runs(none).values() for runs in others.values() for r in runs
-    ]
+    rungs, rates, top = family.rung_runs(out), _rate_runs(family, out), family.top_runs(out)
+    starts = _starts([*rungs, *top]) | {run.setting: _start(run) for run in rates}
     found: list[dict[str, Any]] = []
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
-        for start in map(_start, runs):
+        for name in (run.setting for run in runs):
+            start = starts[name]
             plan, time = start.plan, _time(start, out)
             found.append(
                 {
-                    "name": start.run_dir.name.rpartition("_seed")[0],
+                    "name": name,
                     "kind": kind,
                     "seeds": seeds,
                     "parameters": plan.parameters,
@@ -284,42 +299,52 @@ def _describe_plan(document: Mapping[str, Any]) -> str:
 # -- the results -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Rungs:
-    """The rungs that were run, in their order, and their fit."""
+def _losses(
+    runs: Sequence[ablation_table.Run], out: Path, *, tokens: int, data: str
+) -> tuple[float, ...]:
+    """Return the last validation loss of each run. `data`: the fingerprint of what it must be trained on.
 
-    names: tuple[str, ...]
-    ladder: Ladder
-
-
-def _losses(runs: Sequence[ablation_table.Run], out: Path, tokens: int) -> tuple[float, ...]:
-    """Return the last validation loss of each run.
-
-    Raises: CheckError if one is not complete.
+    Raises: CheckError if one is not complete; ConfigError, DataError if one had other settings or data.
     """
     losses = []
     for run in runs:
-        curve = ablation_table.read_curve(out / run.name) if (out / run.name).is_dir() else None
+        with naming(run.setting):
+            require_own_settings(run.command)
+        try:
+            curve = ablation_table.read_curve(out / run.name)
+        except CheckError:  # nothing is measured yet
+            curve = None
         if curve is None or curve.tokens[-1] != tokens:
-            raise CheckError(f"{run.name} is not complete: {paths.command('ladder')} run FILE")
+            holder = holder_of(out / run.name)
+            fix = (
+                f"{holder} trains it; wait for it"
+                if holder
+                else f"{paths.command('ladder')} run FILE"
+            )
+            raise CheckError(f"{run.name} is not complete: {fix}")
+        trained_on = (history.read_json(out / run.name / "run.json") or {}).get("data_fingerprint")
+        if trained_on != data:
+            raise DataError(
+                f"{run.name} was trained on other data than its data folder holds now; put those back, "
+                f"or choose another --out"
+            )
         losses.append(curve.losses[-1])
     return tuple(losses)
 
 
-def _read(family: Family, out: Path) -> _Rungs:
+def _read(family: Family, out: Path) -> Ladder:
     """Read the rungs and fit the law.
 
     Raises: CheckError if one is not complete; ConfigError if they are too few.
     """
     runs = family.rung_runs(out)
-    shared = _shared_start(runs)
-    by_name: dict[str, list[ablation_table.Run]] = {}
-    for run in runs:
-        by_name.setdefault(run.setting, []).append(run)
+    starts = _starts(runs)
     rungs = []
-    for own in by_name.values():
-        plan = _start(own[0]).plan
-        rungs.append(Rung(plan.parameters, plan.tokens, _losses(own, out, plan.tokens)))
+    for name, start in starts.items():
+        plan, own = start.plan, [run for run in runs if run.setting == name]
+        losses = _losses(own, out, tokens=plan.tokens, data=start.data.fingerprint)
+        rungs.append(Rung(plan.parameters, plan.tokens, losses))
+    shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
         "data": shared.data.fingerprint,
         "data_name": paths.for_people(shared.data.folder),
@@ -328,7 +353,7 @@ def _read(family: Family, out: Path) -> _Rungs:
         "val_tokens": shared.config.eval.val_tokens,
         "seeds": list(family.seeds),
     }
-    return _Rungs(tuple(by_name), Ladder(family.name, settings, fit_law(rungs)))
+    return Ladder(family.name, settings, fit_law(rungs))
 
 
 def _top_of(family: Family, out: Path) -> list[ablation_table.Run]:
@@ -360,7 +385,7 @@ def _predict_top(runs: Sequence[ablation_table.Run], out: Path, found: Ladder) -
     return document
 
 
-def _rates(family: Family, out: Path, found: _Rungs) -> list[dict[str, Any]]:
+def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
     """Compare the rule's rate with the others at the checked rungs, seed by seed.
 
     The rule holds where its mean loss is not above the best one's by more than half of the 95 % interval of their
@@ -368,10 +393,12 @@ def _rates(family: Family, out: Path, found: _Rungs) -> list[dict[str, Any]]:
     """
     rows = []
     for name, others in family.rate_runs(out).items():
-        rung = found.ladder.fit.rungs[found.names.index(name)]
+        rung = found.fit.rungs[list(family.rungs).index(name)]
         losses = {1.0: rung.losses}
         try:
-            losses |= {factor: _losses(runs, out, rung.tokens) for factor, runs in others.items()}
+            for factor, runs in others.items():
+                data = found.settings["data"]
+                losses[factor] = _losses(runs, out, tokens=rung.tokens, data=data)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -399,7 +426,7 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
         scored = _score(top, out, prediction)
     rates = _rates(family, out, found)
     document = ladder.as_json(
-        found.ladder, names=found.names, rates=rates, prediction=prediction, scored=scored
+        found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
     try:
         ladder.write_ladder(out, document)
@@ -415,8 +442,9 @@ def _score(
 
     Raises: CheckError if it began before the prediction.
     """
+    start = _start(top[0])
     try:
-        losses = _losses(top, out, _start(top[0]).plan.tokens)
+        losses = _losses(top, out, tokens=start.plan.tokens, data=start.data.fingerprint)
     except CheckError:
         return None
     begun = min(float(next(history.iter_events(out / run.name))["time"]) for run in top)

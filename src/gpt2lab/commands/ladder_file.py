@@ -6,7 +6,6 @@ TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the nam
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.ablate import plan_runs
+from gpt2lab.commands.ablate import name_runs
 from gpt2lab.commands.ablation_table import Run
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config
@@ -34,13 +33,14 @@ _KEYS = ("tokens", "seeds", "settings", "sizes", "top", "rate")
 _RATE_KEYS = ("n_embd", "max_lr", "exponent", "factors", "check")
 _OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_epochs", "max_lr")
 
-# A family by its name, for the embedded corpus in a vocabulary of 512 ids (docs/planning.md prepares it).
+DATA = "data/python_stdlib_512"  # the embedded corpus in a vocabulary of 512 ids
+# Families by their names, on these data.
 _TINY: dict[str, Any] = {
     "tokens": ["250k", "500k", "1M"],
     "seeds": [1, 2, 3],
     "settings": {
         **{"n_layer": 2, "n_head": 2, "context_length": 64, "total_batch_size": 1024},
-        **{"mini_batch_size": 16, "data_dir": "data/python_stdlib_512", "val_tokens": 65_536},
+        **{"mini_batch_size": 16, "data_dir": DATA, "val_tokens": 65_536},
         **{"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 0},
     },
     "sizes": {"w24": {"n_embd": 24}, "w40": {"n_embd": 40}, "w64": {"n_embd": 64}},
@@ -83,7 +83,7 @@ class Family:
     def rung_runs(self, out: Path) -> list[Run]:
         """Return the runs to fit.
 
-        Raises: ConfigError, DataError.
+        Raises: ConfigError.
         """
         return self._runs(
             {name: self._flags(values, 1.0) for name, values in self.rungs.items()}, out
@@ -92,14 +92,14 @@ class Family:
     def top_runs(self, out: Path) -> list[Run]:
         """Return the runs of the top rung, [] if the file has none.
 
-        Raises: ConfigError, DataError.
+        Raises: ConfigError.
         """
         return self._runs({self.top[0]: self._flags(self.top[1], 1.0)}, out) if self.top else []
 
     def rate_runs(self, out: Path) -> dict[str, dict[float, list[Run]]]:
         """Return {checked rung: {factor of the rule's rate: its runs}} of the other rates.
 
-        Raises: ConfigError, DataError.
+        Raises: ConfigError.
         """
         if self.rate is None:
             return {}
@@ -114,7 +114,7 @@ class Family:
         }
 
     def _runs(self, settings: dict[str, list[str]], out: Path) -> list[Run]:
-        return plan_runs(settings, [], seeds=self.seeds, out=out)
+        return name_runs(settings, [], seeds=self.seeds, out=out)
 
     def _flags(self, values: dict[str, Any], factor: float) -> list[str]:
         """Write settings as flags of the trainer, with the rate of the rule times a factor."""
@@ -145,8 +145,7 @@ def read_family(what: str) -> Family:
         return _family(what, FAMILIES[what])
     path = paths.from_working_directory(Path(what))
     if path.suffix != ".toml":
-        close = difflib.get_close_matches(what, FAMILIES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"or {' or '.join(FAMILIES)}"
+        hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
         raise ConfigError(f"{what}: no ladder: give a .toml file of sizes and tokens, {hint}")
     try:
         text = read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
@@ -234,8 +233,7 @@ def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
         raise ConfigError(f"{where}: not a table")
     for key in table:
         if key not in keys:
-            close = difflib.get_close_matches(key, keys, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(keys)}"
+            hint = fmt.did_you_mean(key, keys, f"it has {', '.join(keys)}")
             raise ConfigError(f"{f'[{where}] ' if where else ''}unknown {key}: {hint}")
 
 

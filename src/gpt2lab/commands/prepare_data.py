@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.config.command_line import argument, check_least, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
 
@@ -46,7 +46,7 @@ class PrepareData:
     shuffle_documents: bool = option(
         False, "mix the documents of all files, in an order that depends on the files alone"
     )
-    num_workers: int | None = option(None, "tokenizing processes; default one per core")
+    num_workers: int | None = option(None, "tokenizing processes; default one per core", least=1)
     group_bytes: int = option(
         1_000_000_000,
         "stored bytes per group of source files, the unit of work; another value gives other shards",
@@ -82,8 +82,7 @@ def prepare(flags: PrepareData) -> Path:
 
     Raises: GPT2LabError.
     """
-    if flags.num_workers is not None and flags.num_workers < 1:
-        raise ConfigError(f"num_workers {flags.num_workers} must be at least 1")
+    check_least(flags)
     from gpt2lab import paths
     from gpt2lab.data.manifest import read_manifest
     from gpt2lab.data.prepare import pipeline

@@ -192,29 +192,19 @@ def replay(run_dir: Path, steps: range, change: Change, *, layers: bool) -> Repl
         as_was.close()
     again = open_run(run_dir, steps)
     again.require(change, steps)
-    departure = None
     before = steps[0] - 1 if described else steps[-1]
-    shown = []
-    for step in again.take_until(before, layers=layers):
-        if departure is None and (found := again.departure(step)) is not None:
-            departure = (step, *found)
-        if step.event["step"] in steps:
-            shown.append(step)
+    taken = again.take_until(before, layers=layers)
     if described:
         again.apply(change)
-        for step in again.take_until(steps[-1], change, layers=layers):
-            # No change touches the samples that are read: other ones are other data.
-            if departure is None and step.event["batch_hash"] != step.logged.get("batch_hash"):
-                departure = (step, "batch", "batch_hash")
-            shown.append(step)
+        taken += again.take_until(steps[-1], change, layers=layers)
     again.close()
     return Replayed(
         run_dir,
         again.from_step,
         described,
-        shown,
+        [step for step in taken if step.event["step"] in steps],
         {number: norms for number, norms in unchanged.items() if number in steps},
-        departure,
+        again.departure,
         again.other_environment(),
         again.is_exact,
         again.notes,

@@ -45,10 +45,14 @@ class ResumeCommand:
     """Print the command that continues a run or a checkpoint; flags of the trainer are passed on."""
 
     target: Positional[str] = argument("run, or folder of a checkpoint")
-    num_gpus: int | None = option(None, "world size; default as before")
-    nodes: int = option(1, "with --output slurm, k8s or sky: machines that share the world size")
+    num_gpus: int | None = option(None, "world size; default as before", least=1)
+    nodes: int = option(
+        1, "with --output slurm, k8s or sky: machines that share the world size", least=1
+    )
     gpus: int | None = option(
-        None, "GPUs of each machine; 0 = train on the CPU; default as before, shared over --nodes"
+        None,
+        "GPUs of each machine; 0 = train on the CPU; default as before, shared over --nodes",
+        least=0,
     )
     output: Output = option(
         "command",
@@ -82,13 +86,6 @@ def main(argv: list[str]) -> int:
 
 
 def _check(flags: ResumeCommand) -> None:
-    for name, value, least in (
-        ("num_gpus", flags.num_gpus, 1),
-        ("nodes", flags.nodes, 1),
-        ("gpus", flags.gpus, 0),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"{name} {value} must be at least {least}")
     if flags.num_gpus is not None and flags.gpus is not None:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output in ("command", "script"):
@@ -144,17 +141,12 @@ def plan_continuation(
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
-    of_folders: dict[str, tuple[str, ...]] = {"checkpoint_dir": (str(run_dir.parent.absolute()),)}
+    places: dict[str, tuple[str, ...]] = {"checkpoint_dir": (str(run_dir.parent.absolute()),)}
+    shared, files = [run_dir.parent.absolute()], files_of(start)
     if name != "finetune":
-        of_folders["data_dir"] = normal_words(
-            "data_dir", start.config.data.data_dir, lambda path: path.absolute()
-        )
-    data = (
-        []
-        if name == "finetune"
-        else [one.absolute() for one in read_sources(start.config.data).folders]
-    )
-    files = files_of(start)
+        words = start.config.data.data_dir
+        places["data_dir"] = normal_words("data_dir", words, lambda path: path.absolute())
+        shared += [one.absolute() for one in read_sources(start.config.data).folders]
     job = Job(
         name=run_dir.name,
         words=(*paths.trainer(program), *flags, *argv),
@@ -163,8 +155,8 @@ def plan_continuation(
         processes=world // nodes,
         on_gpu=on_gpu,
         cpus=each * (world // nodes),
-        shared=(run_dir.parent.absolute(), *data, *files.values()),
-        places=of_folders | {name: (str(file),) for name, file in files.items()},
+        shared=(*shared, *files.values()),
+        places=places | {name: (str(file),) for name, file in files.items()},
     )
     return Continuation(start, job, command.actions.resume or "latest")
 

@@ -33,7 +33,7 @@ class Sample:
     )
     batch: Path | None = option(None, "file of prompts, one a line")
     out: Path | None = option(None, "with --batch: file to write, one JSON object a text")
-    num_samples: int = option(1, "texts for each prompt")
+    num_samples: int = option(1, "texts for each prompt", least=1)
     style: Style = option(Style(), "how a text is drawn")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
@@ -79,8 +79,6 @@ def _check(flags: Sample) -> None:
         raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
     if (flags.batch is None) != (flags.out is None):
         raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
-    if flags.num_samples < 1:
-        raise ConfigError(f"num_samples {flags.num_samples} must be at least 1")
 
 
 def load(flags: Any, style: Style) -> "Completer":

@@ -35,7 +35,9 @@ class Serve:
     target: Positional[str] = argument(TARGET)
     host: str = option("127.0.0.1", "address; another than this machine's needs GPT2LAB_API_KEY")
     port: int = option(8000, "http://HOST:PORT/; 0 = any that is free")
-    max_waiting: int = option(64, "requests that may wait for their turn; more are rejected")
+    max_waiting: int = option(
+        64, "requests that may wait for their turn; more are rejected", least=0
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -96,8 +98,6 @@ def _check(flags: Serve, token: str | None) -> None:
             )
     if not 0 <= flags.port < 65536:
         raise ConfigError(f"port {flags.port} must be from 0 to 65535")
-    if flags.max_waiting < 0:
-        raise ConfigError(f"max_waiting {flags.max_waiting} must be at least 0")
     if token is not None and not (token and token.isascii() and token.isprintable()):
         raise ConfigError(f"{_TOKEN} must be ASCII text, or not set at all")
     if token is None and not _is_local(flags.host):

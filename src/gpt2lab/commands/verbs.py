@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpt2lab import __version__, paths
+from gpt2lab import __version__, fmt, paths
 from gpt2lab.errors import ConfigError
 
 
@@ -87,8 +86,7 @@ def main(argv: list[str]) -> int:
         return 0
     name = argv[0].replace("_", "-")
     if name not in VERBS:
-        close = difflib.get_close_matches(name, VERBS, n=1)
-        hint = f"did you mean {close[0]}?" if close else "gpt2lab --help lists them"
+        hint = fmt.did_you_mean(name, VERBS, "gpt2lab --help lists them")
         raise ConfigError(f"unknown verb {argv[0]!r}: {hint}")
     if name == "benchmark":
         sys.path.insert(0, str(paths.REPOSITORY))

@@ -80,16 +80,13 @@ class Spike:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON values; numbers that are not finite are null."""
-        found = {
-            **dataclasses.asdict(self),
-            "run": str(self.run),
-            "samples": {str(number): dataclasses.asdict(s) for number, s in self.samples.items()},
-        }
-        return _finite(found)
+        found: dict[str, Any] = _finite(dataclasses.asdict(self) | {"run": str(self.run)})
+        return found
 
     def describe(self) -> str:
         """Write it for people."""
-        by_loss = {p.sample: n for n, p in enumerate(sorted(self.parts, key=_by_loss), start=1)}
+        ordered = sorted(self.parts, key=lambda part: _largest_first(part.loss, part.loss))
+        by_loss = {part.sample: number for number, part in enumerate(ordered, start=1)}
         chosen = f" ({self.how}, the largest in the log that can be replayed)" if self.how else ""
         loss, norm = _shown(self.loss), _shown(self.grad_norm)
         lines = [
@@ -108,24 +105,16 @@ class Spike:
             ]
             for p in self.parts[:_ROWS]
         ]
-        header = [
-            "sample",
-            "loss",
-            "rank by loss",
-            "norm of its part",
-            "along the gradient",
-            "share",
-        ]
-        lines.append(fmt.table(header, rows))
+        header = ["sample", "loss", "rank by loss", "norm of its part", "along the gradient"]
+        lines.append(fmt.table([*header, "share"], rows))
         if len(self.parts) > _ROWS:
             lines.append(f"and {len(self.parts) - _ROWS:,} samples that add less")
         for number, sample in self.samples.items():
-            documents = sample.documents
             which = ""
-            if documents:
-                which = f", document {documents[0]:,}"
-                if len(documents) > 1:
-                    which = f", documents {documents[0]:,} to {documents[-1]:,}"
+            if len(sample.documents) == 1:
+                which = f", document {sample.documents[0]:,}"
+            elif sample.documents:
+                which = f", documents {sample.documents[0]:,} to {sample.documents[-1]:,}"
             lines.append(f"sample {number:,}: {sample.place}{which}")
             if sample.text is not None:
                 lines.append(f"  {sample.text}")
@@ -151,7 +140,7 @@ def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
     """Replay up to a step, and divide its gradient by sample."""
     from gpt2lab.commands.data_show import tokens_of_step
     from gpt2lab.commands.replay import open_run
-    from gpt2lab.training.replay import ROUNDING, Change, without
+    from gpt2lab.training.replay import Change, first_difference, without
     from gpt2lab.training.spike import WithoutSample, contributions, patterns
 
     how = None
@@ -160,22 +149,17 @@ def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
     tokens = tokens_of_step(run_dir, step)  # before anything is computed: the data may have changed
     replay = open_run(run_dir, range(step, step + 1))
     departure = None
-    for taken in replay.take_until(step - 1):
-        if departure is None and (found := replay.departure(taken)) is not None:
-            departure = (
-                f"the replay departed from the log in step {taken.event['step']}, in its {found[0]}"
-            )
+    replay.take_until(step - 1)
+    if replay.departure is not None:
+        first, name, _ = replay.departure
+        departure = f"the replay departed from the log in step {first.event['step']}, in its {name}"
     logged, batch = replay.logged[step], replay.batch()
-    parts = sorted(contributions(replay), key=_by_projection)
+    parts = sorted(contributions(replay), key=lambda p: _largest_first(p.projection, p.norm))
     loss, norm = replay.measure(batch)
-    if departure is None:
-        for name, value in (("loss", loss), ("grad_norm", norm)):
-            before = logged[name]
-            tolerance = 0.0 if replay.is_exact else ROUNDING[name]
-            same = before is not None and math.isclose(value, before, rel_tol=tolerance)
-            if not same and not (before is None and not math.isfinite(value)):
-                departure = f"not as logged ({name} {before})"
-                break
+    measured = logged | _finite({"loss": loss, "grad_norm": norm})
+    differs = first_difference(logged, measured, tolerance=replay.tolerance)
+    if departure is None and differs is not None:
+        departure = f"not as logged ({differs[1]} {logged[differs[1]]})"
     # Where no sample is finite, none is worse than another.
     chosen = parts[:worst] if _has_finite(parts) else []
     left = []
@@ -223,13 +207,9 @@ def _shown(value: float, layout: str = ".4f") -> str:
     return fmt.number(value if math.isfinite(value) else None, layout)
 
 
-def _by_projection(part: Contribution) -> tuple[bool, float]:
-    """Order by the part along the gradient, largest first; what is not finite before all."""
-    return math.isfinite(part.norm), -part.projection if math.isfinite(part.projection) else 0.0
-
-
-def _by_loss(part: Contribution) -> tuple[bool, float]:
-    return math.isfinite(part.loss), -part.loss if math.isfinite(part.loss) else 0.0
+def _largest_first(value: float, known_by: float) -> tuple[bool, float]:
+    """Order by a value, largest first; a sample whose number `known_by` is not finite before all."""
+    return math.isfinite(known_by), -value if math.isfinite(value) else 0.0
 
 
 def _excerpt(text: str) -> str:

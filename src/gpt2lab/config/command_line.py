@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import sys
 from collections.abc import Collection, Sequence
@@ -53,9 +52,20 @@ def _whole_numbers(known: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | 
     )
 
 
-def option(default: Any, help: str) -> Any:
-    """Declare a flag of a command: a dataclass field with its help."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, least: int | None = None) -> Any:
+    """Declare a flag of a command: a dataclass field with its help and the smallest number that it takes."""
+    return field(default=default, metadata={"help": help, "least": least})
+
+
+def check_least(flags: Any) -> None:
+    """Reject numbers below the smallest that their flags take.
+
+    Raises: ConfigError.
+    """
+    for leaf in dataclasses.fields(flags):
+        value, least = getattr(flags, leaf.name), leaf.metadata.get("least")
+        if least is not None and value is not None and value < least:
+            raise ConfigError(f"{leaf.name} {value} must be at least {least}")
 
 
 def argument(help: str) -> Any:
@@ -455,22 +465,19 @@ def run_tyro(
         strange.append(f"unexpected argument{plural} {' '.join(stray)}; see --help")
     if problems := mistakes.line(*strange):
         raise ConfigError(problems)
+    check_least(parsed)
     return parsed
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
+    """Answer a flag that is not among the known ones."""
     ours = _LENGTHS.get(name)
-    hint = f": here it is --{ours}" if ours in known else "; see --help"
-    return f"unknown flag --{name}{hint}"
+    hint = fmt.did_you_mean(name, known, "see --help", flag="--")
+    return f"unknown flag --{name}: {f'here it is --{ours}' if ours in known else hint}"
 
 
 def _unknown_here(name: str, known: Collection[str]) -> str:
     """Answer a flag that the trainer does not know."""
-    if (known_elsewhere := answer(name)) is not None:
-        return f"unknown flag --{name}: {known_elsewhere}"
     owner = "finetune" if name in TUNING else "pretrain" if name in _PRETRAINING else None
-    if owner is not None:
-        return f"unknown flag --{name}: it belongs to {PROGRAMS[owner]}"
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean --{close[0]}?" if close else "see --help"
-    return f"unknown flag --{name}: {hint}"
+    where = answer(name) or (f"it belongs to {PROGRAMS[owner]}" if owner else None)
+    return f"unknown flag --{name}: {where}" if where else _unknown(name, known)

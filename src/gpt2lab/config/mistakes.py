@@ -62,7 +62,8 @@ class Mistakes:
             name, (_, equals, value) = _name_of(word), word.partition("=")
             flag = self.flags.get(name) or self.flags.get(name.removeprefix("no_"))
             if flag is None and unknown is not None:
-                self._found[name] = unknown(name, self.flags)
+                known = [key for key, other in self.flags.items() if not other.is_argument]
+                self._found[name] = unknown(name, known)
                 del rest[: _values(rest, at_most=len(rest))]
             elif flag is None:
                 kept.append(word)
@@ -120,9 +121,10 @@ class Mistakes:
             return f"--model {value}: weights of the Hub are --init_from {value}"
         if not choices:
             return text
-        hint = fmt.did_you_mean(value, choices) if len(choices) > _FEW else ""
         note = _FP16 if (name, value) == ("dtype", "fp16") else ""
-        return f"--{name} {value}: give one of {', '.join(choices)}{hint}{note}"
+        wrong = f"--{name} {value}: give one of {', '.join(choices)}{note}"
+        hint = fmt.did_you_mean(value, choices) if len(choices) > _FEW else ""
+        return f"{wrong}; {hint}" if hint else wrong
 
     def _missing(self, text: str, words: list[str]) -> str:
         """Say which of the flags and arguments that must be given are not there."""

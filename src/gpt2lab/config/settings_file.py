@@ -5,14 +5,13 @@ The settings stand flat, by the names of their flags. No torch.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.schema import Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, from_working_directory, to_flat, wrong_types
@@ -135,8 +134,8 @@ def _why_unknown(name: str, value: Any) -> str:
         return f"[{name}] is a table; settings stand flat, by the names of their flags"
     if (here := answer(name)) is not None:
         return f"unknown setting {name}: {here}"
-    close = difflib.get_close_matches(name, [one for one in LEAVES if one != "num_tokens"], n=1)
-    hint = f"did you mean {close[0]}?" if close else "gpt2lab train --help-all lists them"
+    known = (one for one in LEAVES if one != "num_tokens")
+    hint = fmt.did_you_mean(name, known, "gpt2lab train --help-all lists them")
     return f"unknown setting {name}: {hint}"
 
 

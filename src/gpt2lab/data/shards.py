@@ -108,6 +108,12 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     Raises: DataError naming the file, what is wrong and the fix.
     """
     prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
+    if vocab_size is not None and 257 <= vocab_size < GPT2.size:  # the ids of another tokenizer
+        prepare = (
+            f"prepare one with: {paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} "
+            f"--out tok{vocab_size} && {paths.command('prepare')} python-stdlib --tokenizer tok{vocab_size} "
+            f"--out {paths.for_people(folder)}"
+        )
     if not folder.is_dir():
         raise DataError(f"{folder}: no such data folder; {prepare}")
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None

@@ -153,13 +153,3 @@ def _bits_per_byte(counted: Sequence[tuple[float, ValidationLoss]]) -> float | N
         bits += weight * loss.val_loss / math.log(2)
         bytes_each += weight * loss.val_loss / math.log(2) / loss.bits_per_byte
     return bits / bytes_each
-
-
-def loss_by_source(loss: ValidationLoss) -> dict[str, dict[str, float | None]]:
-    """Return losses and standard errors by source, as events and evaluate.py record them; {} without a mixture."""
-    if not loss.by_source:
-        return {}
-    return {
-        "val_loss_by_source": {name: of.val_loss for name, of in loss.by_source.items()},
-        "val_loss_se_by_source": {name: of.val_loss_se for name, of in loss.by_source.items()},
-    }

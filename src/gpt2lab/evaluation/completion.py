@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2lab.checkpoint.target import find_target, was_tuned
-from gpt2lab.config.command_line import option
+from gpt2lab.config.command_line import check_least, option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError
 from gpt2lab.files import staged_file
@@ -24,11 +24,11 @@ from gpt2lab.tokenizers.opening import why_no_text
 class Style:
     """How a text is drawn: flags of scripts/sample.py and scripts/chat.py."""
 
-    max_new_tokens: int = option(100, "most tokens of a text, not counting its prompt")
+    max_new_tokens: int = option(100, "most tokens of a text, not counting its prompt", least=1)
     temperature: float = option(1.0, "0 = always the likeliest token")
-    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all")
+    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all", least=0)
     top_p: float = option(1.0, "of these, from the fewest whose probabilities sum to this")
-    seed: int = option(1337, "same seed and same prompt, same text")
+    seed: int = option(1337, "same seed and same prompt, same text", least=0)
 
 
 def check_style(style: Style) -> None:
@@ -36,9 +36,7 @@ def check_style(style: Style) -> None:
 
     Raises: ConfigError.
     """
-    for name, least in (("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
-        if getattr(style, name) < least:
-            raise ConfigError(f"{name} {getattr(style, name)} must be at least {least}")
+    check_least(style)
     if not (style.temperature == 0 or 1e-5 <= style.temperature < float("inf")):
         raise ConfigError(f"temperature {style.temperature} must be 0, or at least 1e-5")
     if not 0 < style.top_p <= 1:

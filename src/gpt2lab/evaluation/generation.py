@@ -82,8 +82,8 @@ def draw_each(
     caches = [KVCache(width + max_new_tokens) for _ in model.blocks]
     for number in range(max_new_tokens):
         with for_changing_shapes():
-            hidden = model.hidden(fresh.to(device), positions.to(device), mask.to(device), caches)
-        logits = model.head(hidden[:, -1])[:, :real].float()  # (B, V_real)
+            stream = model.stream(fresh.to(device), positions.to(device), mask.to(device), caches)
+        logits = model.head(model.ln_f(stream)[:, -1])[:, :real].float()  # (B, V_real)
         if temperature == 0:
             drawn = logits.argmax(dim=1).tolist()
         else:

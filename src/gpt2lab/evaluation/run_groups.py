@@ -44,33 +44,34 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
             )
         folders += runs
     group: Group = {}
-    first: dict[str, Any] = {}
+    first = folders[0]
+    wanted, data = _settings_of(first), _data_of(first)
     for folder in dict.fromkeys(folders):
-        config = history.read_config(folder)
-        flat = {
-            setting: value
-            for setting, value in to_flat(config).items()
-            if setting not in _OWN and policy_of(setting, config) != "free"
-        }
-        first = first or flat
-        if other := next((setting for setting in flat if flat[setting] != first[setting]), None):
+        own = _settings_of(folder)
+        if other := next((setting for setting in own if own[setting] != wanted[setting]), None):
             raise DataError(
-                f"{name}: {other} is {first[other]} in {next(iter(group.values())).name} and {flat[other]} in "
-                f"{folder.name}; the runs of a group may differ in their seed alone"
+                f"{name}: {other} is {wanted[other]} in {first.name} and {own[other]} in {folder.name}; "
+                f"the runs of a group may differ in their seed alone"
             )
-        data = _data_of(folder)
-        if group and data != (other_data := _data_of(next(iter(group.values())))):
+        if (other_data := _data_of(folder)) != data:
             raise DataError(
-                f"{name}: {next(iter(group.values())).name} was trained on the data {other_data} and {folder.name} on "
-                f"{data}; the runs of a group may differ in their seed alone"
+                f"{name}: {first.name} was trained on the data {data} and {folder.name} on {other_data}; "
+                f"the runs of a group may differ in their seed alone"
             )
-        seed = config.data.seed
+        seed = history.read_config(folder).data.seed
         if seed in group:
             raise DataError(
                 f"{name}: {group[seed].name} and {folder.name} both have seed {seed}; leave one out"
             )
         group[seed] = folder
     return dict(sorted(group.items()))
+
+
+def _settings_of(run: Path) -> dict[str, Any]:
+    """Return the settings that the runs of a group share."""
+    config = history.read_config(run)
+    shared = to_flat(config).items()
+    return {n: v for n, v in shared if n not in _OWN and policy_of(n, config) != "free"}
 
 
 def _data_of(run: Path) -> str:

@@ -123,12 +123,14 @@ def _predict(
             targets.append(ending)
             owners.append(np.full(len(ending), owner))
             owner += 1
-    hidden = model.hidden(
+    stream = model.stream(
         torch.from_numpy(tokens).to(device),
         torch.from_numpy(positions).to(device),
         see_own_text(torch.from_numpy(segments).to(device)),
     )  # (B, width, C)
-    picked = hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(sources)).to(device)]  # (P, C)
+    picked = model.ln_f(stream).flatten(0, 1)[
+        torch.from_numpy(np.concatenate(sources)).to(device)
+    ]  # (P, C)
     ids = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)  # (P,)
     return picked, ids, np.concatenate(owners), np.array(slots)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib.util
 import math
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpt2lab import fmt
 from gpt2lab.checkpoint.target import is_run
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.evaluation.results import Results, write_results
@@ -134,11 +134,10 @@ def _manager(wanted: list[str], tasks_path: Path | None) -> Any:
     known = manager.all_tasks
     for name in wanted:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
+            hint = fmt.did_you_mean(name, known)
             raise ConfigError(
-                f"--tasks {name}: lm-eval knows no such task; {hint}`lm_eval ls tasks` lists its tasks, "
-                f"--tasks_path adds a folder of your own"
+                f"--tasks {name}: lm-eval knows no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
+                f"its tasks, --tasks_path adds a folder of your own"
             )
     return manager
 

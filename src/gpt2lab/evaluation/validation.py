@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,11 @@ from gpt2lab.evaluation.validation_windows import (
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers.interface import Tokenizer
 
+NUMBERS = (
+    *("val_loss", "val_loss_se", "val_tokens", "val_se_unit", "val_effective_n"),
+    "bits_per_byte",
+)
+
 
 @dataclass(frozen=True)
 class ValidationLoss:
@@ -44,6 +49,15 @@ class ValidationLoss:
     results: Results  # unit by unit
     by_source: dict[str, ValidationLoss] = field(default_factory=dict)  # of a mixture
     token_losses: np.ndarray | None = None  # (N, T) fp16, window by window, where they are kept
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers as events and `gpt2lab evaluate` record them; by source only of a mixture."""
+        found = {name: getattr(self, name) for name in NUMBERS}
+        if self.by_source:
+            for name in ("val_loss", "val_loss_se"):
+                by_source = {key: getattr(of, name) for key, of in self.by_source.items()}
+                found[f"{name}_by_source"] = by_source
+        return found
 
 
 class MeasuresLoss(Protocol):

@@ -39,7 +39,7 @@ def places_and_mask(tokens: torch.Tensor, end_of_text: int) -> tuple[torch.Tenso
 
 def hidden_of_rows(model: GPT, tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
     """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation stood in a row of its own."""
-    return model.hidden(tokens, *places_and_mask(tokens, end_of_text))
+    return model.ln_f(model.stream(tokens, *places_and_mask(tokens, end_of_text)))
 
 
 class PackedGPT(nn.Module):

@@ -235,15 +235,9 @@ class GPT(nn.Module):
             x = block(x, mask, caches[index] if caches else None, rotation)
         return x
 
-    def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        caches: list[KVCache] | None = None,
-    ) -> Tensor:
-        """Map ids (B, T), as `stream` does, to the final normalized hidden states (B, T, C)."""
-        return self.ln_f(self.stream(tokens, positions, mask, caches))
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Map ids (B, T), one text a row, to the final normalized hidden states (B, T, C)."""
+        return self.ln_f(self.stream(tokens))
 
     def extend(self, tokens: Tensor, caches: list[KVCache]) -> Tensor:
         """Map ids (B, T) that follow those in the caches to hidden states (B, T, C), and extend the caches.
@@ -256,7 +250,7 @@ class GPT(nn.Module):
         if begin > 0 and T > 1:
             seen = torch.arange(begin + T, device=tokens.device)  # (S,)
             mask = (positions[:, None] >= seen)[None]  # (1, T, S)
-        return self.hidden(tokens, positions, mask, caches)
+        return self.ln_f(self.stream(tokens, positions, mask, caches))
 
     def new_caches(self) -> list[KVCache]:
         """Return an empty cache for each block."""

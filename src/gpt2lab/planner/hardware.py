@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError, NoSourceError
@@ -279,7 +279,6 @@ def find_profile(name: str | None, hardware: Hardware) -> Profile:
     known = profiles(hardware)
     wanted = name or DEFAULT_PROFILE
     if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+        hint = fmt.did_you_mean(wanted, known, f"one of {', '.join(known)}")
         raise ConfigError(f"profile {wanted!r} is not known: {hint}")
     return known[wanted]

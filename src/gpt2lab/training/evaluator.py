@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.errors import DataError, NonFiniteError
-from gpt2lab.evaluation.by_source import loss_by_source
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
@@ -85,7 +83,7 @@ class Evaluator:
             )
         state = state.with_val_loss(result.val_loss)
         self.progress.record_event("eval", seconds)
-        self.logger.event("eval", state.step, **event_of(result, seconds))
+        self.logger.event("eval", state.step, **result.numbers(), seconds=seconds)
         self.keep(result.results, state.step)
         self.keep_token_losses(result, state.step)
         best = " | best so far" if state.best_step == state.step else ""
@@ -185,20 +183,6 @@ def _tokens_to_evaluate(start: Start) -> int:
     T = start.config.model.context_length
     windows = sum(order.windows_per_epoch for order in start.val_orders)
     return T * min(windows, max(1, start.config.eval.val_tokens // T))
-
-
-def event_of(result: ValidationLoss, seconds: float) -> dict[str, Any]:
-    """Return the fields of an `eval` event."""
-    return {
-        "val_loss": result.val_loss,
-        "val_loss_se": result.val_loss_se,
-        "val_tokens": result.val_tokens,
-        "val_se_unit": result.val_se_unit,
-        "val_effective_n": result.val_effective_n,
-        "bits_per_byte": result.bits_per_byte,
-        **loss_by_source(result),
-        "seconds": seconds,
-    }
 
 
 def describe(result: ValidationLoss, seconds: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -254,6 +254,8 @@ class Replay:
         self.start, self.state = components.start, components.state
         self.from_step, self.saved_on = components.state.step, saved_on
         self.loader = components.batches.loader
+        # The first step that is not as logged, and the name and field of what differs in it.
+        self.departure: tuple[ReplayedStep, str, str] | None = None
         self._documents: Documents | None = None
         # Of one rank, and of any number with exact reduction, every bit is promised.
         is_alone = saved_on.get("world_size", 1) == 1
@@ -390,14 +392,18 @@ class Replay:
         unclipped = {
             name: _finite(value / scale) if scale else None for name, value in norms.items()
         }  # 0 of an infinite norm
-        return ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
+        taken = ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
+        found = first_difference(taken.logged, event, tolerance=self.tolerance)
+        # No change touches the samples that are read: other ones are other data.
+        if found and self.departure is None and (change == UNCHANGED or found[0] == "batch"):
+            self.departure = (taken, *found)
+        return taken
 
     def take_until(
         self, last: int, change: Change = UNCHANGED, *, layers: bool = False
-    ) -> Iterator[ReplayedStep]:
+    ) -> list[ReplayedStep]:
         """Take all steps up to `last`."""
-        while self.state.step < last:
-            yield self.take(change, layers=layers)
+        return [self.take(change, layers=layers) for _ in range(self.state.step, last)]
 
     def measure(
         self, batch: GlobalBatch, look: Callable[[], None] = lambda: None
@@ -418,10 +424,6 @@ class Replay:
             before_update=look,
         )
         return stats.loss, stats.grad_norm
-
-    def departure(self, step: ReplayedStep) -> tuple[str, str] | None:
-        """Return name and field of the first quantity of a step that is not as logged; None if all are."""
-        return first_difference(step.logged, step.event, tolerance=self.tolerance)
 
 
 def _finite(value: float) -> float | None:

@@ -441,9 +441,9 @@ def _choose(
     is_step = re.fullmatch(r"[0-9]+", target) is not None
     if target not in _NEWEST and not is_step:
         path = paths.from_working_directory(Path(target))
-        hint = fmt.did_you_mean(target, _NEWEST, "--resume ")
+        hint = fmt.did_you_mean(target, _NEWEST, flag="--resume ")
         if hint and not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint folder{hint}")
+            raise CheckpointError(f"{path}: no such checkpoint folder; {hint}")
         checkpoint = catalog.open_checkpoint(path)
         run_dir = checkpoint.path.parent
         in_place = checkpoint.path.name == folder_name(checkpoint.step)

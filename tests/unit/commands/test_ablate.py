@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,25 +123,6 @@ def shared(tiny_data: Path) -> list[str]:
         *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--eval_freq=2"),
         *(f"--data_dir={tiny_data}", "--max_tokens=768"),
     ]
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run the trainer in this process instead of one of its own; return the names of the runs so started."""
-    names: list[str] = []
-
-    def fake_run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        command = parse(argv[2:])
-        names.append(str(command.fresh().checkpoint.run_name))
-        try:
-            pretrain(command)
-        except GPT2LabError as error:
-            return subprocess.CompletedProcess(argv, error.exit_code, "", f"error: {error}\n")
-        return subprocess.CompletedProcess(argv, 0, "", "")
-
-    module = SimpleNamespace(run=fake_run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(ablate, "subprocess", module)
-    return names
 
 
 def test_finished_runs_are_read_and_unfinished_ones_go_on(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +14,12 @@ from forecasting import job_for
 from gpt2lab.commands import ablate, ladder
 from gpt2lab.commands.ladder_file import FAMILIES, read_family
 from gpt2lab.config.command_line import parse
-from gpt2lab.errors import CheckError, ConfigError
+from gpt2lab.errors import CheckError, ConfigError, DataError
 from gpt2lab.planner import ladder as results
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.scaling_law import Law, Rung, fit
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB
 
 FILE = f"""
@@ -125,6 +122,19 @@ def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
         read_family(str(tmp_path / "none.toml"))
 
 
+@pytest.mark.parametrize("what", ["modern-tiny", "mine.toml"])
+def test_a_ladder_without_the_families_data_names_both_commands_that_make_them(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(FILE.replace("DATA", "data/python_stdlib_512"))
+    with pytest.raises(DataError) as caught:
+        ladder.main(["plan", what])
+    tokenizer, prepare = str(caught.value).partition("make it with: ")[2].split(" && ")
+    assert "tokenizer.py train python-stdlib --vocab_size 512 --out tok512" in tokenizer
+    assert "--tokenizer tok512 --val_tokens 900000 --out data/python_stdlib_512" in prepare
+
+
 @pytest.mark.slow
 def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> None:
     file.write_text(
@@ -132,7 +142,7 @@ def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> N
     )
     runs = read_family(str(file)).rung_runs(tmp_path / "out")
     with pytest.raises(ConfigError, match="context_length 16 in a-64, 8 in b-64: the rungs of one"):
-        ladder._shared_start(runs)
+        ladder._starts(runs)
 
 
 @pytest.mark.slow
@@ -156,6 +166,8 @@ def test_a_plan_counts_and_starts_nothing(
     assert not out.exists()
     in_progress = RunFolder(out / "a-64_seed1")
     assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
+    with pytest.raises(CheckError, match=r"^a-64_seed1 is not complete: process \d+ .*; wait for"):
+        ladder.main(["fit", str(file), f"--out={out}"])
     in_progress.close()
     assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
     file.write_text(file.read_text().replace("tokens = 768", "tokens = 300"))
@@ -171,19 +183,10 @@ def test_a_plan_counts_and_starts_nothing(
 
 @pytest.mark.slow
 def test_the_top_rung_is_predicted_before_it_is_trained(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of it: run, stop, go on, fit, predict, top, score; a top rung without prediction is rejected."""
-    out, started = tmp_path / "out", []
-
-    def in_this_process(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        command = parse(argv[2:])
-        started.append(str(command.fresh().checkpoint.run_name))
-        pretrain(command)
-        return subprocess.CompletedProcess(argv, 0, "", "")
-
-    module = SimpleNamespace(run=in_this_process, DEVNULL=None, PIPE=None)
-    monkeypatch.setattr(ablate, "subprocess", module)
+    out = tmp_path / "out"
     words = [str(file), f"--out={out}"]
     with pytest.raises(CheckError, match="a-64_seed1 is not complete"):
         ladder.main(["fit", *words])
@@ -196,6 +199,12 @@ def test_the_top_rung_is_predicted_before_it_is_trained(
         "a-64": {"1", "4"},
         "c-256": {"1", "4"},
     }
+    record = out / "b-128_seed2" / "run.json"
+    kept, data = record.read_text(), document["settings"]["data"]
+    record.write_text(kept.replace(data, "0" * len(data)))
+    with pytest.raises(DataError, match="b-128_seed2 was trained on other data than its"):
+        ladder.main(["fit", *words])
+    record.write_text(kept)
     (out / "top-768_seed1").mkdir()
     with pytest.raises(CheckError, match="top-768_seed1 began before its loss was predicted"):
         ladder.main(["predict", *words])

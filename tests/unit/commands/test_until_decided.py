@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +13,8 @@ import launch
 from gpt2lab.commands import ablate
 from gpt2lab.commands.ablate_until import all_seeds, run_until_decided
 from gpt2lab.commands.ablation_table import Run
-from gpt2lab.config.command_line import Actions, Command, parse
+from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.errors import ConfigError
-from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB
 
 SETTINGS = ("base", "clear", "noisy")
@@ -131,22 +127,6 @@ def test_what_cannot_be_decided_is_one_line(
 
 
 # -- with real runs --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run the trainer in this process instead of one of its own; return the names of the runs so started."""
-    names: list[str] = []
-
-    def fake_run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        command = parse(argv[2:])
-        names.append(str(command.fresh().checkpoint.run_name))
-        pretrain(command)
-        return subprocess.CompletedProcess(argv, 0, "", "")
-
-    module = SimpleNamespace(run=fake_run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(ablate, "subprocess", module)
-    return names
 
 
 @pytest.mark.slow

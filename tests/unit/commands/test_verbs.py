@@ -178,7 +178,11 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
         (["import", "--run_name=a"], "give the file: "),
         (["tensorboard", "--port", "abc"], "--port abc: not a whole number like 5000, 100M or "),
         (["plot", "--x=foo"], "--x foo: give one of step, tokens, hours"),
-        (["sample", "--devise", "cpu", "x"], "unknown flag --devise; see --help"),
+        (["sample", "--devise", "cpu", "x"], "unknown flag --devise: did you mean --device?"),
+        (["sample", "--targets", "x"], "unknown flag --targets: see --help"),
+        (["ladder", "run", "--job=2", "x"], "unknown flag --job: did you mean --jobs?"),
+        (["compare", "--explian", "a", "b"], "unknown flag --explian: did you mean --explain?"),
+        (["replay", "x", "--qqqq=1", "--steps=1"], "unknown flag --qqqq: see --help"),
         (
             ["sample", "x", "--num_samples=a", "--dtype=b"],
             "--num_samples a: not a whole number like",

@@ -137,7 +137,7 @@ def test_texts_that_share_a_row_do_not_see_each_other(option) -> None:
     mask = (owner[:, None] == owner) & torch.ones(24, 24, dtype=torch.bool).tril()
     positions = torch.cat([torch.arange(9), torch.arange(15)])[None]
     with torch.no_grad():
-        packed = model.hidden(ids, positions, mask[None])
+        packed = model.ln_f(model.stream(ids, positions, mask[None]))
         alone = torch.cat([model.hidden(first), model.hidden(second)], dim=1)
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
