@@ -5,7 +5,6 @@ TOML; `[settings]`, the tables of `[sizes]` and `[top]` hold settings by the nam
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -30,7 +29,8 @@ else:
 
 _AT_MOST = 2**20  # bytes of a file
 _KEYS = ("tokens", "seeds", "settings", "sizes", "top", "rate")
-_RATE_KEYS = ("n_embd", "max_lr", "exponent", "factors", "check")
+_RATE_KEYS = ("n_embd", "max_lr", "exponent", "tokens", "tokens_exponent", "factors", "check")
+_TOKENS = 'numbers of tokens, such as ["250k", "1M"]'
 _OURS = ("seed", "run_name", "checkpoint_dir", "max_tokens", "max_steps", "num_epochs", "max_lr")
 
 DATA = "data/python_stdlib_512"  # the embedded corpus in a vocabulary of 512 ids
@@ -55,19 +55,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Rate:
-    """max_lr = `max_lr` x (n_embd / `n_embd`) ^ -`exponent`; muon_lr, where set, by the same factor."""
+    """max_lr = `max_lr` x (n_embd / `n_embd`) ^ -`exponent` x (tokens / `tokens`) ^ -`tokens_exponent`.
+
+    muon_lr, where set, by the same factor. That longer runs need lower rates: Bjorck et al. 2024, arXiv:2409.19913.
+    """
 
     n_embd: int
     max_lr: float
     exponent: float
+    tokens: int
+    tokens_exponent: float
     factors: tuple[
         float, ...
     ]  # of the rule's rate, that the checked rungs are trained with besides
     check: tuple[str, ...]  # names of those rungs
 
-    def factor(self, n_embd: int) -> float:
-        """Return the rate at a width relative to that of the base."""
-        return float((n_embd / self.n_embd) ** -self.exponent)
+    def factor(self, n_embd: int, tokens: int) -> float:
+        """Return the rate at a width and a number of tokens relative to that of the base."""
+        of_width = (n_embd / self.n_embd) ** -self.exponent
+        return float(of_width * (tokens / self.tokens) ** -self.tokens_exponent)
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ class Family:
         if self.rate is None:
             return words
         config = override(preset(values.get("model", Config().model.model)), read_values(values))
-        factor *= self.rate.factor(config.model.n_embd)
+        factor *= self.rate.factor(config.model.n_embd, values["max_tokens"])
         words.append(f"--max_lr={self.rate.max_lr * factor:.6g}")
         if config.optim.muon_lr is not None:
             words.append(f"--muon_lr={config.optim.muon_lr * factor:.6g}")
@@ -160,7 +166,6 @@ def read_family(what: str) -> Family:
 
 def _family(name: str, table: dict[str, Any]) -> Family:
     _known("", table, _KEYS)
-    budgets = _list_of(table, "tokens", _tokens, 'numbers of tokens, such as ["250k", "1M"]')
     seeds = _list_of(table, "seeds", _seed, "whole numbers, such as [1, 2, 3]")
     shared = _settings("settings", table.get("settings", {}))
     sizes = table.get("sizes")
@@ -170,8 +175,13 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     for size, own in sizes.items():
         if re.fullmatch(r"[\w.+-]+", size) is None:
             raise ConfigError(f"[sizes.{size}]: a name of letters, digits and _ . + - only")
-        values = shared | _settings(f"sizes.{size}", own)
-        for tokens in budgets:
+        if not isinstance(own, dict):
+            raise ConfigError(f"[sizes.{size}]: not a table of settings")
+        values = shared | _settings(
+            f"sizes.{size}", {key: own[key] for key in own if key != "tokens"}
+        )
+        budgets = own if "tokens" in own else table  # a size may have its own
+        for tokens in _list_of(budgets, "tokens", _tokens, _TOKENS):
             rungs[_rung_name(size, tokens)] = values | {"max_tokens": tokens}
     top = None
     if "top" in table:
@@ -203,6 +213,15 @@ def _rate(table: Any, rungs: Mapping[str, Any]) -> Rate:
             raise ConfigError(f"[rate] {key}: give a number of at least 0")
     if table["n_embd"] < 1 or table["max_lr"] <= 0:
         raise ConfigError("[rate]: n_embd and max_lr must be above 0")
+    if ("tokens" in table) != ("tokens_exponent" in table):
+        raise ConfigError("[rate]: tokens and tokens_exponent go together; leave out both, or none")
+    try:
+        tokens = _tokens(table.get("tokens", 1))
+    except ValueError as error:
+        raise ConfigError(f"[rate] tokens: {error}") from None
+    tokens_exponent = table.get("tokens_exponent", 0)
+    if not is_number(tokens_exponent) or not 0 <= tokens_exponent <= 2:
+        raise ConfigError("[rate] tokens_exponent: give a number from 0 to 2")
     factors = _list_of(
         {"factors": [0.5, 2.0]} | table, "factors", _factor, "rates, such as [0.5, 2]"
     )
@@ -210,8 +229,12 @@ def _rate(table: Any, rungs: Mapping[str, Any]) -> Rate:
     check = table.get("check", [names[0], names[-1]])
     if not isinstance(check, list) or any(rung not in rungs for rung in check):
         raise ConfigError(f"[rate] check: a list of rungs, of {', '.join(names)}")
-    known = Rate(table["n_embd"], table["max_lr"], table["exponent"], tuple(factors), ())
-    return dataclasses.replace(known, check=tuple(dict.fromkeys(check)))
+    return Rate(
+        **{key: table[key] for key in ("n_embd", "max_lr", "exponent")},
+        **{"tokens": tokens, "tokens_exponent": tokens_exponent},
+        factors=tuple(factors),
+        check=tuple(dict.fromkeys(check)),
+    )
 
 
 def _settings(where: str, values: Any) -> dict[str, Any]:

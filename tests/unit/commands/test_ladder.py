@@ -77,6 +77,24 @@ def test_a_file_means_rungs_with_the_rate_of_their_width(file: Path) -> None:
     assert {"--max_lr=0.005", "--muon_lr=0.0025"} < set(family._flags(micro, 1.0))
 
 
+def test_a_size_may_have_its_own_numbers_of_tokens(file: Path) -> None:
+    own = 'c.n_embd = 18\nc.tokens = [128, "512"]'
+    file.write_text(file.read_text().replace("c.n_embd = 18", own))
+    assert list(read_family(str(file)).rungs)[3:] == [
+        *("b-64", "b-128", "b-256"),
+        *("c-128", "c-512"),
+    ]
+
+
+def test_a_longer_run_may_have_a_lower_rate(file: Path) -> None:
+    by_tokens = "exponent = 1\ntokens = 64\ntokens_exponent = 0.5"
+    file.write_text(file.read_text().replace("exponent = 1", by_tokens))
+    family = read_family(str(file))
+    assert "--max_lr=0.02" in family._flags(family.rungs["a-64"], 1.0)
+    assert "--max_lr=0.01" in family._flags(family.rungs["a-256"], 1.0)
+    assert "--max_lr=0.00444444" in family._flags(family.rungs["c-256"], 1.0)
+
+
 def test_the_families_are_ladders_of_their_own() -> None:
     for name in FAMILIES:
         family = read_family(name)
@@ -100,6 +118,12 @@ def test_the_families_are_ladders_of_their_own() -> None:
         ("a.n_embd = 8", "a.max_lr = 1.0", r"\[sizes.a\] max_lr: the ladder sets it itself"),
         ("tokens = 768", "", r"\[top\]: no tokens"),
         ("exponent = 1", "exponent = 'x'", r"\[rate\] exponent: give a number"),
+        ("exponent = 1", "exponent = 1\ntokens = 64", r"\[rate\]: tokens and tokens_exponent go"),
+        (
+            "exponent = 1",
+            "exponent = 1\ntokens = 64\ntokens_exponent = -1",
+            r"\[rate\] tokens_exponent: give a number from 0 to 2",
+        ),
         ("factors = [4]", "factors = [1]", "1 is no factor"),
         ("factors = [4]", "check = ['d']", r"\[rate\] check: a list of rungs, of a-64, a-128"),
         ("[sizes]", "[sizes", "tiny.toml: Expected"),
