@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablate_until
-from gpt2lab.commands.ablation_table import Run, write_table
+from gpt2lab.commands.ablation_table import Run, has_diverged, write_table
 from gpt2lab.config.command_line import (
     Actions,
     Command,
@@ -95,7 +95,10 @@ _OWN = {*Ablate.__dataclass_fields__, "help", "help_all"}
 
 
 def main(argv: list[str]) -> int:
-    """Run what is missing, then write and print the table."""
+    """Run what is missing, then write and print the table.
+
+    Raises: CheckError after that if a run diverged.
+    """
     words, shared, grid = take_grid(argv)
     if shared and not words and not grid:
         raise ConfigError(_NOTHING)
@@ -125,7 +128,13 @@ def main(argv: list[str]) -> int:
         return write_table(done, out, target=flags.target, smallest=smallest, max_seeds=max_seeds)
 
     def carry(new: list[Run], before: list[Run]) -> None:
-        carry_out(new, say=_say, jobs=flags.jobs, refresh=lambda done: write([*before, *done]))
+        carry_out(
+            new,
+            say=_say,
+            jobs=flags.jobs,
+            refresh=lambda done: write([*before, *done]),
+            on_divergence="go on",
+        )
 
     if max_seeds is None:
         runs = plan(flags.seeds)
@@ -146,6 +155,11 @@ def main(argv: list[str]) -> int:
         )
     markdown, as_json = write(runs)
     print(json.dumps(as_json) if flags.json else markdown)
+    if diverged := [run.name for run in runs if has_diverged(out / run.name)]:
+        raise CheckError(
+            f"{len(diverged)} of {len(runs)} runs diverged: {', '.join(diverged)}; give their settings a lower "
+            f"--max_lr under another name"
+        )
     return 0
 
 
@@ -312,10 +326,13 @@ def carry_out(
     say: Callable[[str], None],
     jobs: int = 1,
     refresh: Callable[[list[Run]], object] = lambda done: None,
+    on_divergence: Literal["end", "go on"] = "end",
 ) -> None:
     """Run what is not complete yet, `jobs` fresh processes at a time; each writes its own log.txt.
 
     `refresh` gets the runs of all seeds that are complete, each time that there is one more.
+
+    `on_divergence`: whether a run whose numbers are no longer finite is an end like others, and not taken up again.
 
     Raises: CheckError if one fails or stops early; started again, the ablation goes on where it stood.
     """
@@ -330,7 +347,8 @@ def carry_out(
         try:
             if stop.is_set():
                 raise CheckError(f"{run.name} was not begun: another run failed")
-            _carry_out_one(run, f"[{number}/{len(runs)}] {run.name}", place, say)
+            name = f"[{number}/{len(runs)}] {run.name}"
+            _carry_out_one(run, name, place, say, may_diverge=on_divergence == "go on")
         except BaseException:
             stop.set()  # what runs comes to its end, nothing else begins
             raise
@@ -361,9 +379,17 @@ def carry_out(
 
 
 def _carry_out_one(
-    run: Run, place: str, environment: dict[str, str], say: Callable[[str], None]
+    run: Run,
+    place: str,
+    environment: dict[str, str],
+    say: Callable[[str], None],
+    *,
+    may_diverge: bool,
 ) -> None:
     start = _start_of(run.command)
+    if may_diverge and has_diverged(start.run_dir):
+        say(f"{place}: diverged")
+        return
     if start.is_complete:
         say(f"{place}: complete")
         return
@@ -380,6 +406,9 @@ def _carry_out_one(
     )
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        if may_diverge and has_diverged(start.run_dir):
+            say(f"{place}: diverged: {reason.removeprefix('error: ')}")
+            return
         raise CheckError(f"{run.name} failed with exit code {done.returncode}: {reason}")
     if not _start_of(run.command).is_complete:
         raise CheckError(f"{run.name} stopped before its end; start again to go on with it")

@@ -105,7 +105,9 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
     try:
         found = json.loads(table.read_text())
         settings, comparisons = found["settings"], found.get("comparisons", [])
-        curves = {row["setting"]: [_evaluations(c) for c in row["curves"]] for row in settings}
+        curves = {
+            row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings
+        }
         intervals = {row["setting"]: _intervals(row) for row in comparisons}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
@@ -116,6 +118,10 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
     if intervals:
         _draw_differences(figure.add_subplot(1, 2, 2), intervals, found["settings"][0]["setting"])
     for (setting, seeds), colour in zip(curves.items(), itertools.cycle(_COLOURS), strict=False):
+        if None in seeds:
+            label = f"{setting}, diverged in {seeds.count(None)} of {len(seeds)}"
+            axes.plot([], [], color=colour, label=label)
+            continue
         mean = mean_over_seeds(seeds)
         label = f"{setting}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
         _draw_measured(axes, mean, view.x, color=colour, capsize=2, label=label)
