@@ -240,7 +240,8 @@ def test_real_runs_stop_when_they_are_decided(
         ((f"{tmp_path}/none*", pair[0]), "none*: no run of this name"),
         ((",", pair[0]), ",: no run of this name"),
         ((f"{tmp_path / 'out'}/base_seed1,{tmp_path / 'out'}/base_seed1", pair[1]), "seed 2 is in"),
-        ((*pair, "--only=hellaswag"), "--only hellaswag: groups of runs are compared by"),
+        ((*pair, "--only=hellaswag"), "have nothing to compare: no run has hellaswag results"),
+        ((*pair, "--smallest_difference=0"), "smallest_difference 0 must be above 0"),
     ):
         done = launch.call("compare.py", *names)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr
