@@ -164,6 +164,56 @@ def _draw_differences(
         axes.legend(fontsize=8, frameon=False)
 
 
+def draw_explanation(answer: Path, path: Path) -> None:
+    """Draw what `compare --explain --json` printed: a panel a split, each part of the difference with its interval.
+
+    Raises: ConfigError if matplotlib is missing, the answer cannot be read or the file cannot be written.
+    """
+    try:
+        found = json.loads(answer.read_text())
+        title = f"A  {found['a']}    B  {found['b']}"
+        found = found["explain"]
+        whole, unit = float(found["difference"]), found["unit"]
+        splits = [(split["by"], split["groups"]) for split in found["splits"]]
+        rows = [[_part(group, whole) for group in groups] for _, groups in splits]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{answer}: not an explained difference ({error!r}); {paths.script('compare')} A B --explain --json "
+            f"prints one"
+        ) from error
+    heights = [max(map(len, rows[place : place + 2])) for place in range(0, len(rows), 2)]
+    figure = _new_figure(13, 1 + sum(0.8 + 0.22 * height for height in heights))
+    for axes, (by, groups), parts in zip(_grid(figure, len(splits)), splits, rows, strict=True):
+        places = range(len(parts))
+        means, lows, highs, shares = np.array(parts).T
+        label = "the group's share of the tokens"
+        axes.barh(places, shares, height=0.6, color=_GREY, alpha=0.35, label=label)
+        style: dict[str, Any] = {"fmt": "o", "ms": 4, "capsize": 3, "color": _COLOURS[0]}
+        ends = np.array([means - lows, highs - means])
+        axes.errorbar(
+            means, places, xerr=ends, **style, label=f"its part, 95 % interval over {unit}s"
+        )
+        marks = [f"{g['name']}{' *' if g['stands_out'] else ''}" for g in groups]
+        axes.set_yticks(places, marks, fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(0, color=_GREY, lw=1, ls="--")
+        axes.set_title(by, fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set_xlabel("part of B - A, nats/token", fontsize=8)
+    names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.suptitle(f"{title}    B - A {whole:+.4f} nats/token", fontsize=10)
+    _write(figure, path)
+
+
+def _part(group: dict[str, Any], whole: float) -> tuple[float, ...]:
+    """Return a group's part, the ends of its interval, both the part where it has none, and its share of the whole."""
+    part = float(group["part"])
+    ends = (part if group[end] is None else float(group[end]) for end in ("part_low", "part_high"))
+    return (part, *ends, float(group["tokens"]) * whole)
+
+
 def draw_ladder(table: Path, path: Path) -> None:
     """Draw a ladder.json: each rung's seeds, the fitted law with its 80 % band by size, and the predicted top rung.
 
