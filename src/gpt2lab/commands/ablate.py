@@ -30,7 +30,7 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablate_until
-from gpt2lab.commands.ablation_table import Run, has_diverged, write_table
+from gpt2lab.commands.ablation_table import Run, write_table
 from gpt2lab.config.command_line import (
     Actions,
     Command,
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
         )
     markdown, as_json = write(runs)
     print(json.dumps(as_json) if flags.json else markdown)
-    if diverged := [run.name for run in runs if has_diverged(out / run.name)]:
+    if diverged := [run.name for run in runs if history.has_diverged(out / run.name)]:
         raise CheckError(
             f"{len(diverged)} of {len(runs)} runs diverged: {', '.join(diverged)}; give their settings a lower "
             f"--max_lr under another name"
@@ -334,21 +334,23 @@ def carry_out(
 
     `on_divergence`: whether a run whose numbers are no longer finite is an end like others, and not taken up again.
 
-    Raises: CheckError if one fails or stops early; started again, the ablation goes on where it stood.
+    Raises: CheckError if one fails or stops early; KeyboardInterrupt when what runs has saved and ended. Started again,
+        the ablation goes on where it stood.
     """
     devices = {run.command.fresh().system.device for run in runs}
     places, stop = _places(jobs, on_cpu=devices == {"cpu"}), threading.Event()
     free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for place in places:
         free.put(place)
+    running: list[subprocess.Popen[str]] = []
 
     def carry(number: int, run: Run) -> None:
         place = free.get()
         try:
             if stop.is_set():
                 raise CheckError(f"{run.name} was not begun: another run failed")
-            name = f"[{number}/{len(runs)}] {run.name}"
-            _carry_out_one(run, name, place, say, may_diverge=on_divergence == "go on")
+            name, may_diverge = f"[{number}/{len(runs)}] {run.name}", on_divergence == "go on"
+            _carry_out_one(run, name, place, say, may_diverge=may_diverge, running=running)
         except BaseException:
             stop.set()  # what runs comes to its end, nothing else begins
             raise
@@ -366,16 +368,54 @@ def carry_out(
             say(progress(runs))
 
     numbered = list(enumerate(runs, start=1))
-    if jobs == 1:
-        for number, run in numbered:
-            carry(number, run)
-            note(run)
-        return
-    with ThreadPoolExecutor(jobs) as pool:
-        tasks = {pool.submit(carry, number, run): run for number, run in numbered}
-        for task in as_completed(tasks):
-            task.result()
-            note(tasks[task])
+    try:
+        if jobs == 1:
+            for number, run in numbered:
+                carry(number, run)
+                note(run)
+            return
+        with ThreadPoolExecutor(jobs) as pool:
+            tasks = {pool.submit(carry, number, run): run for number, run in numbered}
+            try:
+                for task in as_completed(tasks):
+                    task.result()
+                    note(tasks[task])
+            except KeyboardInterrupt:
+                stop.set()
+                for trainer in list(running):
+                    trainer.terminate()  # it saves; the pool waits for it
+                raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("what was trained is saved; start again to go on with it") from None
+
+
+def run_trainer(
+    argv: Sequence[str], environment: dict[str, str], running: list[subprocess.Popen[str]]
+) -> tuple[int, str]:
+    """Train in a fresh process, which is among `running` meanwhile; return its exit code and what it wrote to stderr.
+
+    Raises: KeyboardInterrupt after Ctrl+C, when the trainer has saved and ended.
+    """
+    from gpt2lab.training.stop import end_with_parent
+
+    trainer = subprocess.Popen(
+        [sys.executable, *paths.trainer("train"), *argv],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
+    )
+    running.append(trainer)
+    try:
+        stderr = trainer.communicate()[1]
+    except KeyboardInterrupt:
+        trainer.terminate()  # a terminal has told it too, a signal to this process alone has not
+        trainer.communicate()
+        raise
+    finally:
+        running.remove(trainer)
+    return trainer.returncode, stderr
 
 
 def _carry_out_one(
@@ -385,31 +425,23 @@ def _carry_out_one(
     say: Callable[[str], None],
     *,
     may_diverge: bool,
+    running: list[subprocess.Popen[str]],
 ) -> None:
     start = _start_of(run.command)
-    if may_diverge and has_diverged(start.run_dir):
+    if may_diverge and history.has_diverged(start.run_dir):
         say(f"{place}: diverged")
         return
     if start.is_complete:
         say(f"{place}: complete")
         return
     say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
-    from gpt2lab.training.stop import end_with_parent
-
-    done = subprocess.run(
-        [sys.executable, *paths.trainer("train"), *run.command.argv],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-        preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
-    )
-    if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        if may_diverge and has_diverged(start.run_dir):
+    code, stderr = run_trainer(run.command.argv, environment, running)
+    if code:
+        reason = (stderr.strip() or "no message").splitlines()[-1]
+        if may_diverge and history.has_diverged(start.run_dir):
             say(f"{place}: diverged: {reason.removeprefix('error: ')}")
             return
-        raise CheckError(f"{run.name} failed with exit code {done.returncode}: {reason}")
+        raise CheckError(f"{run.name} failed with exit code {code}: {reason}")
     if not _start_of(run.command).is_complete:
         raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gpt2lab.commands.ablation_table import Run, has_diverged, read_curve
+from gpt2lab.commands.ablation_table import Run, read_curve
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.seeds import decide, first_bounded
 from gpt2lab.evaluation.uncertainty import ALPHA
+from gpt2lab.runs import history
 
 MAX_SEEDS = 20
 
@@ -60,7 +61,7 @@ def run_until_decided(
         new = [run for run in plan(seeds[begin:end]) if run.setting in (baseline, *undecided)]
         carry(new, done)
         done += new
-        diverged = {run.setting for run in new if has_diverged(out / run.name)}
+        diverged = {run.setting for run in new if history.has_diverged(out / run.name)}
         undecided = [setting for setting in undecided if not {setting, baseline} & diverged]
         for run in new:
             if run.setting not in diverged:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.command_line import Command
-from gpt2lab.errors import CheckError, NonFiniteError, SaveError
+from gpt2lab.errors import CheckError, SaveError
 from gpt2lab.evaluation import over_seeds
 from gpt2lab.evaluation.over_seeds import Comparison
 from gpt2lab.evaluation.results import Results, file_of_step, read_results
@@ -71,12 +71,6 @@ class Row:
     seconds_to_loss: Mean | None = None
     seconds_ratio: Mean | None = None
     reached: int | None = None  # seeds that reached the loss; None if it is not known for each
-
-
-def has_diverged(run_dir: Path) -> bool:
-    """Tell whether a run ended because its numbers were not finite."""
-    status = history.read_json(run_dir / "status.json") or {}
-    return status.get("exit_code") == NonFiniteError.exit_code
 
 
 def finished(own: Sequence[Curve | None]) -> list[Curve] | None:
@@ -312,7 +306,7 @@ def write_table(
     curves: dict[str, list[Curve | None]] = {}
     for run in runs:
         run_dir = out / run.name
-        curve = None if has_diverged(run_dir) else read_curve(run_dir)
+        curve = None if history.has_diverged(run_dir) else read_curve(run_dir)
         curves.setdefault(run.setting, []).append(curve)
     rows = compare(curves, target=target)
     flags = {run.setting: list(run.command.argv) for run in reversed(runs)}  # of the first seed

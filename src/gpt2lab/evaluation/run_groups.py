@@ -45,6 +45,10 @@ def find_group(name: str, checkpoint_dir: Path) -> Group:
     group: Group = {}
     first: dict[str, Any] = {}
     for folder in dict.fromkeys(folders):
+        if history.has_diverged(folder):
+            raise DataError(
+                f"{name}: {folder.name} diverged, so it has no last results; a group with it is not compared"
+            )
         config = history.read_config(folder)
         flat = {
             setting: value

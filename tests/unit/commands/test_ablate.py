@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,17 +162,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the trainer in this process instead of one of its own; return the names of the runs so started."""
     names: list[str] = []
 
-    def fake_run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        command = parse(argv[2:])
+    def run_here(argv: list[str], *_: Any) -> tuple[int, str]:
+        command = parse(argv)
         names.append(str(command.fresh().checkpoint.run_name))
         try:
             pretrain(command)
         except GPT2LabError as error:
-            return subprocess.CompletedProcess(argv, error.exit_code, "", f"error: {error}\n")
-        return subprocess.CompletedProcess(argv, 0, "", "")
+            return error.exit_code, f"error: {error}\n"
+        return 0, ""
 
-    module = SimpleNamespace(run=fake_run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(ablate, "subprocess", module)
+    monkeypatch.setattr(ablate, "run_trainer", run_here)
     return names
 
 

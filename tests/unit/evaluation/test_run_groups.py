@@ -97,6 +97,11 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     assert [one.found.metric for one in found.metrics] == ["val_loss", "quiz acc"]
     with pytest.raises(DataError, match="have nothing to compare: b_2 has no hellaswag results"):
         compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, only="hellaswag")
+    status = json.loads((tmp_path / "b_2" / "status.json").read_text())
+    (tmp_path / "b_2" / "status.json").write_text(json.dumps(status | {"exit_code": 76}))
+    with pytest.raises(DataError, match="b_2 diverged, so it has no last results; a group with"):
+        compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
+    (tmp_path / "b_2" / "status.json").write_text(json.dumps(status))
     for seed in (1, 2, 3):
         keep_items(tmp_path / f"b_{seed}", right["b", seed][:50])
     with pytest.raises(DataError, match=r"was not measured on the same items \(60 and 50 items\)"):
