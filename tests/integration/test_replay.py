@@ -246,11 +246,22 @@ def test_what_cannot_be_replayed_is_said_in_a_line(
 def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path) -> None:
     """The batch is compared in steps with a change too: nothing else would tell other data there."""
     (own / "moved").symlink_to(own / "clean")
-    train(own, "mine", "moved")
+    train(own, "mine", "moved", f"--stop_after_steps={SPIKE}")
     (own / "moved").unlink()
-    for program, flag in (("replay.py", "--steps=9"), ("why_spike.py", "--step=9")):
+    here, other = (f"--data_dir={own / name}" for name in ("clean", "swapped"))
+    for program, flag, says in (
+        ("replay.py", "--steps=9", ": batch, rate, loss and gradient norm are every bit as logged"),
+        ("why_spike.py", "--step=9", ": as logged"),
+    ):
         line = call(program, own, "mine", flag, code=2)
-        assert line.endswith("if they were moved, put them back, or a link to them")
+        assert line.endswith("if they were moved, say where with --data_dir")
+        assert says in call(program, own, "mine", flag, here)
+        line = call(program, own, "mine", flag, other, code=2)  # the documents of step 9 are equal
+        assert "swapped: not the data that mine was trained on (fingerprint " in line
+    # In bisect the other run keeps its own data.
+    assert "which sample is not known" in call("bisect_runs.py", own, "mine", "poisoned", code=1)
+    said = call("bisect_runs.py", own, "mine", "poisoned", here, code=1)
+    assert f"batch: 1 of {S} samples differ, the first is sample {BAD}" in said
     (own / "moved").symlink_to(own / "poisoned")
     words = (f"--steps={SPIKE}", "--max_lr=0.02", "--json")
     found = call("replay.py", own, "mine", *words, code=1)

@@ -35,6 +35,7 @@ class ReplayRun:
     max_lr: float | None = option(None, "replay with this peak learning rate")
     dtype: Literal["fp32", "bf16"] | None = option(None, "replay in this precision")
     layers: bool = option(False, "show the gradient norm of each layer")
+    data_dir: tuple[str, ...] = option((), "where the run's data are now, if they were moved")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         flags.max_lr,
         flags.dtype,
     )
-    found = replay(run_dir, steps, change, layers=flags.layers)
+    found = replay(run_dir, steps, change, layers=flags.layers, data_dir=flags.data_dir)
     print(json.dumps(found.as_json()) if flags.json else found.describe())
     return 0 if found.departure is None else 1
 
@@ -181,16 +182,18 @@ def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) else repr(value)
 
 
-def replay(run_dir: Path, steps: range, change: Change, *, layers: bool) -> Replayed:
+def replay(
+    run_dir: Path, steps: range, change: Change, *, layers: bool, data_dir: tuple[str, ...] = ()
+) -> Replayed:
     """Take the steps before the change as they were, then those asked for with it."""
     described = change.describe()
     unchanged: dict[int, dict[str, float | None]] = {}
     if layers and described is not None:
-        as_was = open_run(run_dir, steps)
+        as_was = open_run(run_dir, steps, data_dir)
         taken = as_was.take_until(steps[-1], layers=True)
         unchanged = {step.event["step"]: step.layers for step in taken}
         as_was.close()
-    again = open_run(run_dir, steps)
+    again = open_run(run_dir, steps, data_dir)
     again.require(change, steps)
     departure = None
     before = steps[0] - 1 if described else steps[-1]
@@ -221,7 +224,7 @@ def replay(run_dir: Path, steps: range, change: Change, *, layers: bool) -> Repl
     )
 
 
-def open_run(run_dir: Path, steps: range) -> Replay:
+def open_run(run_dir: Path, steps: range, data_dir: tuple[str, ...] = ()) -> Replay:
     """Load the newest checkpoint before the first of some steps, and say so on stderr."""
     from gpt2lab.commands.train import recipe_named
     from gpt2lab.runs import history
@@ -229,7 +232,7 @@ def open_run(run_dir: Path, steps: range) -> Replay:
 
     is_tuned = history.read_config(run_dir).tuning.instructions is not None
     recipe = recipe_named("finetune" if is_tuned else "pretrain")
-    again = open_replay(run_dir, recipe, first=steps[0], last=steps[-1])
+    again = open_replay(run_dir, recipe, first=steps[0], last=steps[-1], data_dir=data_dir)
     count = fmt.number_of(steps[-1] - again.from_step, "step")
     print(f"replaying {count} from the checkpoint of step {again.from_step}", file=sys.stderr)
     return again
