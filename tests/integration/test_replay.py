@@ -150,6 +150,29 @@ def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place: Path) ->
     assert "steps 9 to 13: batch, rate, loss and gradient norm are every bit as logged" in said
 
 
+@pytest.mark.slow
+def test_a_compiled_run_is_replayed_compiled(own: Path) -> None:
+    flags = [
+        flag for flag in flags_of(own, "compiled", "clean") if not flag.startswith("--compile=")
+    ]
+    pretrain(parse([*flags, "--compile=on", "--stop_after_steps=6"]))
+    for name in ("compiled", "clean"):  # compiling leaves nothing behind for the other
+        assert "every bit as logged" in call("replay.py", own, name, "--steps=5:6")
+
+
+def test_a_compiled_run_is_replayed_where_nothing_can_compile(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own / "runs" / "clean" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"compile": "on"}))
+    monkeypatch.setenv("PATH", "")
+    said = call("replay.py", own, "clean", "--steps=9").splitlines()[-1]
+    assert said == (
+        "step 9: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, "
+        "because the run was compiled, and nothing can compile here (no C++ compiler on the PATH)"
+    )
+
+
 def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place: Path) -> None:
     one = ("poisoned", f"--without_sample={BAD}", "--json")
     found = call("replay.py", place, *one, "--steps=14:15", "--layers")

@@ -88,7 +88,7 @@ class Replayed:
     unchanged_layers: dict[int, dict[str, float | None]]  # of the same steps, taken as they were
     departure: tuple[ReplayedStep, str, str] | None  # of the steps that were taken as they were
     unlike: list[str]  # in the environment
-    is_exact: bool
+    rounding: str | None  # why not every bit is compared
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Replayed:
             "run": str(self.run),
             "from_step": self.from_step,
             "change": self.change,
-            "compared": "bits" if self.is_exact else "rounding",
+            "compared": "rounding" if self.rounding else "bits",
             "departure": departure,
             "environment": self.unlike,
             "steps": [
@@ -170,11 +170,11 @@ class Replayed:
         if begin == end:
             return "no step before the change was taken, so none was compared with the log"
         which = f"step {begin}" if begin == end - 1 else f"steps {begin} to {end - 1}"
-        if self.is_exact:
+        if self.rounding is None:
             return f"{which}: batch, rate, loss and gradient norm are every bit as logged"
         return (
-            f"{which}: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, because the "
-            f"run's ranks summed in another order than one process does"
+            f"{which}: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, because "
+            f"{self.rounding}"
         )
 
 
@@ -219,7 +219,7 @@ def replay(
         {number: norms for number, norms in unchanged.items() if number in steps},
         departure,
         again.other_environment(),
-        again.is_exact,
+        again.rounding,
         again.notes,
     )
 

@@ -175,7 +175,7 @@ def explain(
     if departure is None:
         for name, value in (("loss", loss), ("grad_norm", norm)):
             before = logged[name]
-            tolerance = 0.0 if replay.is_exact else ROUNDING[name]
+            tolerance = ROUNDING[name] if replay.rounding else 0.0
             same = before is not None and math.isclose(value, before, rel_tol=tolerance)
             if not same and not (before is None and not math.isfinite(value)):
                 departure = f"not as logged ({name} {before})"

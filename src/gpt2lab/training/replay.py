@@ -27,7 +27,7 @@ from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import with_data_at
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
-from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.distributed.strategy import Strategy, missing_for_compile
 from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import default_min_lr
@@ -49,7 +49,7 @@ QUANTITIES = (
     ("gradient norm", "grad_norm"),
     ("update", "updated"),
 )
-# Several ranks sum gradients in another order than the one process of a replay.
+# Relative, where sums have another order: of several ranks, or of a compiled run that is replayed without compiling.
 ROUNDING = {"loss": 1e-5, "grad_norm": 1e-4}
 _LOCATION = ("run_name", "checkpoint_dir")
 
@@ -223,6 +223,10 @@ def _open(
                 f"--data_dir {' '.join(data_dir)}: not the data that {run_dir.name} was trained on (fingerprint "
                 f"{found[:12]}, the run's is {trained_on[:12]}); give those, in a mixture with the same weights"
             )
+    runtime.use(config.system)
+    lacks = missing_for_compile(runtime.device) if config.system.compile == "on" else None
+    if lacks:
+        values["compile"] = "off"
     actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
     is_tuned = wanted["instructions"] is not None
     command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
@@ -234,7 +238,12 @@ def _open(
     model = recipe.build_model(start, runtime)
     start = check_attention(start, model, runtime)
     components = build(start, runtime, model, recipe, against_log="skip")
-    return Replay(components, events, saved_on=saved_on, notes=tuple(notes))
+    rounding = None
+    if lacks:
+        rounding = f"the run was compiled, and nothing can compile here ({lacks})"
+    elif saved_on.get("world_size", 1) > 1 and start.config.system.reduce != "exact":
+        rounding = "the run's ranks summed in another order than one process does"
+    return Replay(components, events, saved_on=saved_on, notes=tuple(notes), rounding=rounding)
 
 
 def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
@@ -268,21 +277,22 @@ class Replay:
         *,
         saved_on: dict[str, Any],
         notes: tuple[str, ...],
+        rounding: str | None,
     ) -> None:
-        """`logged`: the steps that may be taken; `saved_on`: the environment that they were taken in."""
+        """`logged`: the steps that may be taken; `saved_on`: the environment that they were taken in; `rounding`: why
+        not every bit is promised.
+        """
         self.components, self.logged, self.notes = components, logged, notes
         self.start, self.state = components.start, components.state
         self.from_step, self.saved_on = components.state.step, saved_on
         self.loader = components.batches.loader
         self._documents: Documents | None = None
-        # Of one rank, and of any number with exact reduction, every bit is promised.
-        is_alone = saved_on.get("world_size", 1) == 1
-        self.is_exact = is_alone or self.start.config.system.reduce == "exact"
+        self.rounding = rounding
 
     @property
     def tolerance(self) -> dict[str, float] | None:
         """How far a replay may be from the log, relative, by field; None: no bit."""
-        return None if self.is_exact else ROUNDING
+        return ROUNDING if self.rounding else None
 
     @property
     def run(self) -> Path:
