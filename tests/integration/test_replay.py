@@ -215,16 +215,25 @@ def test_a_document_is_left_out_wherever_it_is_a_target(place: Path) -> None:
     assert [S * T - step["targets"] for step in found["steps"]] == count
 
 
-def test_another_rate_or_precision_holds_from_the_first_step_asked_for(place: Path) -> None:
+def test_another_rate_holds_from_the_first_step_asked_for(place: Path) -> None:
     found = call("replay.py", place, "clean", "--steps=11:13", "--max_lr=0.02", "--json")
     first, second, _ = found["steps"]
     assert first["replayed"]["loss"] == first["logged"]["loss"]
     assert first["replayed"]["lr"] == pytest.approx(2 * first["logged"]["lr"], rel=1e-12)
     assert second["replayed"]["loss"] != second["logged"]["loss"]
-    found = call("replay.py", place, "clean", "--steps=11", "--dtype=fp32", "--json")
-    assert found["steps"][0]["replayed"] == {
-        name: found["steps"][0]["logged"][name] for name in found["steps"][0]["replayed"]
-    }
+
+
+def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own: Path) -> None:
+    train(own, "half", "clean", "--dtype=bf16", "--stop_after_steps=6")
+    assert "every bit as logged" in call("replay.py", own, "half", "--steps=6")
+    for name, dtype, is_same in (("half", "fp32", False), ("clean", "fp32", True)):
+        found = call("replay.py", own, name, "--steps=6", f"--dtype={dtype}", "--json")
+        (step,) = found["steps"]
+        for quantity in ("loss", "grad_norm"):
+            before, now = (step[when][quantity] for when in ("logged", "replayed"))
+            assert now == pytest.approx(before, rel=1e-2)
+            assert (now == before) == is_same
+        assert (found["departure"], found["change"]) == (None, f"with dtype {dtype}")
 
 
 @pytest.mark.parametrize(
