@@ -196,7 +196,7 @@ class MixedData(TokenData):
 
 
 def missing_folders(config: Config) -> list[Path]:
-    """Return the folders of a run's data that are gone; conversations, of which fine-tuning is, have none."""
+    """Return the folders of a run's data that are gone; a fine-tuned run has none."""
     if config.tuning.instructions is not None:
         return []
     return [folder for folder in read_sources(config.data).folders if not folder.is_dir()]
@@ -216,7 +216,7 @@ def require_folders(config: Config, flag: str) -> None:
 def with_data_at(config: Config, words: Sequence[str]) -> Config:
     """Return a run's settings with its data where --data_dir says; without words, where they were.
 
-    Raises: DataError if they are not there any more; ConfigError for a run that has no folders of data.
+    Raises: DataError if they are gone; ConfigError for a fine-tuned run.
     """
     if not words:
         require_folders(config, "--data_dir")

@@ -38,9 +38,7 @@ from gpt2lab.evaluation.validation_windows import (
 NOISE = 0.05  # of all groups of all splits together
 _TOKENS_AT_ONCE = 1 << 18
 _MOST_NAMED = 3  # groups in the sentence
-_LEAST_DEGREES = (
-    1  # of freedom: two documents of equal weight; with fewer nothing is told from noise
-)
+_LEAST_DEGREES = 1  # of freedom: two documents of equal weight; fewer tell nothing from noise
 
 
 @dataclass(frozen=True)

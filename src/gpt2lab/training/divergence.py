@@ -28,7 +28,7 @@ class Side:
 
     folder: Path
     log: Log
-    data_dir: tuple[str, ...] = ()  # of data that were moved
+    data_dir: tuple[str, ...]  # of data that were moved
 
     def at(self, step: int) -> Event:
         """Return the event of a step that is known to be logged."""
@@ -58,7 +58,7 @@ class Side:
         return {info.step: info for info in catalog.list_checkpoints(self.folder)[0]}
 
 
-def open_side(folder: Path, data_dir: tuple[str, ...] = ()) -> Side:
+def open_side(folder: Path, data_dir: tuple[str, ...]) -> Side:
     """Read a run's log. `data_dir`: where its data are, unless they are where they were."""
     gone = missing_folders(history.read_config(folder))
     return Side(folder, history.read_log(folder), data_dir if gone else ())

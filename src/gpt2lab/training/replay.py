@@ -153,7 +153,7 @@ def open_replay(
 ) -> Replay:
     """Load the newest intact checkpoint before step `first`, to replay steps up to `last`.
 
-    `data_dir`: where the run's data are now, as the setting has it; default where they were.
+    `data_dir`: what --data_dir says, if the run's data were moved.
 
     Raises: ConfigError if there is none, or a step was not taken; CheckpointError, DataError.
     """
@@ -173,10 +173,7 @@ def open_replay(
     for info in reversed([info for info in infos if info.step < first]):
         try:
             return _open(
-                *(run_dir, recipe, runtime, log, info, data_dir),
-                notes=notes,
-                first=first,
-                last=last,
+                run_dir, recipe, runtime, log, info, data_dir, notes=notes, first=first, last=last
             )
         except CheckpointError as error:
             notes.append(f"passed over: {error}")
