@@ -480,13 +480,14 @@ def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path
         middle = (one["part_low"] + one["part_high"]) / 2
         assert middle == pytest.approx(one["part"], abs=1e-12)
         assert one["part_high"] - one["part"] > 1.9 * one["part_se"]
-    done = call("plot.py", "--explain", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
+    done = call("plot.py", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
     assert done.returncode == 0, done.stderr
     picture = (tmp_path / "it.svg").read_text()
     for name in (*(g["name"] for g in groups), "source", "A  both    B  letters"):
         assert f"<!-- {name}" in picture
-    (tmp_path / "other.json").write_text('{"a": "x", "b": "y", "metrics": {}}')
-    done = call("plot.py", "--explain", tmp_path / "other.json")
+    plain = '{"a": "x", "b": "y", "metrics": {"val_loss": {"difference": 0.1}}}'
+    (tmp_path / "other.json").write_text(plain)
+    done = call("plot.py", "--compare", tmp_path / "other.json")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "other.json: not an explained difference (KeyError('explain')); " in done.stderr
+    assert "other.json: no comparison with intervals (KeyError('over_units')); " in done.stderr
     assert not (tmp_path / "other.png").exists()

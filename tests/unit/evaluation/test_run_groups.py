@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import launch
 from gpt2lab.checkpoint.catalog import list_checkpoints
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, keep_results
@@ -88,6 +89,12 @@ def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) ->
     answer = as_json("a_*", "b_*", found, smallest=0.3)
     assert (answer["metric"], answer["unit"]) == ("val_loss", "nats/token")
     assert answer["metrics"]["quiz acc"]["unit"] is None
+    (tmp_path / "it.json").write_text(json.dumps(answer))
+    done = launch.call("plot.py", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
+    assert done.returncode == 0, done.stderr
+    picture = (tmp_path / "it.svg").read_text()
+    for text in ("quiz acc", "acc_norm", "B - A, nats/token", "over seeds (95 %)", "a_*    B  b_*"):
+        assert text in picture
 
     only = compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, only="tasks")
     assert [one.found.metric for one in only.metrics] == ["quiz acc"]
