@@ -261,3 +261,41 @@ def test_an_ablation_takes_its_run_along_and_goes_on_with_it(
     assert launch.train_in_forks([*shared, *flags]).returncode == 0
     assert launch.parameter_hash(cold, 12) == launch.parameter_hash(straight / "cold", 12)
     assert [path for path in out.rglob(".*")] == []
+
+
+@pytest.mark.parametrize(("jobs", "whole_group"), [(1, True), (2, False)])
+def test_an_ablation_that_is_interrupted_lets_its_runs_save(
+    jobs: int, whole_group: bool, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Ctrl+C in a terminal reaches the trainers too; `kill -INT` only the ablation."""
+    settings = tmp_path / "settings.txt"
+    settings.write_text("cold: --max_lr=0.0001\nhot: --max_lr=0.01\n")
+    out = tmp_path / "out"
+    shape = [word for word in SHAPE if not word.startswith("--run_name")]
+    words = [f"--out={out}", "--seeds=1", f"--jobs={jobs}", *shape, f"--data_dir={tiny_data}"]
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(launch.SCRIPTS / "ablate.py"),
+            str(settings),
+            *words,
+            "--max_steps=12",
+        ],
+        env=launch.environment(FAULT="step:sleep0.2@*"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    launch.wait_for_step(process, out / "cold_seed1", 3)
+    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout) == (1, "")
+    assert stderr.splitlines()[jobs:] == [
+        "error: interrupted; what was trained is saved; start again to go on with it"
+    ]
+    told = json.loads((out / "cold_seed1" / "status.json").read_text())
+    assert (told["state"], told["exit_code"]) == ("stopped", 0)
+    assert told["checkpoint"] == str(out / "cold_seed1" / f"step_{told['step']:08d}")
+    assert 3 <= told["step"] < 12
+    assert not (out / "ablation.md").exists()

@@ -43,6 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_run_is_replayed_from_its_own_conversations(folder: Path, tmp_path: Path) -> None:
+    finetune(flags_of(folder, tmp_path, "run", "--checkpoint_freq=2", "--stop_after_steps=3"))
+    assert "every bit as logged" in launch.call("replay.py", tmp_path / "run", "--steps=3").stdout
+    for words in (("replay.py", "--steps=3"), ("data.py", "show", "--step=3", "--run")):
+        done = launch.call(*words, tmp_path / "run", f"--data_dir={folder}")
+        line = "--data_dir: the run was fine-tuned on --instructions; leave it out"
+        assert (done.returncode, line in done.stderr) == (2, True)
+
+
 def test_a_run_learns_and_is_logged_like_any(folder: Path) -> None:
     run = folder / "runs" / "whole"
     steps, evals = launch.steps(run), launch.events(run, "eval")

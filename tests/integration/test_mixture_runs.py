@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,20 @@ def test_every_step_can_be_shown_with_its_sources(straight: Path, data: Path) ->
             assert np.array_equal(window, expected)
     said = launch.call("data.py", "show", "--run", straight, "--step", 1).stdout
     assert "--- sample 0: easy, tiny_train_000000.npy from token 0" in said
+
+
+def test_a_moved_mixture_is_replayed_and_shown_with_the_same_weights_alone(
+    straight: Path, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(data, tmp_path / "moved")
+    there = words(tmp_path / "moved", **WEIGHTS)
+    replay = ("replay.py", straight, "--steps=13:15", *there)
+    assert "every bit as logged" in launch.call(*replay).stdout
+    shown = launch.call("data.py", "show", "--run", straight, "--step", LAST, *there)
+    assert "--- sample 191: late, tiny_train_000001.npy from token 80" in shown.stdout
+    done = launch.call(*replay[:-1], f"{tmp_path / 'moved' / 'late'}:0.5")
+    assert done.returncode == 2
+    assert "not the data that straight was trained on (fingerprint" in done.stderr
 
 
 def test_other_weights_are_other_data(data: Path, tmp_path: Path) -> None:

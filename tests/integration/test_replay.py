@@ -150,6 +150,29 @@ def test_a_replay_repeats_every_bit_and_leaves_the_run_as_it_was(place: Path) ->
     assert "steps 9 to 13: batch, rate, loss and gradient norm are every bit as logged" in said
 
 
+@pytest.mark.slow
+def test_a_compiled_run_is_replayed_compiled(own: Path) -> None:
+    flags = [
+        flag for flag in flags_of(own, "compiled", "clean") if not flag.startswith("--compile=")
+    ]
+    pretrain(parse([*flags, "--compile=on", "--stop_after_steps=6"]))
+    for name in ("compiled", "clean"):  # compiling leaves nothing behind for the other
+        assert "every bit as logged" in call("replay.py", own, name, "--steps=5:6")
+
+
+def test_a_compiled_run_is_replayed_where_nothing_can_compile(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own / "runs" / "clean" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"compile": "on"}))
+    monkeypatch.setenv("PATH", "")
+    said = call("replay.py", own, "clean", "--steps=9").splitlines()[-1]
+    assert said == (
+        "step 9: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, "
+        "because the run was compiled, and nothing can compile here (no C++ compiler on the PATH)"
+    )
+
+
 def test_a_sample_left_out_is_out_of_the_mean_and_of_nothing_else(place: Path) -> None:
     one = ("poisoned", f"--without_sample={BAD}", "--json")
     found = call("replay.py", place, *one, "--steps=14:15", "--layers")
@@ -192,16 +215,25 @@ def test_a_document_is_left_out_wherever_it_is_a_target(place: Path) -> None:
     assert [S * T - step["targets"] for step in found["steps"]] == count
 
 
-def test_another_rate_or_precision_holds_from_the_first_step_asked_for(place: Path) -> None:
+def test_another_rate_holds_from_the_first_step_asked_for(place: Path) -> None:
     found = call("replay.py", place, "clean", "--steps=11:13", "--max_lr=0.02", "--json")
     first, second, _ = found["steps"]
     assert first["replayed"]["loss"] == first["logged"]["loss"]
     assert first["replayed"]["lr"] == pytest.approx(2 * first["logged"]["lr"], rel=1e-12)
     assert second["replayed"]["loss"] != second["logged"]["loss"]
-    found = call("replay.py", place, "clean", "--steps=11", "--dtype=fp32", "--json")
-    assert found["steps"][0]["replayed"] == {
-        name: found["steps"][0]["logged"][name] for name in found["steps"][0]["replayed"]
-    }
+
+
+def test_a_bf16_run_is_replayed_as_it_was_and_in_fp32(own: Path) -> None:
+    train(own, "half", "clean", "--dtype=bf16", "--stop_after_steps=6")
+    assert "every bit as logged" in call("replay.py", own, "half", "--steps=6")
+    for name, dtype, is_same in (("half", "fp32", False), ("clean", "fp32", True)):
+        found = call("replay.py", own, name, "--steps=6", f"--dtype={dtype}", "--json")
+        (step,) = found["steps"]
+        for quantity in ("loss", "grad_norm"):
+            before, now = (step[when][quantity] for when in ("logged", "replayed"))
+            assert now == pytest.approx(before, rel=1e-2)
+            assert (now == before) == is_same
+        assert (found["departure"], found["change"]) == (None, f"with dtype {dtype}")
 
 
 @pytest.mark.parametrize(
@@ -246,11 +278,22 @@ def test_what_cannot_be_replayed_is_said_in_a_line(
 def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path) -> None:
     """The batch is compared in steps with a change too: nothing else would tell other data there."""
     (own / "moved").symlink_to(own / "clean")
-    train(own, "mine", "moved")
+    train(own, "mine", "moved", f"--stop_after_steps={SPIKE}")
     (own / "moved").unlink()
-    for program, flag in (("replay.py", "--steps=9"), ("why_spike.py", "--step=9")):
+    here, other = (f"--data_dir={own / name}" for name in ("clean", "swapped"))
+    for program, flag, says in (
+        ("replay.py", "--steps=9", ": batch, rate, loss and gradient norm are every bit as logged"),
+        ("why_spike.py", "--step=9", ": as logged"),
+    ):
         line = call(program, own, "mine", flag, code=2)
-        assert line.endswith("if they were moved, put them back, or a link to them")
+        assert line.endswith("if they were moved, say where with --data_dir")
+        assert says in call(program, own, "mine", flag, here)
+        line = call(program, own, "mine", flag, other, code=2)  # the documents of step 9 are equal
+        assert "swapped: not the data that mine was trained on (fingerprint " in line
+    # In bisect the other run keeps its own data.
+    assert "which sample is not known" in call("bisect_runs.py", own, "mine", "poisoned", code=1)
+    said = call("bisect_runs.py", own, "mine", "poisoned", here, code=1)
+    assert f"batch: 1 of {S} samples differ, the first is sample {BAD}" in said
     (own / "moved").symlink_to(own / "poisoned")
     words = (f"--steps={SPIKE}", "--max_lr=0.02", "--json")
     found = call("replay.py", own, "mine", *words, code=1)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
@@ -95,7 +95,10 @@ _OWN = {*Ablate.__dataclass_fields__, "help", "help_all"}
 
 
 def main(argv: list[str]) -> int:
-    """Run what is missing, then write and print the table."""
+    """Run what is missing, then write and print the table.
+
+    Raises: CheckError after that if a run diverged.
+    """
     words, shared, grid = take_grid(argv)
     if shared and not words and not grid:
         raise ConfigError(_NOTHING)
@@ -123,7 +126,13 @@ def main(argv: list[str]) -> int:
         return write_table(done, out, target=flags.target, smallest=smallest, max_seeds=max_seeds)
 
     def carry(new: list[Run], before: list[Run]) -> None:
-        carry_out(new, say=_say, jobs=flags.jobs, refresh=lambda done: write([*before, *done]))
+        carry_out(
+            new,
+            say=_say,
+            jobs=flags.jobs,
+            refresh=lambda done: write([*before, *done]),
+            on_divergence="go on",
+        )
 
     if max_seeds is None:
         runs = plan(flags.seeds)
@@ -144,6 +153,11 @@ def main(argv: list[str]) -> int:
         )
     markdown, as_json = write(runs)
     print(json.dumps(as_json) if flags.json else markdown)
+    if diverged := [run.name for run in runs if history.has_diverged(out / run.name)]:
+        raise CheckError(
+            f"{len(diverged)} of {len(runs)} runs diverged: {', '.join(diverged)}; give their settings a lower "
+            f"--max_lr under another name"
+        )
     return 0
 
 
@@ -351,25 +365,31 @@ def carry_out(
     say: Callable[[str], None],
     jobs: int = 1,
     refresh: Callable[[list[Run]], object] = lambda done: None,
+    on_divergence: Literal["end", "go on"] = "end",
 ) -> None:
     """Run what is not complete yet, `jobs` fresh processes at a time; each writes its own log.txt.
 
     `refresh` gets the runs of all seeds that are complete, each time that there is one more.
 
-    Raises: CheckError if one fails or stops early; started again, the ablation goes on where it stood.
+    `on_divergence`: whether a run whose numbers are no longer finite is an end like others, and not taken up again.
+
+    Raises: CheckError if one fails or stops early; KeyboardInterrupt when what runs has saved and ended. Started again,
+        the ablation goes on where it stood.
     """
     devices = {run.command.fresh().system.device for run in runs}
     places, stop = _places(jobs, on_cpu=devices == {"cpu"}), threading.Event()
     free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
     for place in places:
         free.put(place)
+    running: list[subprocess.Popen[str]] = []
 
     def carry(number: int, run: Run) -> None:
         place = free.get()
         try:
             if stop.is_set():
                 raise CheckError(f"{run.name} was not begun: another run failed")
-            _carry_out_one(run, f"[{number}/{len(runs)}] {run.name}", place, say)
+            name, may_diverge = f"[{number}/{len(runs)}] {run.name}", on_divergence == "go on"
+            _carry_out_one(run, name, place, say, may_diverge=may_diverge, running=running)
         except BaseException:
             stop.set()  # what runs comes to its end, nothing else begins
             raise
@@ -387,39 +407,80 @@ def carry_out(
             say(progress(runs))
 
     numbered = list(enumerate(runs, start=1))
-    if jobs == 1:
-        for number, run in numbered:
-            carry(number, run)
-            note(run)
-        return
-    with ThreadPoolExecutor(jobs) as pool:
-        tasks = {pool.submit(carry, number, run): run for number, run in numbered}
-        for task in as_completed(tasks):
-            task.result()
-            note(tasks[task])
+    try:
+        if jobs == 1:
+            for number, run in numbered:
+                carry(number, run)
+                note(run)
+            return
+        with ThreadPoolExecutor(jobs) as pool:
+            tasks = {pool.submit(carry, number, run): run for number, run in numbered}
+            try:
+                for task in as_completed(tasks):
+                    task.result()
+                    note(tasks[task])
+            except KeyboardInterrupt:
+                stop.set()
+                for trainer in list(running):
+                    trainer.terminate()  # it saves; the pool waits for it
+                raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("what was trained is saved; start again to go on with it") from None
 
 
-def _carry_out_one(
-    run: Run, place: str, environment: dict[str, str], say: Callable[[str], None]
-) -> None:
-    start = _start_of(run.command)
-    if start.is_complete:
-        say(f"{place}: complete")
-        return
-    say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
+def run_trainer(
+    argv: Sequence[str], environment: dict[str, str], running: list[subprocess.Popen[str]]
+) -> tuple[int, str]:
+    """Train in a fresh process, which is among `running` meanwhile; return its exit code and what it wrote to stderr.
+
+    Raises: KeyboardInterrupt after Ctrl+C, when the trainer has saved and ended.
+    """
     from gpt2lab.training.stop import end_with_parent
 
-    done = subprocess.run(
-        [sys.executable, *paths.trainer("train"), *run.command.argv],
+    trainer = subprocess.Popen(
+        [sys.executable, *paths.trainer("train"), *argv],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
         preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
     )
-    if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise CheckError(f"{run.name} failed with exit code {done.returncode}: {reason}")
+    running.append(trainer)
+    try:
+        stderr = trainer.communicate()[1]
+    except KeyboardInterrupt:
+        trainer.terminate()  # a terminal has told it too, a signal to this process alone has not
+        trainer.communicate()
+        raise
+    finally:
+        running.remove(trainer)
+    return trainer.returncode, stderr
+
+
+def _carry_out_one(
+    run: Run,
+    place: str,
+    environment: dict[str, str],
+    say: Callable[[str], None],
+    *,
+    may_diverge: bool,
+    running: list[subprocess.Popen[str]],
+) -> None:
+    start = _start_of(run.command)
+    if may_diverge and history.has_diverged(start.run_dir):
+        say(f"{place}: diverged")
+        return
+    if start.is_complete:
+        say(f"{place}: complete")
+        return
+    say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
+    code, stderr = run_trainer(run.command.argv, environment, running)
+    if code:
+        reason = (stderr.strip() or "no message").splitlines()[-1]
+        if may_diverge and history.has_diverged(start.run_dir):
+            say(f"{place}: diverged: {reason.removeprefix('error: ')}")
+            return
+        raise CheckError(f"{run.name} failed with exit code {code}: {reason}")
     if not _start_of(run.command).is_complete:
         raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
 

@@ -13,6 +13,7 @@ from gpt2lab.commands.ablation_table import Run, read_curve
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.seeds import decide, first_bounded
 from gpt2lab.evaluation.uncertainty import ALPHA
+from gpt2lab.runs import history
 
 MAX_SEEDS = 20
 
@@ -48,7 +49,8 @@ def run_until_decided(
 
     `plan(seeds)` returns the runs of all settings, `carry(new, before)` runs the new ones. The first of `settings` is
     the baseline; `seeds` are all that the budget allows. It begins with `given` of them or, if more, with the fewest
-    that can decide. A setting that is decided gets no more seeds.
+    that can decide. A setting that is decided gets no more seeds, nor does one that diverged. If the baseline diverged,
+    there is nothing left to decide.
     """
     baseline, *undecided = settings
     alpha = ALPHA / len(undecided)
@@ -59,8 +61,11 @@ def run_until_decided(
         new = [run for run in plan(seeds[begin:end]) if run.setting in (baseline, *undecided)]
         carry(new, done)
         done += new
+        diverged = {run.setting for run in new if history.has_diverged(out / run.name)}
+        undecided = [setting for setting in undecided if not {setting, baseline} & diverged]
         for run in new:
-            losses[run.setting].append(read_curve(out / run.name).losses[-1])
+            if run.setting not in diverged:
+                losses[run.setting].append(read_curve(out / run.name).losses[-1])
         differences = {
             setting: [a - b for a, b in zip(losses[setting], losses[baseline], strict=True)]
             for setting in undecided

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,21 @@ class Row:
 
     setting: str
     seeds: int
-    tokens: int
-    loss: Mean
-    loss_difference: Mean | None  # None if the baseline ended after other tokens
-    tokens_to_loss: Mean | None
-    tokens_ratio: Mean | None
-    seconds_to_loss: Mean | None
-    seconds_ratio: Mean | None
-    reached: int  # seeds that reached the loss
+    diverged: int = 0  # of the seeds; if any did, the setting has no number at all
+    tokens: int | None = None
+    loss: Mean | None = None
+    loss_difference: Mean | None = None  # None if the baseline ended after other tokens
+    tokens_to_loss: Mean | None = None
+    tokens_ratio: Mean | None = None
+    seconds_to_loss: Mean | None = None
+    seconds_ratio: Mean | None = None
+    reached: int | None = None  # seeds that reached the loss; None if it is not known for each
+
+
+def finished(own: Sequence[Curve | None]) -> list[Curve] | None:
+    """Return a setting's curves, None if a seed diverged: the seeds left are those that the setting chose itself."""
+    kept = [curve for curve in own if curve is not None]
+    return kept if len(kept) == len(own) else None
 
 
 def read_curve(run_dir: Path) -> Curve:
@@ -120,21 +127,28 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), error, float(t_half_width(error, n - 1)))
 
 
-def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row]:
-    """Return the table of {setting: a curve for each seed}; the first setting is the baseline.
+def compare(curves: Mapping[str, Sequence[Curve | None]], *, target: float | None) -> list[Row]:
+    """Return the table of {setting: a curve for each seed, None where it diverged}; the first is the baseline.
 
     Without a target each seed has its own: the baseline's last loss with that seed. Ratios are to the baseline with
     the same seed. A setting may have fewer seeds than the baseline: its first ones.
     """
     baseline = next(iter(curves.values()))
-    targets = [curve.losses[-1] if target is None else target for curve in baseline]
-    base = [reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
+    targets = [
+        target if target is not None or curve is None else curve.losses[-1] for curve in baseline
+    ]
+    base = [_reach(curve, goal) for curve, goal in zip(baseline, targets, strict=True)]
     if target is None:  # its last loss, which it may have touched before by chance
-        base = [(float(curve.tokens[-1]), curve.seconds[-1]) for curve in baseline]
+        base = [(float(c.tokens[-1]), c.seconds[-1]) if c else None for c in baseline]
     rows = []
-    for setting, own in curves.items():
-        found = [reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
-        found = base if own is baseline else found
+    for setting, with_diverged in curves.items():
+        own = finished(with_diverged)
+        if own is None:
+            seeds = len(with_diverged)
+            rows.append(Row(setting, seeds, with_diverged.count(None)))
+            continue
+        found = [_reach(curve, goal) for curve, goal in zip(own, targets, strict=False)]
+        found = base if with_diverged is baseline else found
         reached = [place for place in found if place is not None]
         pairs = [(a, b) for a, b in zip(found, base, strict=False) if a and b]
         means: list[Mean | None] = []
@@ -143,13 +157,18 @@ def compare(curves: dict[str, list[Curve]], *, target: float | None) -> list[Row
             ratios = [a[unit] / b[unit] for a, b in pairs]
             means.append(mean(ratios) if len(ratios) == len(own) else None)
         tokens, tokens_ratio, seconds, seconds_ratio = means
-        difference = None
-        if own[0].tokens[-1] == baseline[0].tokens[-1]:
-            difference = mean(differences_of(own, baseline))
+        difference, whole = None, finished(baseline)
+        if whole is not None and own[0].tokens[-1] == whole[0].tokens[-1]:
+            difference = mean(differences_of(own, whole))
         last = mean([curve.losses[-1] for curve in own])
-        row = (last, difference, tokens, tokens_ratio, seconds, seconds_ratio, len(reached))
-        rows.append(Row(setting, len(own), own[0].tokens[-1], *row))
+        row = (last, difference, tokens, tokens_ratio, seconds, seconds_ratio)
+        count = None if None in targets else len(reached)
+        rows.append(Row(setting, len(own), 0, own[0].tokens[-1], *row, count))
     return rows
+
+
+def _reach(curve: Curve | None, target: float | None) -> tuple[float, float] | None:
+    return None if curve is None or target is None else reach(curve, target)
 
 
 def differences_of(own: Sequence[Curve], baseline: Sequence[Curve]) -> list[float]:
@@ -166,10 +185,11 @@ def write_markdown(
     header = ("setting", "seeds", "tokens", "last val loss", "difference", f"tokens to {goal}")
     lines = []
     for row in rows:
-        missing = f"not reached ({row.reached} of {row.seeds})"
+        missing = "n/a" if row.reached is None else f"not reached ({row.reached} of {row.seeds})"
+        last = _diverged(row) if row.diverged else _show(row.loss, "{:.4f}")
         lines.append(
             [
-                *(row.setting, str(row.seeds), f"{row.tokens:,}", _show(row.loss, "{:.4f}")),
+                *(row.setting, str(row.seeds), fmt.number(row.tokens, ","), last),
                 _show(row.loss_difference, "{:+.4f}"),
                 _show(row.tokens_to_loss, "{:,.0f}") if row.tokens_to_loss else missing,
                 _show(row.tokens_ratio, "{:.3f}"),
@@ -184,6 +204,10 @@ def write_markdown(
         )
     table = fmt.markdown_table([*header, "ratio", "seconds to it", "ratio"], lines)
     return f"{table}\n\n{note}"
+
+
+def _diverged(row: Row) -> str:
+    return f"diverged in {row.diverged} of {fmt.number_of(row.seeds, 'seed')}"
 
 
 def _show(found: Mean | None, form: str) -> str:
@@ -201,21 +225,27 @@ def _last_results(run_dir: Path) -> Results | None:
 
 def find_comparisons(
     runs: Sequence[Run],
-    curves: dict[str, list[Curve]],
+    with_diverged: Mapping[str, Sequence[Curve | None]],
     out: Path,
     *,
     smallest: float,
     until_decided: bool,
 ) -> list[Comparison]:
-    """Compare the last losses of all settings that ended after the baseline's tokens with the baseline's."""
-    baseline, *others = curves
+    """Compare the last losses of all settings that ended after the baseline's tokens with the baseline's.
+
+    A setting that diverged in a seed is not compared, but counts as one of those that were to be.
+    """
+    baseline, *others = with_diverged
+    curves = {name: own for name, some in with_diverged.items() if (own := finished(some))}
+    if baseline not in curves:
+        return []
     kept: dict[str, list[Results | None]] = {}
     for run in runs:
         kept.setdefault(run.setting, []).append(_last_results(out / run.name))
     differences: dict[str, list[float]] = {}
     units: dict[str, over_seeds.OverUnits | None] = {}
     for name in others:
-        if curves[name][0].tokens[-1] != curves[baseline][0].tokens[-1]:
+        if name not in curves or curves[name][0].tokens[-1] != curves[baseline][0].tokens[-1]:
             continue
         differences[name] = differences_of(curves[name], curves[baseline])
         count = len(differences[name])
@@ -223,8 +253,27 @@ def find_comparisons(
         if len(a) == len(b) == count:
             units[name] = over_seeds.over_units(a, b, "val_loss")
     return over_seeds.compare_all(
-        baseline, differences, units, smallest=smallest, until_decided=until_decided
+        baseline,
+        differences,
+        units,
+        smallest=smallest,
+        until_decided=until_decided,
+        tests=len(differences) + len(with_diverged) - len(curves),
     )
+
+
+def diverged_sentences(rows: Sequence[Row]) -> dict[str, str]:
+    """Say in a sentence for each setting that diverged what it means for the comparison."""
+    baseline, *others = rows
+    found = {
+        row.setting: f"{row.setting} {_diverged(row)}, so it is not compared with {baseline.setting}."
+        for row in others
+        if row.diverged
+    }
+    if baseline.diverged:
+        name = baseline.setting
+        found[name] = f"{name} {_diverged(baseline)}, so nothing is compared with it."
+    return found
 
 
 def write_comparisons(found: Sequence[Comparison], *, smallest: float) -> str:
@@ -250,14 +299,19 @@ def write_table(
 
     Raises: CheckError if a run measured nothing; SaveError.
     """
-    curves: dict[str, list[Curve]] = {}
+    curves: dict[str, list[Curve | None]] = {}
     for run in runs:
-        curves.setdefault(run.setting, []).append(read_curve(out / run.name))
+        run_dir = out / run.name
+        curve = None if history.has_diverged(run_dir) else read_curve(run_dir)
+        curves.setdefault(run.setting, []).append(curve)
     rows = compare(curves, target=target)
     flags = {run.setting: list(run.command.argv) for run in reversed(runs)}  # of the first seed
     settings = [
         asdict(row)
-        | {"command": flags[row.setting], "curves": [asdict(c) for c in curves[row.setting]]}
+        | {
+            "command": flags[row.setting],
+            "curves": [curve and asdict(curve) for curve in curves[row.setting]],
+        }
         for row in rows
     ]
     seeds = list(dict.fromkeys(run.seed for run in runs))
@@ -265,16 +319,18 @@ def write_table(
     comparisons = find_comparisons(
         runs, curves, out, smallest=smallest, until_decided=until_decided
     )
-    every = [curve for own in curves.values() for curve in own]
+    logs = [history.read_log(out / run.name) for run in runs]
     spent = {
         "seeds": len(seeds),
         "max_seeds": max_seeds,
-        "runs": len(every),
-        "tokens": sum(curve.tokens[-1] for curve in every),
-        "step_seconds": sum(curve.seconds[-1] for curve in every),
+        "runs": len(runs),
+        "tokens": sum(int(max(log.column("tokens"), default=0)) for log in logs),
+        "step_seconds": sum(float(log.column("step_seconds").sum()) for log in logs),
     }
+    diverged = diverged_sentences(rows)
     parts = [write_markdown(rows, target=target, until_decided=until_decided)]
     parts += [write_comparisons(comparisons, smallest=smallest)] if comparisons else []
+    parts += ["\n".join(f"- {sentence}" for sentence in diverged.values())] if diverged else []
     markdown = "\n\n".join([*parts, _spent_line(spent, comparisons)])
     as_json = {
         "target_loss": target,
@@ -286,6 +342,7 @@ def write_table(
             asdict(one) | {"sentence": over_seeds.sentence(one, smallest=smallest)}
             for one in comparisons
         ],
+        "diverged": diverged,
         "spent": spent,
     }
     try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
+from gpt2lab.commands.replay import open_run
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import GPT2LabError
 
@@ -32,6 +33,10 @@ class Bisect:
 
     a: Positional[str] = argument("name of a run in checkpoints/, or its folder")
     b: Positional[str] = argument("the other")
+    data_dir: tuple[str, ...] = option(
+        (),
+        "where the data are now that were moved; a run whose data are where they were keeps them",
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -44,7 +49,7 @@ def main(argv: list[str]) -> int:
     folders = [
         history.find_run(run, checkpoint_dir=flags.checkpoint_dir) for run in (flags.a, flags.b)
     ]
-    found = bisect(*folders)
+    found = bisect(*folders, data_dir=flags.data_dir)
     print(json.dumps(dataclasses.asdict(found)) if flags.json else found.describe())
     return 0 if found.step is None else 1
 
@@ -78,7 +83,7 @@ class Finding:
         return "\n".join([*lines, fmt.number_of(self.replays, "replay")])
 
 
-def bisect(folder_a: Path, folder_b: Path) -> Finding:
+def bisect(folder_a: Path, folder_b: Path, *, data_dir: tuple[str, ...] = ()) -> Finding:
     """Compare records, then hashes of checkpoints, then tensors; replay only where these do not tell.
 
     Raises: CheckpointError naming a checkpoint of both runs that is damaged.
@@ -87,7 +92,7 @@ def bisect(folder_a: Path, folder_b: Path) -> Finding:
     from gpt2lab.training import divergence
     from gpt2lab.training.replay import QUANTITIES, other_values
 
-    a, b = divergence.open_side(folder_a), divergence.open_side(folder_b)
+    a, b = (divergence.open_side(folder, data_dir) for folder in (folder_a, folder_b))
     for side in (a, b):
         if not len(side.log.numbers):
             raise GPT2LabError(f"{paths.for_people(side.folder)}: has taken no step to compare")
@@ -172,7 +177,7 @@ def _batch(a: Side, b: Side, step: int) -> str:
 
     hashes = " and ".join(side.at(step)["batch_hash"][:12] for side in (a, b))
     try:
-        ours, theirs = (tokens_of_step(side.folder, step) for side in (a, b))
+        ours, theirs = (tokens_of_step(side.folder, step, side.data_dir) for side in (a, b))
     except GPT2LabError as error:
         return f"hashes {hashes}; which sample is not known: {error}"
     if ours.windows.shape != theirs.windows.shape:
@@ -200,7 +205,6 @@ def _replay(a: Side, b: Side, step: int, equal: int | None) -> tuple[str | None,
 
     Returns: the first tensor that differs before the step, if that is known; what to conclude; the count of replays.
     """
-    from gpt2lab.commands.replay import open_run
     from gpt2lab.training.divergence import first_tensor
 
     sides = {"A": a, "B": b}
@@ -212,7 +216,9 @@ def _replay(a: Side, b: Side, step: int, equal: int | None) -> tuple[str | None,
     weights: list[dict[str, Any]] = []
     said = []
     for name in todo:
-        run = open_run(sides[name].folder, range(step if equal is None else equal + 1, step + 1))
+        side = sides[name]
+        steps = range(step if equal is None else equal + 1, step + 1)
+        run = open_run(side.folder, steps, side.data_dir)
         run.take_until(step - 1)
         departed = run.departure
         tensors = dict(run.components.model.named_parameters())

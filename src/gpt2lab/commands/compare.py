@@ -8,6 +8,7 @@ gpt2lab compare 'norms/gpt2_seed*' 'norms/modern_seed*'
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ from tyro.conf import Positional
 
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.over_seeds import SMALLEST
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Compare:
         False,
         "split the difference of validation losses by kind and position of the tokens; needs --keep_token_losses",
     )
+    smallest_difference: float | None = option(
+        None,
+        "of groups of runs: smaller differences, in nats per token or in the unit of the metric, count as equal; "
+        f"default {SMALLEST:g}",
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -45,18 +52,23 @@ def main(argv: list[str]) -> int:
 
     folder = paths.runs_folder(flags.checkpoint_dir)
     if run_groups.is_group(flags.a) or run_groups.is_group(flags.b):
-        if flags.only not in (None, "validation"):
-            raise ConfigError(
-                f"--only {flags.only}: groups of runs are compared by validation loss only"
-            )
         if flags.explain:
             raise ConfigError("--explain compares two runs, not groups: name one run of each")
-        found = run_groups.compare_groups(flags.a, flags.b, checkpoint_dir=folder)
+        smallest = SMALLEST if flags.smallest_difference is None else flags.smallest_difference
+        if not 0 < smallest < math.inf:
+            raise ConfigError(f"smallest_difference {smallest:g} must be above 0")
+        groups = run_groups.compare_groups(
+            flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
+        )
         if flags.json:
-            print(json.dumps(run_groups.as_json(flags.a, flags.b, found)))
+            print(json.dumps(run_groups.as_json(flags.a, flags.b, groups, smallest=smallest)))
         else:
-            print(run_groups.describe(flags.a, flags.b, found))
+            print(run_groups.describe(flags.a, flags.b, groups, smallest=smallest))
         return 0
+    if flags.smallest_difference is not None:
+        raise ConfigError(
+            "--smallest_difference goes with groups of runs, such as 'a_seed*' 'b_seed*'"
+        )
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
     explained = None
     if flags.explain:

@@ -68,6 +68,7 @@ class Show:
     run: str = argument("name of a run in checkpoints/, or its folder")
     step: int = argument("number of the update, from 1")
     text: bool = option(False, "as text instead of ids")
+    data_dir: tuple[str, ...] = option((), "where the run's data are now, if they were moved")
 
     def execute(self) -> int:
         """Print the tokens."""
@@ -75,7 +76,7 @@ class Show:
         from gpt2lab.runs import history
 
         run_dir = history.find_run(self.run)
-        tokens = data_show.tokens_of_step(run_dir, self.step)
+        tokens = data_show.tokens_of_step(run_dir, self.step, self.data_dir)
         print(data_show.describe(run_dir, tokens, as_text=self.text))
         return 0
 

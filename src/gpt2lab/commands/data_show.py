@@ -10,7 +10,7 @@ import numpy as np
 from gpt2lab import paths
 from gpt2lab.commands.train import recipe_named
 from gpt2lab.data.documents import find_documents
-from gpt2lab.data.mixture import Mixture, require_folders, training_order
+from gpt2lab.data.mixture import Mixture, training_order, with_data_at
 from gpt2lab.data.shards import TokenData
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
@@ -48,8 +48,8 @@ class StepTokens:
         return [known.of_targets(*row, self.windows.shape[1] - 1) for row in rows]
 
 
-def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
-    """Return what update number `step` of a run trained on.
+def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> StepTokens:
+    """Return what update number `step` of a run trained on. `data_dir`: where its data are now, if they were moved.
 
     Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
     """
@@ -69,8 +69,7 @@ def tokens_of_step(run_dir: Path, step: int) -> StepTokens:
     context_length = config.model.context_length
     samples = begun[-1]["tokens_per_step"] // context_length
     recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
-    require_folders(config)
-    data = recipe.open_data(config, history.read_tokenizer(run_dir))
+    data = recipe.open_data(with_data_at(config, data_dir), history.read_tokenizer(run_dir))
     shards = data.splits["train"]
     order = training_order(
         data,

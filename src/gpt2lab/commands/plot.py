@@ -42,6 +42,12 @@ class Plot:
         "folder of a ladder: draw its rungs, the law fitted to them and its prediction, instead of runs; default "
         "ladder.png there",
     )
+    compare: Path | None = option(
+        None,
+        "file with the output of `compare --json`, of groups of runs or of two runs with --explain: draw the "
+        "differences or the parts of the difference with their intervals, instead of runs; default the same name "
+        "with .png",
+    )
     speeds: Path | None = option(
         None, "draw measured tokens/s from this JSON file (docs/benchmarks.json) instead of runs"
     )
@@ -63,6 +69,12 @@ def main(argv: list[str]) -> int:
         if flags.x or flags.log or flags.only_loss:
             raise ConfigError("--speeds draws bars: --x, --log and --only_loss are for curves")
         plots.draw_speeds(paths.from_working_directory(flags.speeds), out)
+    elif flags.compare is not None:
+        if flags.runs or flags.only_loss or flags.x or flags.log or flags.ablation or flags.ladder:
+            raise ConfigError("--compare draws one comparison alone: leave out runs, --x and --log")
+        answer = paths.from_working_directory(flags.compare)
+        out = out or answer.with_suffix(".png")
+        plots.draw_comparison(answer, out)
     elif flags.ladder is not None:
         if flags.runs or flags.only_loss or flags.x or flags.log or flags.ablation:
             raise ConfigError("--ladder draws a ladder alone: leave out runs, --x and --log")

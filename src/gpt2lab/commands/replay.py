@@ -35,6 +35,7 @@ class ReplayRun:
     max_lr: float | None = option(None, "replay with this peak learning rate")
     dtype: Literal["fp32", "bf16"] | None = option(None, "replay in this precision")
     layers: bool = option(False, "show the gradient norm of each layer")
+    data_dir: tuple[str, ...] = option((), "where the run's data are now, if they were moved")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         flags.max_lr,
         flags.dtype,
     )
-    found = replay(run_dir, steps, change, layers=flags.layers)
+    found = replay(run_dir, steps, change, layers=flags.layers, data_dir=flags.data_dir)
     print(json.dumps(found.as_json()) if flags.json else found.describe())
     return 0 if found.departure is None else 1
 
@@ -87,7 +88,7 @@ class Replayed:
     unchanged_layers: dict[int, dict[str, float | None]]  # of the same steps, taken as they were
     departure: tuple[ReplayedStep, str, str] | None  # of the steps that were taken as they were
     unlike: list[str]  # in the environment
-    is_exact: bool
+    rounding: str | None  # why not every bit is compared
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class Replayed:
             "run": str(self.run),
             "from_step": self.from_step,
             "change": self.change,
-            "compared": "bits" if self.is_exact else "rounding",
+            "compared": "rounding" if self.rounding else "bits",
             "departure": departure,
             "environment": self.unlike,
             "steps": [
@@ -169,11 +170,11 @@ class Replayed:
         if begin == end:
             return "no step before the change was taken, so none was compared with the log"
         which = f"step {begin}" if begin == end - 1 else f"steps {begin} to {end - 1}"
-        if self.is_exact:
+        if self.rounding is None:
             return f"{which}: batch, rate, loss and gradient norm are every bit as logged"
         return (
-            f"{which}: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, because the "
-            f"run's ranks summed in another order than one process does"
+            f"{which}: the same batches and rates; losses to 1e-5 and gradient norms to 1e-4 as logged, because "
+            f"{self.rounding}"
         )
 
 
@@ -181,16 +182,18 @@ def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) else repr(value)
 
 
-def replay(run_dir: Path, steps: range, change: Change, *, layers: bool) -> Replayed:
+def replay(
+    run_dir: Path, steps: range, change: Change, *, layers: bool, data_dir: tuple[str, ...] = ()
+) -> Replayed:
     """Take the steps before the change as they were, then those asked for with it."""
     described = change.describe()
     unchanged: dict[int, dict[str, float | None]] = {}
     if layers and described is not None:
-        as_was = open_run(run_dir, steps)
+        as_was = open_run(run_dir, steps, data_dir)
         taken = as_was.take_until(steps[-1], layers=True)
         unchanged = {step.event["step"]: step.layers for step in taken}
         as_was.close()
-    again = open_run(run_dir, steps)
+    again = open_run(run_dir, steps, data_dir)
     again.require(change, steps)
     before = steps[0] - 1 if described else steps[-1]
     taken = again.take_until(before, layers=layers)
@@ -206,12 +209,12 @@ def replay(run_dir: Path, steps: range, change: Change, *, layers: bool) -> Repl
         {number: norms for number, norms in unchanged.items() if number in steps},
         again.departure,
         again.other_environment(),
-        again.is_exact,
+        again.rounding,
         again.notes,
     )
 
 
-def open_run(run_dir: Path, steps: range) -> Replay:
+def open_run(run_dir: Path, steps: range, data_dir: tuple[str, ...] = ()) -> Replay:
     """Load the newest checkpoint before the first of some steps, and say so on stderr."""
     from gpt2lab.commands.train import recipe_named
     from gpt2lab.runs import history
@@ -219,7 +222,7 @@ def open_run(run_dir: Path, steps: range) -> Replay:
 
     is_tuned = history.read_config(run_dir).tuning.instructions is not None
     recipe = recipe_named("finetune" if is_tuned else "pretrain")
-    again = open_replay(run_dir, recipe, first=steps[0], last=steps[-1])
+    again = open_replay(run_dir, recipe, first=steps[0], last=steps[-1], data_dir=data_dir)
     count = fmt.number_of(steps[-1] - again.from_step, "step")
     print(f"replaying {count} from the checkpoint of step {again.from_step}", file=sys.stderr)
     return again

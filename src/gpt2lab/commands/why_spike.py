@@ -17,6 +17,7 @@ import numpy as np
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
+from gpt2lab.commands.replay import open_run
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError, printable
 
@@ -36,6 +37,7 @@ class WhySpike:
     worst: int = option(
         3, "number of worst samples to show; the step is also taken without each of them"
     )
+    data_dir: tuple[str, ...] = option((), "where the run's data are now, if they were moved")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
 
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
         name = "worst" if flags.worst < 1 else "step"
         raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
     run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
-    found = explain(run_dir, flags.step, worst=flags.worst)
+    found = explain(run_dir, flags.step, worst=flags.worst, data_dir=flags.data_dir)
     print(json.dumps(found.as_json()) if flags.json else found.describe())
     return 0 if found.departure is None else 1
 
@@ -136,18 +138,20 @@ class Spike:
         )
 
 
-def explain(run_dir: Path, step: int | None, *, worst: int) -> Spike:
+def explain(
+    run_dir: Path, step: int | None, *, worst: int, data_dir: tuple[str, ...] = ()
+) -> Spike:
     """Replay up to a step, and divide its gradient by sample."""
     from gpt2lab.commands.data_show import tokens_of_step
-    from gpt2lab.commands.replay import open_run
     from gpt2lab.training.replay import Change, first_difference, without
     from gpt2lab.training.spike import WithoutSample, contributions, patterns
 
     how = None
     if step is None:
         step, how = _choose(run_dir)
-    tokens = tokens_of_step(run_dir, step)  # before anything is computed: the data may have changed
-    replay = open_run(run_dir, range(step, step + 1))
+    # Before anything is computed: the data may have changed.
+    tokens = tokens_of_step(run_dir, step, data_dir)
+    replay = open_run(run_dir, range(step, step + 1), data_dir)
     departure = None
     replay.take_until(step - 1)
     if replay.departure is not None:

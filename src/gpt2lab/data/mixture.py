@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.config.mixture import DataSources, Phase, read_sources
+from gpt2lab.config.mixture import DataSources, Phase, normal_words, read_sources
 from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override
 from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.data.order import VERSION, Order, Shuffle
 from gpt2lab.data.shards import TokenData, open_data
@@ -194,19 +195,37 @@ class MixedData(TokenData):
         )
 
 
-def require_folders(config: Config, flag: str | None = None) -> None:
+def missing_folders(config: Config) -> list[Path]:
+    """Return the folders of a run's data that are gone; a fine-tuned run has none."""
+    if config.tuning.instructions is not None:
+        return []
+    return [folder for folder in read_sources(config.data).folders if not folder.is_dir()]
+
+
+def require_folders(config: Config, flag: str) -> None:
     """Reject a run's settings whose folders of data are gone; other data would be the wrong advice.
 
-    Raises: DataError that names the flag that says where they are now; None: there is none.
+    Raises: DataError that names the flag that says where they are now.
     """
+    for folder in missing_folders(config):
+        raise DataError(
+            f"{folder}: the run's data are no longer there; if they were moved, say where with {flag}"
+        )
+
+
+def with_data_at(config: Config, words: Sequence[str]) -> Config:
+    """Return a run's settings with its data where --data_dir says; without words, where they were.
+
+    Raises: DataError if they are gone; ConfigError for a fine-tuned run.
+    """
+    if not words:
+        require_folders(config, "--data_dir")
+        return config
     if config.tuning.instructions is not None:
-        return
-    fix = f"say where with {flag}" if flag else "put them back, or a link to them"
-    for folder in read_sources(config.data).folders:
-        if not folder.is_dir():
-            raise DataError(
-                f"{folder}: the run's data are no longer there; if they were moved, {fix}"
-            )
+        raise ConfigError("--data_dir: the run was fine-tuned on --instructions; leave it out")
+    return override(
+        config, {"data_dir": normal_words("data_dir", words, paths.from_working_directory)}
+    )
 
 
 def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:

@@ -61,6 +61,9 @@ class Runtime:
 
         Raises: ConfigError if the machine does not have it.
         """
+        # fp32 is fp32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch would advise the same. A run
+        # that was compiled in this process may have left another precision.
+        torch.set_float32_matmul_precision("highest")
         if system.device == "cpu" or (system.device == "auto" and not torch.cuda.is_available()):
             _keep_freed_memory()
             _use_deterministic_kernels()  # free on a CPU; without it compiled code adds atomically
@@ -76,8 +79,6 @@ class Runtime:
             )
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
-        # fp32 is fp32: NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch would advise the same.
-        torch.set_float32_matmul_precision("highest")
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         if system.deterministic:
             _use_deterministic_cublas()

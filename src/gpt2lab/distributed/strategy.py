@@ -258,7 +258,7 @@ def resolve_compile(
     """
     if not compiles(system, on_gpu=device.type != "cpu", max_steps=max_steps):
         return False, None
-    missing = _missing_for_compile(device)
+    missing = missing_for_compile(device)
     if missing and system.compile == "on":
         raise ConfigError(f"compile on: {missing}; install it or use --compile off")
     if missing:
@@ -266,7 +266,7 @@ def resolve_compile(
     return True, None
 
 
-def _missing_for_compile(device: torch.device) -> str | None:
+def missing_for_compile(device: torch.device) -> str | None:
     """Return what torch.compile lacks on this machine, or None; Triton needs a C compiler on a GPU too."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "no Triton (pip install triton)"

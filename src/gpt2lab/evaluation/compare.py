@@ -60,18 +60,25 @@ def compare(
             f"{paths.command('evaluate')} {lacks} --save DIR (and --val DIR, --hellaswag, --tasks), then compare DIR"
         )
     for a, b in pairs:
-        if a.units != b.units:
-            unit = a.unit
-            sizes = (
-                f"{a.n:,} and {b.n:,} {unit}s"
-                if a.n != b.n
-                else f"{a.n:,} {unit}s each, but others"
-            )
-            raise DataError(
-                f"{_task_of(a) or a.kind} was not measured on the same {unit}s ({sizes}), so their difference means "
-                f"nothing; evaluate both with the same limit, data and context length"
-            )
+        require_same_units(a, b)
     return [_difference(m, a, b) for a, b in pairs for m in a.per_unit if m in b.per_unit]
+
+
+def require_same_units(a: Results, b: Results) -> None:
+    """Reject two evaluations of the same kind that are not of the same units.
+
+    Raises: DataError.
+    """
+    if a.units == b.units:
+        return
+    unit = a.unit
+    sizes = f"{a.n:,} {unit}s each, but others"
+    if a.n != b.n:
+        sizes = f"{a.n:,} and {b.n:,} {unit}s"
+    raise DataError(
+        f"{_task_of(a) or a.kind} was not measured on the same {unit}s ({sizes}), so their difference means "
+        f"nothing; evaluate both with the same limit, data and context length"
+    )
 
 
 def find_results(name: str, checkpoint_dir: Path) -> dict[str, Results]:
@@ -113,7 +120,7 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
         else p_of_zero_mean(of_b - of_a, a.weights, a.strata)
     )
     return Difference(
-        metric=f"{_task_of(a)} {metric}".strip(),
+        metric=name_of(a, metric),
         unit=a.unit,
         n=a.n,
         effective_n=found.effective_n,
@@ -126,6 +133,11 @@ def _difference(metric: str, a: Results, b: Results) -> Difference:
         p=p,
         within_noise=None if p is None else p >= NOISE,
     )
+
+
+def name_of(results: Results, metric: str) -> str:
+    """Name a metric with its task, where it is of one."""
+    return f"{_task_of(results)} {metric}".strip()
 
 
 def _task_of(results: Results) -> str:

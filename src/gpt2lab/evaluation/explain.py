@@ -21,7 +21,13 @@ from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import token_groups
 from gpt2lab.evaluation.token_losses import Source, TokenLosses, find_token_losses
-from gpt2lab.evaluation.uncertainty import GroupMeans, Sums, estimate_groups, t_p_value
+from gpt2lab.evaluation.uncertainty import (
+    GroupMeans,
+    Sums,
+    estimate_groups,
+    t_half_width,
+    t_p_value,
+)
 from gpt2lab.evaluation.validation_windows import (
     checksums_of,
     choose_windows,
@@ -32,6 +38,7 @@ from gpt2lab.evaluation.validation_windows import (
 NOISE = 0.05  # of all groups of all splits together
 _TOKENS_AT_ONCE = 1 << 18
 _MOST_NAMED = 3  # groups in the sentence
+_LEAST_DEGREES = 1  # of freedom: two documents of equal weight; fewer tell nothing from noise
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Group:
     mean_se: float | None
     part: float  # tokens * mean: the parts of a split add up to the difference
     part_se: float | None
+    part_low: float | None  # its 95 % interval; None where less than two documents decide
+    part_high: float | None
     excess: float  # part - tokens * difference: what the group has beyond its size
     excess_se: float | None
     stands_out: bool  # its excess is beyond noise
@@ -304,10 +313,13 @@ def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split,
     for grouping, means, groups in zip(groupings, found, filled, strict=True):
         rows = []
         for g in groups.tolist():
-            error, n = means.excess_se[g], means.effective_n[g]
+            error, degrees = means.excess_se[g], means.excess_degrees[g]
             p = 1.0
-            if len(groups) > 1 and error > 0 and n > 1:
-                p = float(t_p_value(means.excess[g], error, n - 1))
+            if len(groups) > 1 and error > 0 and degrees >= _LEAST_DEGREES:
+                p = float(t_p_value(means.excess[g], error, degrees))
+            half = math.nan
+            if means.part_degrees[g] >= _LEAST_DEGREES:
+                half = float(t_half_width(means.part_se[g], means.part_degrees[g]))
             values = {name: float(getattr(means, name)[g]) for name in ("a", "mean", "part")}
             rows.append(
                 Group(
@@ -317,6 +329,8 @@ def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split,
                     **values,
                     mean_se=_known(means.mean_se[g]),
                     part_se=_known(means.part_se[g]),
+                    part_low=_known(values["part"] - half),
+                    part_high=_known(values["part"] + half),
                     excess=float(means.excess[g]),
                     excess_se=_known(error),
                     stands_out=p * tests < NOISE,

@@ -35,7 +35,9 @@ QUESTIONS = (
     "Differences over seeds are paired by seed and assumed Gaussian."
 )
 
-Verdict = Literal["better", "worse", "equal", "not decided"]
+LOSS = "val_loss"  # the one metric of which is known that less is better
+# Of another metric: higher or lower.
+Verdict = Literal["better", "worse", "higher", "lower", "equal", "not decided"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class OverUnits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting against a baseline: differences are setting - baseline, in nats per token."""
+    """A setting against a baseline: differences are setting - baseline, of a loss in nats per token."""
 
     setting: str
     baseline: str
@@ -64,6 +66,7 @@ class Comparison:
     # With --until_decided. The t interval and test of `over_seeds` do not hold then: they chose their own seeds.
     sequential: Sequential | None
     verdict: Verdict
+    metric: str = LOSS
 
 
 def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverUnits | None:
@@ -102,15 +105,20 @@ def compare_all(
     *,
     smallest: float = SMALLEST,
     until_decided: bool = False,
+    tests: int | None = None,
+    metric: str = LOSS,
 ) -> list[Comparison]:
     """Compare settings with a baseline, given {setting: its differences, seed by seed, in the order of the seeds}.
 
     Holm's correction serves the t tests. Confidence sequences, power and equality share alpha out evenly (Bonferroni).
+    `tests`: how many settings were to be compared, if more than these; one that diverged has p = 1.
     """
-    alpha = ALPHA / max(1, len(differences))
+    tests = max(1, tests or len(differences))
+    alpha = ALPHA / tests
     found = {name: over_seeds(values) for name, values in differences.items()}
     tested = {n: one.p for n, one in found.items() if one.p is not None and not until_decided}
-    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+    p_values = [*tested.values(), *[1.0] * (tests - len(differences))]
+    adjusted = dict(zip(tested, holm(p_values), strict=False))
     comparisons = []
     for name, seeds in found.items():
         need = seeds_needed(seeds, smallest, alpha=alpha, sequential=until_decided)
@@ -127,10 +135,11 @@ def compare_all(
         lower = (sequential.mean if sequential else seeds.mean) < 0
         verdict: Verdict = "equal" if equal else "not decided"
         if differs:
-            verdict = "better" if lower else "worse"
+            words: tuple[Verdict, Verdict] = ("higher", "lower")
+            verdict = (words if metric != LOSS else ("worse", "better"))[lower]
         p_holm, of_units = adjusted.get(name), units.get(name)
         comparisons.append(
-            Comparison(name, baseline, seeds, of_units, p_holm, need, sequential, verdict)
+            Comparison(name, baseline, seeds, of_units, p_holm, need, sequential, verdict, metric)
         )
     return comparisons
 
@@ -139,8 +148,13 @@ def compare_all(
 
 
 def sentence(found: Comparison, *, smallest: float = SMALLEST) -> str:
-    """Say what a comparison of losses shows, in one sentence."""
-    return f"{_verdict(found, smallest)}{_on_other_units(found.over_units)}."
+    """Say what a comparison shows, in one sentence."""
+    of = "" if found.metric == LOSS else f"{found.metric}: "
+    return f"{of}{_verdict(found, smallest)}{_on_other_units(found.over_units)}."
+
+
+def _unit(found: Comparison) -> str:
+    return " nats" if found.metric == LOSS else ""
 
 
 def _verdict(found: Comparison, smallest: float) -> str:
@@ -148,38 +162,40 @@ def _verdict(found: Comparison, smallest: float) -> str:
     name, baseline = found.setting, found.baseline
     if seeds.low is None or seeds.high is None:
         return (
-            f"not decided: {name} - {baseline} is {seeds.mean:+.4f} nats with one seed, which says nothing about "
-            f"others"
+            f"not decided: {name} - {baseline} is {seeds.mean:+.4f}{_unit(found)} with one seed, which says nothing "
+            f"about others"
         )
     mean, low, high = seeds.mean, seeds.low, seeds.high
     what, over = "95 % interval", f"over {seeds.seeds} seeds"
     if sequential is not None:
         over = f"after {fmt.number_of(sequential.seeds, 'seed')}"
         if sequential.low is None or sequential.high is None:
-            return f"not decided: {name} - {baseline} is {mean:+.4f} nats {over}, too few for an interval"
+            return f"not decided: {name} - {baseline} is {mean:+.4f}{_unit(found)} {over}, too few for an interval"
         mean, low, high = sequential.mean, sequential.low, sequential.high
         what = f"{100 * sequential.confidence:.4g} % confidence sequence"
-    if found.verdict in ("better", "worse"):
-        if found.verdict == "better":
+    if found.verdict not in ("equal", "not decided"):
+        if found.verdict in ("better", "lower"):
             mean, low, high = -mean, -high, -low
         by, low_end, high_end = _numbers(mean, low, high)
-        return f"{name} is {found.verdict} than {baseline} by {by} nats ({what} {low_end} to {high_end} {over})"
+        by += f"{_unit(found)} ({what} {low_end} to {high_end} {over})"
+        return f"{name} is {found.verdict} than {baseline} by {by}"
     shown, low_end, high_end = _numbers(mean, low, high, sign="+")
     interval = f"{what} {low_end} to {high_end} {over}"
     if found.verdict == "equal":
-        return f"{name} and {baseline} differ by less than {smallest:g} nats ({interval})"
+        return f"{name} and {baseline} differ by less than {smallest:g}{_unit(found)} ({interval})"
     if sequential is None and not low <= 0 <= high:
         interval += f"; corrected for all settings, p is {found.p_holm:.2g}"
-    return f"not decided: {name} - {baseline} is {shown} nats ({interval}); {_power(found)}"
+    return (
+        f"not decided: {name} - {baseline} is {shown}{_unit(found)} ({interval}); {_power(found)}"
+    )
 
 
 def _power(found: Comparison) -> str:
     """Say how many seeds would show the smallest difference that matters."""
     need, had = found.seeds_needed, found.over_seeds.seeds
     assert need is not None  # of several seeds it is known
-    what = (
-        f"would show a difference of {need.difference:g} nats in {100 * need.power:.0f} % of cases"
-    )
+    size = f"{need.difference:g}{_unit(found)}"
+    what = f"would show a difference of {size} in {100 * need.power:.0f} % of cases"
     if need.seeds is None:
         return f"only over {MOST_SEEDS:,} seeds {what}"
     if need.seeds <= had:

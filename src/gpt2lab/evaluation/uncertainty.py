@@ -132,7 +132,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class GroupMeans:
-    """What is known of P groups; all (P,). Errors are NaN where a single unit decides."""
+    """What is known of P groups; all (P,). Where a single unit decides, errors are NaN or have 0 degrees of freedom."""
 
     share: np.ndarray  # of all tokens, by the weights of the sources
     a: np.ndarray  # mean of A, nats/token
@@ -142,7 +142,9 @@ class GroupMeans:
     part_se: np.ndarray
     excess: np.ndarray  # part - share * whole: what a group has beyond its size
     excess_se: np.ndarray
-    effective_n: np.ndarray  # of equally large units that would weigh as much in the group
+    mean_degrees: np.ndarray  # of freedom of these errors
+    part_degrees: np.ndarray
+    excess_degrees: np.ndarray
 
 
 def estimate_groups(sources: list[Sums], weights: list[float]) -> GroupMeans:
@@ -150,6 +152,9 @@ def estimate_groups(sources: list[Sums], weights: list[float]) -> GroupMeans:
 
     Standard errors are the delete-one jackknife over units within each stratum, as in `estimate_mean`. All tokens of a
     unit leave together, in the numerator and in the denominator.
+
+    Degrees of freedom are those of each group: in a source Kish's effective n of the group's tokens, minus 1 (of all
+    tokens where it has none), and over sources by Satterthwaite's rule, as in `estimate_mean`.
     """
     totals = [source.tokens.sum() for source in sources]
     rows = list(zip(sources, weights, totals, strict=True))
@@ -157,7 +162,7 @@ def estimate_groups(sources: list[Sums], weights: list[float]) -> GroupMeans:
     part = np.sum([w * s.difference.sum(axis=0) / n for s, w, n in rows], axis=0)
     of_a = np.sum([w * s.a.sum(axis=0) / n for s, w, n in rows], axis=0)
     whole = part.sum()
-    variances = np.zeros((3, len(share)))
+    of_sources, of_degrees = [], []
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = part / share
         for source, weight, total in rows:
@@ -176,13 +181,15 @@ def estimate_groups(sources: list[Sums], weights: list[float]) -> GroupMeans:
                 - without[0] * without[1].sum(axis=1, keepdims=True)
                 - (part - share * whole),
             ]
-            for row, by in enumerate(moved):
-                variances[row] += (units - 1) / units * (by**2).sum(axis=0)
+            of_sources.append([(units - 1) / units * (by**2).sum(axis=0) for by in moved])
+            in_group = np.where(source.tokens.any(axis=0), source.tokens, total - rest)
+            of_degrees.append(in_group.sum(axis=0) ** 2 / (in_group**2).sum(axis=0) - 1)
             if units < 2:
-                variances[:] = np.nan
-        mean_se, part_se, excess_se = np.sqrt(variances)
-        of_units = np.concatenate([w * s.tokens / n for s, w, n in rows])
-        effective = of_units.sum(axis=0) ** 2 / (of_units**2).sum(axis=0)
+                of_sources[-1] = [np.full(len(share), np.nan)] * 3
+        variances, degrees = np.array(of_sources), np.array(of_degrees)  # (S, 3, P), (S, P)
+        mean_se, part_se, excess_se = np.sqrt(variances.sum(axis=0))
+        uncertain = np.where(variances > 0, variances**2 / degrees[:, None], 0).sum(axis=0)
+        mean_degrees, part_degrees, excess_degrees = variances.sum(axis=0) ** 2 / uncertain
         return GroupMeans(
             share=share,
             a=of_a / share,
@@ -192,5 +199,7 @@ def estimate_groups(sources: list[Sums], weights: list[float]) -> GroupMeans:
             part_se=part_se,
             excess=part - share * whole,
             excess_se=excess_se,
-            effective_n=effective,
+            mean_degrees=mean_degrees,
+            part_degrees=part_degrees,
+            excess_degrees=excess_degrees,
         )

@@ -20,7 +20,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.catalog import METRICS, find_folder, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
-from gpt2lab.errors import ConfigError, GPT2LabError
+from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
 from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, TEXT, JsonFile, Rules, or_null
 from gpt2lab.runs import log_index
 from gpt2lab.runs.log_index import NAMED_LINES, Chunk, Event
@@ -406,6 +406,12 @@ def has_completed(run_dir: Path, step: int) -> bool:
     """Tell whether a run came to its end at this step: its status is the last file that an end writes."""
     status = read_json(run_dir / "status.json") or {}
     return status.get("state") == "completed" and status.get("step") == step
+
+
+def has_diverged(run_dir: Path) -> bool:
+    """Tell whether a run ended because its numbers were not finite: it has no last loss."""
+    status = read_json(run_dir / "status.json") or {}
+    return bool(status.get("exit_code") == NonFiniteError.exit_code)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

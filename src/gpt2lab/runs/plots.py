@@ -105,7 +105,9 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
     try:
         found = json.loads(table.read_text())
         settings, comparisons = found["settings"], found.get("comparisons", [])
-        curves = {row["setting"]: [_evaluations(c) for c in row["curves"]] for row in settings}
+        curves = {
+            row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings
+        }
         intervals = {row["setting"]: _intervals(row) for row in comparisons}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
@@ -114,8 +116,13 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
     figure = _new_figure(14 if intervals else 9, 4.5)
     axes = figure.add_subplot(1, 2 if intervals else 1, 1)
     if intervals:
-        _draw_differences(figure.add_subplot(1, 2, 2), intervals, found["settings"][0]["setting"])
+        label = f"last validation loss minus that of {settings[0]['setting']}, nats/token"
+        _draw_differences(figure.add_subplot(1, 2, 2), intervals, label)
     for (setting, seeds), colour in zip(curves.items(), itertools.cycle(_COLOURS), strict=False):
+        if None in seeds:
+            label = f"{setting}, diverged in {seeds.count(None)} of {len(seeds)}"
+            axes.plot([], [], color=colour, label=label)
+            continue
         mean = mean_over_seeds(seeds)
         label = f"{setting}, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
         _draw_measured(axes, mean, view.x, color=colour, capsize=2, label=label)
@@ -128,7 +135,7 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
 
 
 def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """Return {kind: (difference, low, high)} of the intervals that one comparison of an ablation has."""
+    """Return {kind: (difference, low, high)} of the intervals that one comparison over seeds has."""
     units, seeds, sequential = (comparison[k] for k in ("over_units", "over_seeds", "sequential"))
     parts = {"confidence sequence": sequential} if sequential else {"over seeds (95 %)": seeds}
     if units:
@@ -138,9 +145,9 @@ def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, floa
 
 
 def _draw_differences(
-    axes: Axes, settings: dict[str, dict[str, tuple[float, float, float]]], baseline: str
+    axes: Axes, settings: dict[str, dict[str, tuple[float, float, float]]], label: str
 ) -> None:
-    """Draw each setting's difference to the baseline with its intervals, one below the other."""
+    """Draw each setting's difference to a baseline with its intervals, one below the other."""
     kinds = list(dict.fromkeys(kind for intervals in settings.values() for kind in intervals))
     for kind, colour in zip(kinds, itertools.cycle(_COLOURS), strict=False):
         shift = 0.2 * (kinds.index(kind) - (len(kinds) - 1) / 2)
@@ -152,10 +159,79 @@ def _draw_differences(
     axes.axvline(0, color=_GREY, lw=1, ls="--")
     axes.set_yticks(range(len(settings)), list(settings))
     axes.set_ylim(len(settings) - 0.5, -0.5)
-    axes.set_xlabel(f"last validation loss minus that of {baseline}, nats/token")
+    axes.set_xlabel(label)
     axes.spines[["top", "right"]].set_visible(False)
     if kinds:
         axes.legend(fontsize=8, frameon=False)
+
+
+def draw_comparison(answer: Path, path: Path) -> None:
+    """Draw what `compare --json` printed of groups of runs, or with --explain.
+
+    Raises: ConfigError if matplotlib is missing, the answer cannot be read or the file cannot be written.
+    """
+    try:
+        found = json.loads(answer.read_text())
+        title = f"A  {found['a']}    B  {found['b']}"
+        draw = _explanation if "explain" in found else _differences_of_groups
+        figure = draw(found, title)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{answer}: no comparison with intervals ({error!r}); {paths.script('compare')} --json prints one of "
+            f"groups of runs, or with --explain"
+        ) from error
+    _write(figure, path)
+
+
+def _differences_of_groups(found: dict[str, Any], title: str) -> Figure:
+    """Draw a panel a metric: units differ."""
+    intervals = {name: _intervals(one) for name, one in found["metrics"].items()}
+    figure = _new_figure(9, 1 + 1.6 * len(intervals))
+    for number, (name, of_metric) in enumerate(intervals.items(), start=1):
+        axes = figure.add_subplot(len(intervals), 1, number)
+        unit = found["metrics"][name]["unit"]
+        _draw_differences(axes, {name: of_metric}, f"B - A{f', {unit}' if unit else ''}")
+    figure.suptitle(f"{title}    {len(found['seeds'])} seeds", fontsize=10)
+    return figure
+
+
+def _explanation(found: dict[str, Any], title: str) -> Figure:
+    """Draw a panel a split, each part of the difference with its interval."""
+    found = found["explain"]
+    whole, unit = float(found["difference"]), found["unit"]
+    splits = [(split["by"], split["groups"]) for split in found["splits"]]
+    rows = [[_part(group, whole) for group in groups] for _, groups in splits]
+    heights = [max(map(len, rows[place : place + 2])) for place in range(0, len(rows), 2)]
+    figure = _new_figure(13, 1 + sum(0.8 + 0.22 * height for height in heights))
+    for axes, (by, groups), parts in zip(_grid(figure, len(splits)), splits, rows, strict=True):
+        places = range(len(parts))
+        means, lows, highs, shares = np.array(parts).T
+        label = "the group's share of the tokens"
+        axes.barh(places, shares, height=0.6, color=_GREY, alpha=0.35, label=label)
+        style: dict[str, Any] = {"fmt": "o", "ms": 4, "capsize": 3, "color": _COLOURS[0]}
+        ends = np.array([means - lows, highs - means])
+        axes.errorbar(
+            means, places, xerr=ends, **style, label=f"its part, 95 % interval over {unit}s"
+        )
+        marks = [f"{g['name']}{' *' if g['stands_out'] else ''}" for g in groups]
+        axes.set_yticks(places, marks, fontsize=8)
+        axes.invert_yaxis()
+        axes.axvline(0, color=_GREY, lw=1, ls="--")
+        axes.set_title(by, fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set_xlabel("part of B - A, nats/token", fontsize=8)
+    names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.suptitle(f"{title}    B - A {whole:+.4f} nats/token", fontsize=10)
+    return figure
+
+
+def _part(group: dict[str, Any], whole: float) -> tuple[float, ...]:
+    """Return a group's part, the ends of its interval, both the part where it has none, and its share of the whole."""
+    part = float(group["part"])
+    ends = (part if group[end] is None else float(group[end]) for end in ("part_low", "part_high"))
+    return (part, *ends, float(group["tokens"]) * whole)
 
 
 def draw_ladder(table: Path, path: Path) -> None:

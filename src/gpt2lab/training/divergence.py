@@ -15,6 +15,7 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.store import MODEL, OPTIM
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import policy_of
+from gpt2lab.data.mixture import missing_folders
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
 from gpt2lab.runs.log_index import Event
@@ -27,6 +28,7 @@ class Side:
 
     folder: Path
     log: Log
+    data_dir: tuple[str, ...]  # of data that were moved
 
     def at(self, step: int) -> Event:
         """Return the event of a step that is known to be logged."""
@@ -56,9 +58,10 @@ class Side:
         return {info.step: info for info in catalog.list_checkpoints(self.folder)[0]}
 
 
-def open_side(folder: Path) -> Side:
-    """Read a run's log."""
-    return Side(folder, history.read_log(folder))
+def open_side(folder: Path, data_dir: tuple[str, ...]) -> Side:
+    """Read a run's log. `data_dir`: where its data are, unless they are where they were."""
+    gone = missing_folders(history.read_config(folder))
+    return Side(folder, history.read_log(folder), data_dir if gone else ())
 
 
 def common_steps(a: Side, b: Side) -> Iterator[tuple[Event, Event]]:

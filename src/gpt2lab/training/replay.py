@@ -25,10 +25,10 @@ from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.data.mixture import require_folders
+from gpt2lab.data.mixture import with_data_at
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
-from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.distributed.strategy import Strategy, missing_for_compile
+from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import default_min_lr
 from gpt2lab.runs import history
@@ -49,7 +49,7 @@ QUANTITIES = (
     ("gradient norm", "grad_norm"),
     ("update", "updated"),
 )
-# Several ranks sum gradients in another order than the one process of a replay.
+# Relative, where sums have another order: of several ranks, or of a compiled run that is replayed without compiling.
 ROUNDING = {"loss": 1e-5, "grad_norm": 1e-4}
 _LOCATION = ("run_name", "checkpoint_dir")
 
@@ -148,8 +148,12 @@ def other_values(before: dict[str, Any], now: dict[str, Any], link: str = "->") 
     ]
 
 
-def open_replay(run_dir: Path, recipe: Recipe, *, first: int, last: int) -> Replay:
+def open_replay(
+    run_dir: Path, recipe: Recipe, *, first: int, last: int, data_dir: tuple[str, ...] = ()
+) -> Replay:
     """Load the newest intact checkpoint before step `first`, to replay steps up to `last`.
+
+    `data_dir`: what --data_dir says, if the run's data were moved.
 
     Raises: ConfigError if there is none, or a step was not taken; CheckpointError, DataError.
     """
@@ -168,7 +172,9 @@ def open_replay(run_dir: Path, recipe: Recipe, *, first: int, last: int) -> Repl
     notes: list[str] = []
     for info in reversed([info for info in infos if info.step < first]):
         try:
-            return _open(run_dir, recipe, runtime, log, info, notes=notes, first=first, last=last)
+            return _open(
+                run_dir, recipe, runtime, log, info, data_dir, notes=notes, first=first, last=last
+            )
         except CheckpointError as error:
             notes.append(f"passed over: {error}")
     if notes:
@@ -184,6 +190,7 @@ def _open(
     runtime: Runtime,
     log: Log,
     info: CheckpointInfo,
+    data_dir: tuple[str, ...],
     *,
     notes: list[str],
     first: int,
@@ -202,19 +209,38 @@ def _open(
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
     values |= {"checkpoint_mirror": None, "hellaswag_path": None}
-    require_folders(override(info.config(), values))
+    record = record_of_start(run_dir, attempt)
+    config = with_data_at(override(info.config(), values), data_dir)
+    if data_dir:
+        values["data_dir"] = config.data.data_dir
+        found = recipe.open_data(config, history.read_tokenizer(run_dir)).fingerprint
+        trained_on = record.get("data_fingerprint") or info.manifest["data_fingerprint"]
+        if found != trained_on:
+            raise DataError(
+                f"--data_dir {' '.join(data_dir)}: not the data that {run_dir.name} was trained on (fingerprint "
+                f"{found[:12]}, the run's is {trained_on[:12]}); give those, in a mixture with the same weights"
+            )
+    runtime.use(config.system)
+    lacks = missing_for_compile(runtime.device) if config.system.compile == "on" else None
+    if lacks:
+        values["compile"] = "off"
     actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
     is_tuned = wanted["instructions"] is not None
     command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
     start = resolve(command, recipe, world_size=1, set_aside=False)
-    saved_on = record_of_start(run_dir, attempt).get("environment") or info.manifest["environment"]
+    saved_on = record.get("environment") or info.manifest["environment"]
     if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
         torch.set_num_threads(threads)  # sums depend on it
     start = choose_hardware(start, runtime)
     model = recipe.build_model(start, runtime)
     start = check_attention(start, model, runtime)
     components = build(start, runtime, model, recipe, against_log="skip")
-    return Replay(components, events, saved_on=saved_on, notes=tuple(notes))
+    rounding = None
+    if lacks:
+        rounding = f"the run was compiled, and nothing can compile here ({lacks})"
+    elif saved_on.get("world_size", 1) > 1 and start.config.system.reduce != "exact":
+        rounding = "the run's ranks summed in another order than one process does"
+    return Replay(components, events, saved_on=saved_on, notes=tuple(notes), rounding=rounding)
 
 
 def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
@@ -248,8 +274,11 @@ class Replay:
         *,
         saved_on: dict[str, Any],
         notes: tuple[str, ...],
+        rounding: str | None,
     ) -> None:
-        """`logged`: the steps that may be taken; `saved_on`: the environment that they were taken in."""
+        """`logged`: the steps that may be taken; `saved_on`: the environment that they were taken in; `rounding`: why
+        not every bit is promised.
+        """
         self.components, self.logged, self.notes = components, logged, notes
         self.start, self.state = components.start, components.state
         self.from_step, self.saved_on = components.state.step, saved_on
@@ -257,14 +286,12 @@ class Replay:
         # The first step that is not as logged, and the name and field of what differs in it.
         self.departure: tuple[ReplayedStep, str, str] | None = None
         self._documents: Documents | None = None
-        # Of one rank, and of any number with exact reduction, every bit is promised.
-        is_alone = saved_on.get("world_size", 1) == 1
-        self.is_exact = is_alone or self.start.config.system.reduce == "exact"
+        self.rounding = rounding
 
     @property
     def tolerance(self) -> dict[str, float] | None:
         """How far a replay may be from the log, relative, by field; None: no bit."""
-        return None if self.is_exact else ROUNDING
+        return ROUNDING if self.rounding else None
 
     @property
     def run(self) -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +17,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the trainer in this process instead of one of its own; return the names of the runs so started."""
     names: list[str] = []
 
-    def run_here(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        command = parse(argv[2:])
+    def run_here(argv: list[str], *_: Any) -> tuple[int, str]:
+        command = parse(argv)
         names.append(str(command.fresh().checkpoint.run_name))
         try:
             pretrain(command)
         except GPT2LabError as error:
-            return subprocess.CompletedProcess(argv, error.exit_code, "", f"error: {error}\n")
-        return subprocess.CompletedProcess(argv, 0, "", "")
+            return error.exit_code, f"error: {error}\n"
+        return 0, ""
 
-    module = SimpleNamespace(run=run_here, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(ablate, "subprocess", module)
+    monkeypatch.setattr(ablate, "run_trainer", run_here)
     return names

@@ -12,10 +12,21 @@ import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.commands import ablate
 from gpt2lab.commands.ablate import carry_out, plan_runs, read_settings
-from gpt2lab.commands.ablation_table import Curve, Mean, compare, mean, reach, write_table
+from gpt2lab.commands.ablation_table import (
+    Curve,
+    Mean,
+    Row,
+    compare,
+    diverged_sentences,
+    mean,
+    reach,
+    write_markdown,
+    write_table,
+)
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.runs.plots import View, draw_ablation
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB
@@ -112,6 +123,27 @@ def test_a_loss_that_a_seed_does_not_reach_has_no_mean() -> None:
     assert mean([1.0]) == Mean(1.0, None, None)
 
 
+def test_a_setting_that_diverged_has_no_number() -> None:
+    """Its other seeds are no fair sample: it chose them. A baseline that diverged leaves nothing to compare."""
+    base, rival, other = compare(
+        {"a": [FALLING] * 2, "b": [FALLING, None], "c": [FALLING] * 2}, target=None
+    )
+    assert rival == Row("b", 2, diverged=1)
+    assert (base.reached, other.reached, other.loss_difference) == (2, 2, Mean(0, 0, 0))
+    assert "| b | 2 | n/a | diverged in 1 of 2 seeds | n/a |" in write_markdown(
+        [base, rival, other], target=None
+    )
+    none, left = compare({"a": [None, FALLING], "c": [FALLING] * 2}, target=None)
+    assert none == Row("a", 2, diverged=1)
+    assert (left.loss, left.tokens) == (Mean(3.5, 0, 0), 300)
+    assert (left.loss_difference, left.tokens_to_loss, left.reached) == (None, None, None)
+    assert diverged_sentences([none, left]) == {
+        "a": "a diverged in 1 of 2 seeds, so nothing is compared with it."
+    }
+    _, reached = compare({"a": [None, FALLING], "c": [FALLING] * 2}, target=3.5)
+    assert (reached.tokens_to_loss, reached.tokens_ratio) == (Mean(300, 0, 0), None)
+
+
 # -- the runs ----------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +214,37 @@ def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
     with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
         carry_out(runs, say=lambda line: None)
     assert started == ["a_seed1"]
+
+
+def test_a_run_that_diverges_is_recorded_and_the_others_go_on(
+    shared: list[str],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "s.txt").write_text("base:\nhot: --max_lr=1e30\ncold: --max_lr=1e-5\n")
+    out = tmp_path / "out"
+    words = [str(tmp_path / "s.txt"), f"--out={out}", "--seeds=1", *shared, "--json"]
+    for _ in range(2):  # started again, it trains nothing, and says the same
+        with pytest.raises(CheckError, match="1 of 3 runs diverged: hot_seed1; give their") as end:
+            ablate.main(words)
+        assert end.value.exit_code == 1
+        assert started == ["base_seed1", "hot_seed1", "cold_seed1"]
+    said = capsys.readouterr()
+    assert "[2/3] hot_seed1: diverged: step 2: validation loss nan" in said.err
+    found = json.loads(said.out.splitlines()[-1])
+    assert found == json.loads((out / "ablation.json").read_text())
+    base, hot, cold = found["settings"]
+    assert (hot["seeds"], hot["diverged"], hot["loss"], hot["curves"]) == (1, 1, None, [None])
+    assert (base["diverged"], cold["reached"]) == (0, 0)
+    assert [one["setting"] for one in found["comparisons"]] == ["cold"]
+    assert found["diverged"] == {
+        "hot": "hot diverged in 1 of 1 seed, so it is not compared with base."
+    }
+    assert found["spent"]["tokens"] == 2 * 768 + 2 * 128
+    assert found["diverged"]["hot"] in (out / "ablation.md").read_text()
+    draw_ablation(out / "ablation.json", tmp_path / "a.svg", View("tokens"))
+    assert "hot, diverged in 1 of 1" in (tmp_path / "a.svg").read_text()
 
 
 def _raise(*_: Any, **__: Any) -> None:
@@ -301,6 +364,6 @@ def test_jobs_on_the_cpu_need_no_gpus(
     assert len(ablate._places(2, on_cpu=True)) == 2
     runs = plan_runs(settings, [*flags, "--device=cpu"], seeds=(1,), out=tmp_path)
     seen: list[Any] = []
-    monkeypatch.setattr(ablate, "_carry_out_one", lambda run, *more: seen.append(more[1]))
+    monkeypatch.setattr(ablate, "_carry_out_one", lambda run, *more, **_: seen.append(more[1]))
     carry_out(runs, say=lambda line: None, jobs=2)
     assert [set(environment) for environment in seen] == [{"OMP_NUM_THREADS"}] * 2

@@ -249,6 +249,12 @@ def test_show_rejects_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]
     run_dir = tmp_path / "runs" / "tiny"
     with pytest.raises(ConfigError, match="no step 4; it has steps 1 to 3"):
         tokens_of_step(run_dir, 4)
+    moved = folder.rename(tmp_path / "moved")
+    with pytest.raises(DataError, match="if they were moved, say where with --data_dir"):
+        tokens_of_step(run_dir, 2)
+    code, said, _ = data("show", "--run", run_dir, "--step", 2, "--data_dir", moved)
+    assert (code, said.splitlines()[0].endswith("as logged")) == (0, True)
+    moved.rename(folder)
     path = folder / "tiny_train_000000.npy"
     np.save(path, np.load(path)[::-1].copy())
     with pytest.raises(DataError, match=r"trained on other tokens than .* has now"):

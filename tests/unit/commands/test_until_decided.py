@@ -12,7 +12,7 @@ import pytest
 import launch
 from gpt2lab.commands import ablate
 from gpt2lab.commands.ablate_until import all_seeds, run_until_decided
-from gpt2lab.commands.ablation_table import Run
+from gpt2lab.commands.ablation_table import Run, write_table
 from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.errors import ConfigError
 from tiny import CONTEXT, VOCAB
@@ -84,6 +84,44 @@ def test_seeds_are_added_for_those_that_are_not_decided(tmp_path: Path, jobs: in
     assert len(said) == len(batches) - 1
     assert [run.name for run in done] == [name for batch in batches for name in batch]
     assert len(done) == 24
+
+
+@pytest.mark.parametrize("which", SETTINGS)
+def test_a_setting_that_diverged_gets_no_more_seeds(tmp_path: Path, which: str) -> None:
+    """Without a baseline there is nothing left to decide."""
+    started: list[str] = []
+
+    def plan(seeds: Sequence[int]) -> list[Run]:
+        return [Run(s, seed, Command((), Actions(), {})) for seed in seeds for s in SETTINGS]
+
+    def carry(new: list[Run], before: list[Run]) -> None:
+        for run in new:
+            started.append(run.name)
+            write_run(tmp_path / run.name, losses_of(run.setting, run.seed))
+            if (run.setting, run.seed) == (which, 2):
+                status = {"state": "failed", "step": 1, "time": 1.0, "exit_code": 76}
+                (tmp_path / run.name / "status.json").write_text(json.dumps(status))
+
+    done = run_until_decided(
+        plan,
+        carry,
+        tmp_path,
+        settings=SETTINGS,
+        seeds=range(1, 7),
+        given=1,
+        jobs=1,
+        smallest=0.001,
+        say=lambda line: None,
+    )
+    more = [f"{s}_seed{n}" for n in (5, 6) for s in ("base", "noisy")] if which == "clear" else []
+    assert started[12:] == more
+    assert [run.name for run in done] == started
+    found = write_table(done, tmp_path, target=None, max_seeds=6)[1]
+    left = {"base": [], "clear": ["noisy"], "noisy": ["clear"]}[which]
+    assert [one["setting"] for one in found["comparisons"]] == left
+    assert list(found["diverged"]) == [which]
+    for one in found["comparisons"]:  # as was decided by
+        assert one["sequential"]["confidence"] == 0.975
 
 
 FLAGS = [
@@ -182,7 +220,8 @@ def test_real_runs_stop_when_they_are_decided(
         ((f"{tmp_path}/none*", pair[0]), "none*: no run of this name"),
         ((",", pair[0]), ",: no run of this name"),
         ((f"{tmp_path / 'out'}/base_seed1,{tmp_path / 'out'}/base_seed1", pair[1]), "seed 2 is in"),
-        ((*pair, "--only=hellaswag"), "--only hellaswag: groups of runs are compared by"),
+        ((*pair, "--only=hellaswag"), "have nothing to compare: no run has hellaswag results"),
+        ((*pair, "--smallest_difference=0"), "smallest_difference 0 must be above 0"),
     ):
         done = launch.call("compare.py", *names)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr

@@ -42,7 +42,7 @@ from gpt2lab.finetuning.recipe import FineTuning
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
-from launch import SCRIPTS, ask, events, train_in_forks
+from launch import SCRIPTS, ask, call, events, train_in_forks
 from tiny import CONTEXT, write_shards
 
 T = 16  # <|endoftext|> and 15 characters: each window begins with a document
@@ -397,7 +397,8 @@ def test_errors_are_those_of_the_jackknife_over_documents() -> None:
 
 
 def inside(found: GroupMeans, name: str, truth: np.ndarray) -> np.ndarray:
-    margin = special.stdtrit(found.effective_n - 1, 0.975) * getattr(found, f"{name}_se")
+    degrees = getattr(found, f"{name}_degrees")
+    margin = special.stdtrit(degrees, 0.975) * getattr(found, f"{name}_se")
     return np.abs(getattr(found, name) - truth) < margin
 
 
@@ -422,6 +423,40 @@ def test_true_parts_lie_within_two_errors_as_often_as_they_should() -> None:
     assert np.mean(naive) < 0.5
 
 
+def test_a_small_source_decides_the_degrees_of_freedom() -> None:
+    """Eight documents weigh as much as 300: with pooled degrees the 95 % intervals held the truth in 91 to 93 %."""
+    rng, effects = np.random.default_rng(7), np.array([0.1, -0.2, 0.0])
+    truth = estimate_groups([documents(rng, 100_000, effects)], [1.0])
+    hits: dict[str, list[np.ndarray]] = {"mean": [], "part": [], "excess": []}
+    for _ in range(800):
+        both = estimate_groups(
+            [documents(rng, 8, effects), documents(rng, 300, effects)], [0.5, 0.5]
+        )
+        for name, found_inside in hits.items():
+            found_inside.append(inside(both, name, getattr(truth, name)))
+    for name, found_inside in hits.items():
+        assert np.mean(found_inside) == pytest.approx(0.955, abs=0.015), name
+
+
+def test_degrees_of_freedom_are_those_of_each_group() -> None:
+    """As `estimate_mean` of the part has them where all documents are alike; 0 where one document has a group."""
+    rng = np.random.default_rng(3)
+    one = Sums(np.full((5, 2), 10.0), np.ones((5, 2)), rng.normal(size=(5, 2)))
+    two = Sums(np.full((40, 2), 10.0), np.ones((40, 2)), rng.normal(size=(40, 2)))
+    found = estimate_groups([one, two], [0.3, 0.7])
+    for g in range(2):
+        values = np.concatenate([one.difference[:, g], two.difference[:, g]]) / 20
+        known = estimate_mean(
+            values, np.repeat([0.3 / 5, 0.7 / 40], [5, 40]), (slice(0, 5), slice(5, 45))
+        )
+        assert found.part_degrees[g] == pytest.approx(known.degrees)
+    alone = estimate_groups([one], [1.0])
+    assert alone.part_degrees == pytest.approx([4, 4])
+    one.tokens[1:, 0] = 0
+    one.difference[1:, 0] = 0
+    assert estimate_groups([one, two], [0.3, 0.7]).part_degrees[0] == 0
+
+
 def test_losses_written_are_losses_read(tmp_path: Path, folder: Path) -> None:
     kept = find_token_losses("both", folder / "runs")
     write_token_losses(tmp_path, kept)
@@ -432,3 +467,27 @@ def test_losses_written_are_losses_read(tmp_path: Path, folder: Path) -> None:
         *(kept.sources, kept.val_loss, kept.step, kept.attempt),
     )
     assert torch.from_numpy(found.losses).dtype == torch.float16
+
+
+def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path) -> None:
+    words = ("both", "letters", f"--checkpoint_dir={folder / 'runs'}", "--explain", "--json")
+    answer = call("compare.py", *words).stdout
+    (tmp_path / "it.json").write_text(answer)
+    groups = [g for split in json.loads(answer)["explain"]["splits"] for g in split["groups"]]
+    known = [g for g in groups if g["part_low"] is not None]
+    assert known
+    for one in known:
+        middle = (one["part_low"] + one["part_high"]) / 2
+        assert middle == pytest.approx(one["part"], abs=1e-12)
+        assert one["part_high"] - one["part"] > 1.9 * one["part_se"]
+    done = call("plot.py", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
+    assert done.returncode == 0, done.stderr
+    picture = (tmp_path / "it.svg").read_text()
+    for name in (*(g["name"] for g in groups), "source", "A  both    B  letters"):
+        assert f"<!-- {name}" in picture
+    plain = '{"a": "x", "b": "y", "metrics": {"val_loss": {"difference": 0.1}}}'
+    (tmp_path / "other.json").write_text(plain)
+    done = call("plot.py", "--compare", tmp_path / "other.json")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "other.json: no comparison with intervals (KeyError('over_units')); " in done.stderr
+    assert not (tmp_path / "other.png").exists()

@@ -353,7 +353,7 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None
     units = {"wide": OverUnits("document", 9, 7.5, True, -0.2, -0.35, -0.05)}
     found = [asdict(one) for one in compare_all("gpt2", differences, units, until_decided=True)]
     panel = Figure().add_subplot()
-    plots._draw_differences(panel, {c["setting"]: plots._intervals(c) for c in found}, "gpt2")
+    plots._draw_differences(panel, {c["setting"]: plots._intervals(c) for c in found}, "- gpt2")
     bars = {bar.get_label(): bar[2][0].get_segments() for bar in panel.containers}
     assert list(bars) == ["confidence sequence", "over documents (95 %)"]
     assert {kind: len(segments) for kind, segments in bars.items()} == dict.fromkeys(bars, 1)
