@@ -218,11 +218,11 @@ def _contestants(plan: Plan, name: SizeName, folder: Path) -> list[Contestant]:
         return Place(own, folder / "data", folder / "tiktoken", plan.device)
 
     found = [ours(place(f"ours_{dtype}"), size, dtype=dtype) for dtype in plan.dtypes]
-    found += [
+    found += [peer(known, path, place(known), size) for known, path in plan.peers]
+    return found + [  # last: they are left out first where time is short
         ours(place(f"variant_{label}"), size, dtype="auto", variant=(label, VARIANTS[label]))
         for label in plan.variants
     ]
-    return found + [peer(known, path, place(known), size) for known, path in plan.peers]
 
 
 def _empty(contestant: Contestant) -> None:
