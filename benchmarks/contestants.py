@@ -14,10 +14,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.sizes import Size, Variant
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]
@@ -270,11 +270,15 @@ def _adapted(source: str, old: str, new: str, where: Path) -> str:
 
 
 def _our_steps(place: Place) -> list[Step]:
+    steps = _our_step_events(place)
+    return [Step(e["step_seconds"], e["loss"], e["data_wait_seconds"]) for e in steps]
+
+
+def _our_step_events(place: Place) -> list[dict[str, Any]]:
     path = place.folder / "run" / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     events = [json.loads(line) for line in lines]
-    steps = [event for event in events if event["event"] == "step"]
-    return [Step(e["step_seconds"], e["loss"], e["data_wait_seconds"]) for e in steps]
+    return [event for event in events if event["event"] == "step"]
 
 
 def attention_of(contestant: Contestant) -> str | None:
@@ -283,6 +287,37 @@ def attention_of(contestant: Contestant) -> str | None:
     facts = json.loads(path.read_text()) if path.exists() else {"environment": {}}
     kernel: str | None = facts["environment"].get("attention")
     return kernel
+
+
+def forecast_of(contestant: Contestant) -> dict[str, Any] | None:
+    """Return what ours predicted before its first step, beside the memory that it took; None for another trainer.
+
+    Tokens/s with their interval. Peak bytes: of tensors on a GPU, of the process on a CPU.
+    """
+    run = contestant.place.folder / "run"
+    if not (run / "estimate.json").exists():
+        return None
+    predicted = json.loads((run / "estimate.json").read_text())
+    memory, rate = predicted["memory"], predicted["throughput"]
+    on_gpu = contestant.place.device == "cuda"
+    return {
+        "tokens_per_second": {name: rate[name] for name in ("value", "low", "high")},
+        "source": rate["source"],
+        "peak_bytes": memory["total"] - (memory["context"] if on_gpu else 0),
+        "actual_peak_bytes": max(
+            e["peak_memory_bytes"] for e in _our_step_events(contestant.place)
+        ),
+    }
+
+
+def describe_forecast(forecast: dict[str, Any]) -> str:
+    """Write it for people."""
+    rate, of = forecast["tokens_per_second"], forecast["source"]
+    peak, actual = (fmt.num_bytes(forecast[f"{x}peak_bytes"]) for x in ("", "actual_"))
+    return (
+        f"predicted {rate['value']:,.0f} ({rate['low']:,.0f} to {rate['high']:,.0f}, {of}); "
+        f"peak memory {actual}, predicted {peak}"
+    )
 
 
 def _lines(pattern: str) -> Callable[[Place], list[Step]]:

@@ -20,6 +20,7 @@ class Entry:
     runs: list[Run]
     live_bytes: int | None = None
     attention: str | None = None  # ours on a GPU: the kernel that ran
+    forecast: dict[str, Any] | None = None  # ours: contestants.forecast_of its last process
     failed: str | None = None  # why it has no runs
 
     @property
@@ -114,6 +115,7 @@ def summarize(
                 "peak_rss": max(run.peak_rss for run in entry.runs),
                 "peak_live_bytes": entry.live_bytes,
                 "attention": entry.attention,
+                "forecast": entry.forecast,
                 "gpu": [asdict(run.gpu) for run in entry.runs if run.gpu],
                 "others": max((run.others or 0.0) for run in entry.runs),
             }

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import ceilings, race
-from benchmarks.contestants import Contestant, Device, Place, attention_of, ours, peer
+from benchmarks.contestants import (
+    Contestant,
+    Device,
+    Place,
+    attention_of,
+    describe_forecast,
+    forecast_of,
+    ours,
+    peer,
+)
 from benchmarks.running import measure_inside, run
 from benchmarks.sizes import SIZES, VARIANTS, Size, SizeName, VariantName
 from benchmarks.token_stream import markov_tokens, text_tokens, write_formats, write_tiktoken_cache
@@ -184,7 +193,9 @@ def _race(entries: list[race.Entry], plan: Plan, clock: _Clock, say: Callable[[s
         entry.attention = attention_of(entry.contestant)
         rate = entry.contestant.size.tokens / race.Entry(entry.contestant, [found]).median
         kernel = f", attention {entry.attention}" if entry.attention else ""
-        say(f"  {turn}: {rate:,.0f} tokens/s{kernel}")
+        entry.forecast = forecast_of(entry.contestant)
+        predicted = f"; {describe_forecast(entry.forecast)}" if entry.forecast else ""
+        say(f"  {turn}: {rate:,.0f} tokens/s{kernel}{predicted}")
 
 
 def _inside(
@@ -218,11 +229,11 @@ def _contestants(plan: Plan, name: SizeName, folder: Path) -> list[Contestant]:
         return Place(own, folder / "data", folder / "tiktoken", plan.device)
 
     found = [ours(place(f"ours_{dtype}"), size, dtype=dtype) for dtype in plan.dtypes]
-    found += [
+    found += [peer(known, path, place(known), size) for known, path in plan.peers]
+    return found + [  # last: they are left out first where time is short
         ours(place(f"variant_{label}"), size, dtype="auto", variant=(label, VARIANTS[label]))
         for label in plan.variants
     ]
-    return found + [peer(known, path, place(known), size) for known, path in plan.peers]
 
 
 def _empty(contestant: Contestant) -> None:

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cuda_codegen.kernels import Graph, read_graph, resources
 from benchmarks.cuda_codegen.report import Case
+from gpt2lab.config import derived
 from gpt2lab.config.schema import OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed import strategy
@@ -104,7 +105,7 @@ def take_steps(case: Case) -> dict[str, Any]:
 @contextmanager
 def _regions(by_region: bool) -> Iterator[None]:
     """Compile the step by region, or as one graph, however many layers it has."""
-    with patch.object(strategy, "REGIONS_FROM_LAYERS", 1 if by_region else math.inf):
+    with patch.object(derived, "REGIONS_FROM_LAYERS", 1 if by_region else math.inf):
         yield
 
 

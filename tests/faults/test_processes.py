@@ -244,10 +244,13 @@ def test_row_29_a_process_that_waits_for_data_is_named(run: FaultRun, tmp_path: 
 
 
 def with_stopped_output(folder: Path, *, hangs: bool) -> Path:
-    """Return a trainer whose output nobody reads and whose pipe is full from step 12 on; step 15 may never end."""
+    """Return a trainer whose output nobody reads and whose pipe is full from step 12 on; step 15 may never end.
+
+    From step 12 on every step warns on stderr.
+    """
     return python_program(
         folder,
-        "import os, time\nimport gpt2lab.training.trainer as t\n"
+        "import os, time, warnings\nimport gpt2lab.training.trainer as t\n"
         "reading, writing = os.pipe()\n"
         "sys.stdout, sys.stderr = (open(os.dup2(writing, n), 'w') for n in (1, 2))\n"
         "plain = t.train_step\n"
@@ -256,6 +259,8 @@ def with_stopped_output(folder: Path, *, hangs: bool) -> Path:
         "        pipe = os.open('/proc/self/fd/1', os.O_WRONLY | os.O_NONBLOCK)\n"
         "        try:\n            while os.write(pipe, b'x' * 4096):\n                pass\n"
         "        except BlockingIOError:\n            pass\n"
+        "    if batch.first_sample >= 8 * 11:\n"
+        "        warnings.warn(f'sample {batch.first_sample}')\n"
         f"    if {hangs} and batch.first_sample == 8 * 14:\n        time.sleep(600)\n"
         "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
     )

@@ -179,7 +179,9 @@ def _leave(code: int) -> int:
     """Return the exit code; with a process group, end at once: no farewell to peers that may never come."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
+        from gpt2lab.runs.console import finish_stderr
+
         sys.stdout.flush()
-        sys.stderr.flush()
+        finish_stderr()
         os._exit(code)
     return code

@@ -54,8 +54,10 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
 
         return take_over(command, imported)
     from gpt2lab.planner.run_clock import process_began
+    from gpt2lab.runs.console import never_wait_for_stderr
     from gpt2lab.training.resolve import resolve, resolve_to_train
 
+    never_wait_for_stderr()
     start = None
     if "RANK" not in os.environ:
         # One rank asks nobody: what cannot work is rejected before torch is imported, which takes seconds.

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, SystemConfig
+from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, Parallel, SystemConfig
 from gpt2lab.errors import ConfigError
 
 CPU_COMPILE_FROM_STEPS = 200  # `--compile auto` on a CPU: below, compiling costs more than it saves
@@ -21,6 +21,14 @@ def compiles(system: SystemConfig, *, on_gpu: bool, max_steps: int) -> bool:
     if system.compile == "auto":
         return on_gpu or max_steps >= CPU_COMPILE_FROM_STEPS
     return system.compile == "on"
+
+
+def compiles_by_region(n_layer: int, parallel: Parallel) -> bool:
+    """Tell whether a compiled step is compiled in regions: of a deep model, and under fsdp.
+
+    FSDP gathers weights between blocks, and no graph can span these. Evaluations then run uncompiled.
+    """
+    return parallel == "fsdp" or n_layer >= REGIONS_FROM_LAYERS
 
 
 def check_fsdp_param_dtype(system: SystemConfig) -> None:

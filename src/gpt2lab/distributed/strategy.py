@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt2lab.config.derived import REGIONS_FROM_LAYERS, compiles
+from gpt2lab.config.derived import compiles, compiles_by_region
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.distributed import fsdp, zero1
 from gpt2lab.distributed.compilation import compile_step
@@ -86,8 +86,7 @@ class Strategy:
         # Gradients are then summed only in this rank's rows; zero1.py says why not between CPUs.
         needs_rows = self._parallel == "zero1" and self._exact is None and not full_gradients
         self._scatters = needs_rows and self.device.type == "cuda"
-        # FSDP gathers weights between blocks: no graph can span these. A deep model's step is compiled so too.
-        self._by_region = self._parallel == "fsdp"
+        self._by_region = self._parallel == "fsdp"  # of any model; `prepare` knows the model
         # DDP and FSDP average gradients over ranks; a loss scaled up by this yields their sum.
         self.averaged_over = 1 if self._exact else runtime.world_size
 
@@ -108,8 +107,8 @@ class Strategy:
             self._bare = fsdp.skeleton(model)
         trained = to_train(model)
         apply_activation_checkpointing(model, self._system.activation_checkpointing)
+        self._by_region = compiles_by_region(model.config.n_layer, self._parallel)
         if self._system.compile == "on":
-            self._by_region |= model.config.n_layer >= REGIONS_FROM_LAYERS
             compile_step(model, trained, by_region=self._by_region)
         if self._parallel == "fsdp":
             fsdp.shard(

@@ -211,7 +211,9 @@ def event_costs(
     training_token = _micro_batch_seconds(job, machine, recomputes=False) / (
         job.micro_batch * model.context_length
     )
-    forward = training_token / 3 * (k["eager_eval_factor"] if job.compiled else 1.0)
+    uncompiled = training_token / 3 * (k["eager_eval_factor"] if job.compiled else 1.0)
+    # As Strategy.compiles_evaluation; HellaSwag always runs uncompiled.
+    forward = uncompiled if machine.is_cpu or job.compiles_by_region else training_token / 3
     forward = training_token * known["eval"] if "eval" in known else forward
     least = model.n_layer * k["sample_seconds_per_layer"]
     sampled_token = max(
@@ -221,10 +223,13 @@ def event_costs(
     )
     items = evals.hellaswag_limit or HELLASWAG_ITEMS
     texts = 2 if evals.hellaswag_metrics == "all" else 1
-    hellaswag_item = texts * max(HELLASWAG_TOKENS * forward, least)
+    hellaswag_item = texts * max(HELLASWAG_TOKENS * uncompiled, least)
     if "hellaswag" in known:
         hellaswag_item = texts * (training_token * known["hellaswag"])
-    compile_seconds = k["compile_seconds_cpu" if machine.is_cpu else "compile_seconds"]
+    compile_seconds = k["compile_seconds_cpu"]
+    if not machine.is_cpu:
+        of_layers = k["compile_seconds_per_layer"] * job.compiled_layers
+        compile_seconds = k["compile_seconds"] + of_layers
     seconds = {
         "eval": evals.val_tokens / job.world_size * forward,
         "sample": evals.sample_tokens * sampled_token * known.get("sample", 1.0),

@@ -14,6 +14,7 @@ from typing import Any
 from gpt2lab import fmt
 from gpt2lab.config.derived import (
     BatchPlan,
+    compiles_by_region,
     count_due,
     count_steps,
     frequencies,
@@ -35,6 +36,8 @@ from gpt2lab.model.counts import (
 from gpt2lab.optim.schedule import muon_scale
 from gpt2lab.planner.memory import Dtype, Memory, StepMemory
 from gpt2lab.planner.timing import work
+
+_REGIONS_AS_LAYERS = 2  # of one graph that compile for as long (docs/gpu_results.md)
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,16 @@ class Job:
     def parallel(self) -> Parallel:
         """How the ranks share what they hold."""
         return self.config.system.parallel if self.world_size > 1 else "ddp"
+
+    @property
+    def compiles_by_region(self) -> bool:
+        """Tell whether the step, if it is compiled, is compiled in regions."""
+        return compiles_by_region(self.config.model.n_layer, self.parallel)
+
+    @property
+    def compiled_layers(self) -> int:
+        """Layers of one graph that compile for as long as the step: regions do so at any depth."""
+        return _REGIONS_AS_LAYERS if self.compiles_by_region else self.config.model.n_layer
 
     @property
     def work(self) -> tuple[float, ...]:

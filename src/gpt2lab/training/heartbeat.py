@@ -23,6 +23,7 @@ from typing import Any
 
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.files import COUNT, NUMBER, STRING, JsonFile
+from gpt2lab.runs.console import finish_stderr
 
 FOLDER = "heartbeat"
 EXIT_CODE = 78
@@ -195,9 +196,12 @@ def stacks() -> str:
 
 def _say(text: str) -> threading.Thread:
     """Write to stderr in a thread of its own: it may be a pipe that nobody reads."""
-    thread = threading.Thread(
-        target=lambda: print(text, file=sys.stderr, flush=True), name="last words", daemon=True
-    )
+
+    def write() -> None:
+        print(text, file=sys.stderr, flush=True)
+        finish_stderr()
+
+    thread = threading.Thread(target=write, name="last words", daemon=True)
     thread.start()
     return thread
 

@@ -222,6 +222,29 @@ running.run(fake_trainer(Path({str(tmp_path)!r})), warmup=1, steps=10**6, limit_
 # -- the comparison ------------------------------------------------------------------------------------------------
 
 
+def test_a_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    """On a GPU the peak that a step reports is of tensors, without context and fragmentation."""
+    place = dataclasses.replace(place_in(tmp_path), device="cuda")
+    ours = contestants.ours(place, SIZES["gpt2"], dtype="auto")
+    assert contestants.forecast_of(ours) is None  # nothing has run
+    (tmp_path / "run").mkdir()
+    rate = {"value": 490e3, "low": 400e3, "high": 600e3, "source": "roofline-prior", "mfu": 0.4}
+    memory = {"total": 50e9, "context": 1e9}
+    (tmp_path / "run" / "estimate.json").write_text(
+        json.dumps({"throughput": rate, "memory": memory})
+    )
+    step = {"event": "step", "step_seconds": 1.0, "loss": 9.0, "data_wait_seconds": 0.0}
+    lines = [{"event": "eval"}, *(step | {"peak_memory_bytes": peak} for peak in (47e9, 48e9))]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found = contestants.forecast_of(ours)
+    assert found is not None
+    assert (found["peak_bytes"], found["actual_peak_bytes"]) == (49e9, 48e9)
+    said = (
+        "predicted 490,000 (400,000 to 600,000, roofline-prior); peak memory 48 GB, predicted 49 GB"
+    )
+    assert contestants.describe_forecast(found) == said
+
+
 def test_ours_runs_first_and_last_and_the_others_turn_around() -> None:
     assert race.order(["A", "B", "C"], 1) == list("ABCA")
     assert race.order(["A", "B", "C"], 2) == list("ABCACBA")
@@ -357,6 +380,11 @@ def test_the_whole_comparison(tmp_path: Path) -> None:
     assert code == 0, error
     found = json.loads((tmp_path / "c.json").read_text())["tiny256"]
     assert [row["name"] for row in found["trainers"]] == ["ours", "hf"]
+    forecast, none = (row["forecast"] for row in found["trainers"])
+    assert none is None
+    assert forecast["source"] == "cpu-matmul"
+    assert forecast["actual_peak_bytes"] > 1e7
+    assert "; predicted " in said
     for row in found["trainers"]:
         assert row["tokens_per_second"] > 0
         assert 4 < row["loss_first"] < 7

@@ -54,6 +54,13 @@ def _plan(**changes: Any) -> trainers.Plan:
     )
 
 
+def test_our_variants_come_last(tmp_path: Path) -> None:
+    """Where time is short, they are left out before other trainers."""
+    plan = _plan(variants=("flash",), peers=(("hf", None),))
+    found = trainers._contestants(plan, "tiny256", tmp_path)
+    assert [contestant.name for contestant in found] == ["ours", "hf", "flash"]
+
+
 def test_a_contestant_that_fails_costs_the_others_nothing(tmp_path: Path) -> None:
     """Except ours, which all are compared with."""
     first, second, broken = (

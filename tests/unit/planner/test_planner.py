@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import settings as rules
 from hypothesis import strategies as st
 
 from forecasting import KNOWN, job_for, on, predict
+from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.presets import preset
 from gpt2lab.planner import hardware, timing
 from gpt2lab.planner.estimate import (
     Window,
     effective_tokens,
     estimate,
+    event_costs,
     predicted_loss,
     steps_that_fit,
     verdict,
@@ -67,6 +72,42 @@ def test_parts_sum_to_the_total_and_steps_cost_in_proportion(
     if found.cost is not None:
         hours = found.seconds.value / 3600
         assert found.cost.usd.value == pytest.approx(found.cost.price_per_gpu_hour * hours)
+
+
+def test_regions_compile_in_the_same_time_at_any_depth() -> None:
+    """One graph compiles for longer the deeper it is; docs/planning.md states the seconds."""
+
+    def seconds(n_layer: int, **more: Any) -> float:
+        return predict("H100", n_layer=n_layer, **more).breakdown["compile"].value
+
+    assert seconds(6) < seconds(12) < seconds(REGIONS_FROM_LAYERS - 1)
+    regions = seconds(REGIONS_FROM_LAYERS)
+    assert regions == seconds(48) == seconds(12, gpus=2, parallel="fsdp") < seconds(6)
+    assert (round(seconds(12)), round(regions)) == (40, 13)
+    assert seconds(12, compile="off") < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "is_cpu", "slower"),
+    [
+        (REGIONS_FROM_LAYERS - 1, False, 1),
+        (REGIONS_FROM_LAYERS, False, 2),
+        (REGIONS_FROM_LAYERS - 1, True, 2),
+    ],
+)
+def test_evaluations_cost_more_only_where_they_run_uncompiled(
+    n_layer: int, is_cpu: bool, slower: int
+) -> None:
+    """As Strategy.compiles_evaluation: on a GPU, unless the step is compiled by region."""
+    constants = dict(KNOWN.constants)
+    constants["eager_eval_factor"] *= 2
+    machine = dataclasses.replace(on("H100"), is_cpu=is_cpu)
+    job = job_for(n_layer=n_layer)
+    once, twice = (
+        event_costs(job, machine, known).seconds["eval"]
+        for known in (KNOWN, dataclasses.replace(KNOWN, constants=constants))
+    )
+    assert twice == pytest.approx(slower * once)
 
 
 @pytest.mark.parametrize("gpu", NVLINK)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.runs.console import Console, beats, wrap
+from gpt2lab.runs.console import Console, beats, finish_stderr, never_wait_for_stderr, wrap
 from gpt2lab.runs.logger import MetricsLogger
 from launch import REPOSITORY, TRAIN
 from whole_run import Run
@@ -106,7 +106,8 @@ class Pipe:
         return b"".join(parts).decode().lstrip("x")
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.file.close()
         for end in (self.reading, self._filler):
             os.close(end)
 
@@ -149,6 +150,35 @@ def test_lines_that_find_no_room_are_counted(pipe: Pipe, monkeypatch: pytest.Mon
     console.print("after")
     missing = "(lines that are in log.txt only: 2; nobody took them here)"
     assert pipe.read().splitlines() == ["waits", missing, "after"]
+
+
+def test_warnings_wait_for_a_slow_reader_of_stderr(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", pipe.file)
+    never_wait_for_stderr()
+    lines = [f"warning {number} " + "y" * 3000 for number in range(30)]
+    pipe.fill()
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)  # would never return if it waited
+    taken = pipe.read()
+    found: list[str] = []
+    reader = threading.Timer(0.3, lambda: found.append(pipe.read()))
+    reader.start()
+    finish_stderr()
+    reader.join()
+    assert (taken + found[0] + pipe.read()).splitlines() == lines
+
+
+def test_nothing_fails_for_want_of_a_reader_of_stderr(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", pipe.file)
+    never_wait_for_stderr()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), pipe.reading)  # closes the pipe's end
+    print("warning", file=sys.stderr)
+    finish_stderr()
 
 
 def test_wrapping_leaves_commands_whole() -> None:
