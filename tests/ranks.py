@@ -1,4 +1,4 @@
-"""Run the ranks of a job as forks of one process that has imported torch, which costs each process seconds.
+"""Run the ranks of a job as forks of one process that has imported torch and the trainer, seconds of every start.
 
 A rank does what it does under torchrun: the program is `__main__`, environment and store are torchrun's. Tests whose
 subject is the launcher, a signal, a thread or the end of a process start real programs (launch.py, tests/faults).
@@ -18,12 +18,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-# Read when torch is imported, so they must be those of the process that imports it for all.
-_BEFORE_IMPORT = {"OMP_NUM_THREADS": "1"}
+# Read when modules are imported, so they must be those of the process that imports them for all.
+_SOURCES = Path(__file__).resolve().parents[1] / "src"
+_BEFORE_IMPORT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SOURCES)}
 _GRACE_SECONDS = 30.0  # torchrun's, between SIGTERM and SIGKILL
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["torch", "torch._dynamo"])
+_forks.set_forkserver_preload(["torch", "torch._dynamo", "gpt2lab.training.pretrain"])
 
 
 def run_ranks(

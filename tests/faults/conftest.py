@@ -27,7 +27,7 @@ def reference(
     @functools.cache
     def finished(world: int) -> FaultRun:
         run = FaultRun(tiny_data, tmp_path_factory.mktemp(f"reference{world}"))
-        assert run.finish(world=world) == 0, run.errors()
+        assert run.resume("--resume=auto", world=world) == 0, run.errors()
         return run
 
     return finished

@@ -78,6 +78,19 @@ class FaultRun:
         """Run it to its end and return the exit code."""
         return self.end_of(self.start(*more, world=world, **kwargs))
 
+    def resume(self, *more: str, world: int = 1, program: Path = launch.TRAIN) -> int:
+        """Run it to its end as `finish` does, in forks of a process that has imported torch (ranks.py).
+
+        What comes after a fault needs no launcher: it is a start like any other.
+        """
+        done = launch.train_in_forks(
+            self.argv(*(more or ("--resume=latest",))), world=world, program=program
+        )
+        with open(self.folder / "out.txt", "a") as out:
+            out.write(done.stdout)
+        (self.folder / "err.txt").write_text(done.stderr)
+        return done.returncode
+
     def end_of(self, process: subprocess.Popen[str], seconds: float = launch.HANG_SECONDS) -> int:
         """Wait for a start to end."""
         return process.wait(timeout=seconds)

@@ -61,7 +61,7 @@ def test_row_02_killed_at_a_stage_of_an_asynchronous_save(
     else:
         process.kill()
     process.wait()
-    assert run.finish("--resume=latest") == 0, run.errors()  # it locks the folder: no writer has it
+    assert run.resume() == 0, run.errors()  # it locks the folder: no writer has it
     assert writers(run) == []
     assert [event["from_step"] for event in run.events("resume")] == [newest]
     assert [e["step"] for e in run.events("checkpoint")] == [5, 10, 15, 20, 24, 25, 30, 35, 40]
@@ -104,7 +104,7 @@ def test_row_07_ctrl_c_while_a_save_is_in_flight(run: FaultRun, reference: Refer
     assert steps == sorted({10, *steps, stop["step"]})
     assert (run.status()["state"], run.status()["exit_code"]) == ("stopped", 0)
     assert writers(run) == []
-    assert run.finish("--resume=latest") == 0, run.errors()
+    assert run.resume() == 0, run.errors()
     run.assert_equals(reference(1))
 
 
@@ -131,5 +131,5 @@ def test_row_11_a_rank_dies_while_a_save_is_in_flight(run: FaultRun, reference: 
     run.assert_no_process_left(process)
     assert run.saved() == [5, 7], run.errors()
     assert [e["step"] for e in run.events("checkpoint")] == [5, 7]
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.resume(world=2) == 0, run.errors()
     run.assert_equals(reference(2))

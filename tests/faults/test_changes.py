@@ -42,7 +42,7 @@ def test_row_36_a_deleted_lock_lets_nobody_else_in(run: FaultRun) -> None:
     lock.rename(lock.with_suffix(".gone"))  # its number cannot be given to the new file
     run.wait_until(process, lambda: lock.exists() and bool(lock.read_text()), "a new lock")
     assert lock.stat().st_ino != before
-    assert run.finish("--resume=auto", "--stop_after_steps=400") == 2
+    assert run.resume("--resume=auto", "--stop_after_steps=400") == 2
     assert f"in use by process {process.pid} on " in the_line(run)
     process.send_signal(signal.SIGTERM)
     assert run.end_of(process) == 0
@@ -100,7 +100,7 @@ def test_row_36_a_folder_that_goes_is_one_line(how: str, world: int, run: FaultR
         run.path.rmdir()
     away.rename(run.path)
     assert run.saved() == [], "it did not wait for the save of step 20"
-    assert run.finish("--resume=auto", "--stop_after_steps=20", world=world) == 0, run.errors()
+    assert run.resume("--resume=auto", "--stop_after_steps=20", world=world) == 0, run.errors()
     assert run.saved() == [20]
 
 
@@ -198,7 +198,7 @@ def test_row_38_no_checkpoint_rests_on_a_shard_that_changed(
     assert (own.status()["state"], own.status()["exit_code"]) == ("failed", 2)
     shutil.rmtree(own.data)
     kept.rename(own.data)
-    assert own.finish("--resume=latest", world=world) == 0, own.errors()
+    assert own.resume(world=world) == 0, own.errors()
     own.assert_equals(reference(world))
 
 

@@ -121,6 +121,6 @@ def test_a_disk_that_takes_nothing_more_ends_with_75_and_the_run_goes_on_later(
     assert said in line
     broken.end()
     assert max(run.saved()) == saved
-    assert run.finish("--resume=latest") == 0, run.errors()
+    assert run.resume() == 0, run.errors()
     assert run.events("resume")[-1]["from_step"] == saved
     run.assert_equals(reference(1))

@@ -50,7 +50,7 @@ def test_row_01_random_kills_of_two_processes(run: FaultRun, reference: Referenc
         process.wait()
         run.assert_no_process_left(process)
         assert run.saved()[-1] >= step - 5
-    assert run.finish("--resume=auto", world=2) == 0, run.errors()
+    assert run.resume("--resume=auto", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -75,7 +75,7 @@ def test_rows_02_and_03_killed_at_a_stage_of_a_save(
     assert listed.returncode == 0, listed.stdout
     steps = [row["step"] for row in json.loads(listed.stdout)["runs"][0]["checkpoints"]]
     assert steps[-1] == newest
-    assert run.finish("--resume=latest") == 0, run.errors()
+    assert run.resume() == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [newest]
     assert not [*run.path.glob(".tmp-*"), *run.path.glob(".del-*")]
     run.assert_equals(reference(1))

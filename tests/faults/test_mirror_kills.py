@@ -37,6 +37,6 @@ def test_killed_machines_leave_a_mirror_that_another_one_goes_on_from(
     )
     assert not list((tmp_path / "bucket" / "run").glob(f"step_{STEPS:08d}-*/manifest.json"))
     last = FaultRun(tiny_data, tmp_path / "really_last")
-    assert last.finish("--resume=auto", mirror) == 0, last.errors()
+    assert last.resume("--resume=auto", mirror) == 0, last.errors()
     assert last.status()["mirror"]["step"] == STEPS
     last.assert_equals(reference(1))

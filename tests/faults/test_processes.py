@@ -27,7 +27,7 @@ def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Referen
     run.assert_no_process_left(process)
     assert run.saved() == [14]
     assert "another rank of this run died after step 14; that step is saved" in run.errors()
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.resume(world=2) == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [14]
     run.assert_equals(reference(2))
 
@@ -48,7 +48,7 @@ def test_row_11_a_process_is_killed_while_a_step_is_in_flight(
     assert run.saved() == [14]
     assert "another rank of this run died after step 14; that step is saved" in run.errors()
     assert max(run.losses()) == 14
-    assert run.finish("--resume=latest", world=2, program=program) == 0, run.errors()
+    assert run.resume(world=2, program=program) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -62,7 +62,7 @@ def test_row_29_a_process_freezes_while_a_step_is_in_flight(
     assert code != 0
     assert run.saved() == [5, 10, 14]
     assert "the last complete step is saved" in run.status()["reason"]
-    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
+    assert run.resume("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -96,7 +96,7 @@ def test_row_11_a_process_is_killed_after_its_update(
     )
     assert run.finish(world=2, program=program) != 0
     assert run.saved() == [10], run.errors()
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.resume(world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -110,7 +110,7 @@ def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Ref
     errors = run.errors()
     assert "RuntimeError: fault point step at step 15" in errors.split("Root Cause")[1]
     assert run.saved() == [14]
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.resume(world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -129,7 +129,7 @@ def test_row_12_an_error_within_the_optimizer_saves_nothing(
     assert run.finish(world=2, program=program) != 0
     assert "half-way" in run.errors()
     # Process 1 survives with a whole update 15; process 0's half one, and so its line, must not be on disk.
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.resume(world=2) == 0, run.errors()
     expected = {n: loss for n, loss in reference(2).losses().items() if n in run.losses()}
     assert run.losses() == expected
     assert len(expected) >= STEPS - 1
@@ -158,7 +158,7 @@ def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path
     assert run.status()["exit_code"] == 76, run.errors()
     assert [e["step"] for e in run.events("step") if not e["updated"]] == [5, 20, 21, 22, 23]
     assert max(run.saved()) in (22, 23)
-    assert run.finish("--resume=latest", "--stop_after_steps=30", world=2) == 0, run.errors()
+    assert run.resume("--resume=latest", "--stop_after_steps=30", world=2) == 0, run.errors()
 
 
 def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -> None:
@@ -178,7 +178,7 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     assert "rank 1" in run.status()["reason"]
     assert run.saved() == [5, 10, 14], "the last complete step"
     assert "the last complete step is saved" in run.status()["reason"]
-    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
+    assert run.resume("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
     assert [event["from_step"] for event in run.events("resume")] == [14]
     run.assert_equals(reference(2))
 
@@ -197,7 +197,7 @@ def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(
     assert run.end_of(process) != 0
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert run.saved() == [5, 10, 14]
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.resume(world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -221,7 +221,7 @@ def test_row_29_a_hang_within_an_update_saves_nothing(
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert "is saved" not in run.status()["reason"]
     assert run.saved() == [5, 10]
-    assert run.finish("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
+    assert run.resume("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 
@@ -285,7 +285,7 @@ def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(
     assert run.finish("--hang_seconds=1.5", "--log_freq=1", program=program) == 78
     assert run.saved() == [5, 10, 14]
     assert "the last complete step is saved" in run.status()["reason"]
-    assert run.finish("--resume=latest", "--hang_seconds=600") == 0, run.errors()
+    assert run.resume("--resume=latest", "--hang_seconds=600") == 0, run.errors()
     run.assert_equals(reference(1))
 
 
@@ -306,7 +306,7 @@ def test_row_32_replicas_that_differ_stop_the_run(
     assert "rank 1 " in run.errors()
     assert run.status()["exit_code"] == 1
     assert run.saved() == [5, 10], "nothing after the fault"
-    assert run.finish("--resume=latest", world=2) == 0, run.errors()
+    assert run.resume(world=2) == 0, run.errors()
     run.assert_equals(reference(2))
 
 

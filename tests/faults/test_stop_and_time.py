@@ -37,7 +37,7 @@ def assert_stopped_cleanly(run: FaultRun, reason: str) -> None:
 
 
 def resume_and_compare(run: FaultRun, reference: FaultRun, world: int) -> None:
-    assert run.finish("--resume=latest", world=world) == 0, run.errors()
+    assert run.resume(world=world) == 0, run.errors()
     run.assert_equals(reference)
 
 
@@ -113,7 +113,7 @@ def test_row_07_ctrl_c(presses: int, run: FaultRun) -> None:
     if presses < 3:
         assert_stopped_cleanly(run, run.status()["reason"])
         assert run.status()["reason"] in ("SIGINT", "SIGTERM")
-    assert run.finish("--resume=latest", f"--stop_after_steps={saved[-1] + 3}", world=2) == 0
+    assert run.resume("--resume=latest", f"--stop_after_steps={saved[-1] + 3}", world=2) == 0
     assert [e["from_step"] for e in run.events("resume")] == [saved[-1]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,15 @@ class Store:
         self.s3.create_bucket(Bucket=self.bucket)
 
     def run(
-        self, machine: str, *more: str, world: int = 1, **env: str
+        self,
+        machine: str,
+        *more: str,
+        world: int = 1,
+        train: Callable[..., subprocess.CompletedProcess[str]] = launch.train_in_forks,
+        **env: str,
     ) -> subprocess.CompletedProcess[str]:
         """Start the run on a machine: in a folder of its own."""
-        return launch.train(
+        return train(
             [
                 *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16"),
                 *("--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2"),
@@ -140,7 +145,7 @@ def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(
     assert killed.returncode == -9
     newest = store.complete()[-1]
     assert newest in (5, 10), "whether step 10 was skipped is a matter of time"
-    done = store.run("c")
+    done = store.run("c", train=launch.train)  # the real command, to the end of its process
     assert done.returncode == 0, done.stderr
     assert f"fetching step {newest}" in done.stdout
     status = json.loads((store.path("c") / "status.json").read_text())
@@ -196,7 +201,7 @@ def test_a_run_that_went_back_is_not_brought_forward_by_its_mirror(store: Store)
 
 def test_two_ranks_resume_on_a_new_machine(store: Store) -> None:
     assert store.run("a", "--stop_after_steps=10", world=2).returncode == 0
-    done = store.run("b", world=2)
+    done = store.run("b", world=2, train=launch.train)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fetching step 10") == 1
     straight = store.run("c", "--checkpoint_mirror=None", world=2)

@@ -16,7 +16,7 @@ WORKER = Path(__file__).parents[2] / "workers" / "count_compiles.py"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layers", "evaluation"),
-    [(1, 1, "eager"), (2, 1, "eager"), (2, 1, "compiled"), (2, REGIONS_FROM_LAYERS, "eager")],
+    [(1, 1, "eager"), (2, 1, "compiled"), (2, REGIONS_FROM_LAYERS, "eager")],
 )
 def test_the_step_is_compiled_once(
     world: int, layers: int, evaluation: str, tmp_path: Path

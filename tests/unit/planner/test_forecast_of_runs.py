@@ -83,9 +83,8 @@ def test_max_hours_ends_all_processes_at_one_step(tiny_flags: list[str], tmp_pat
 
 
 def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(
-    tiny_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_flags: list[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as these tests run
     fit = ["--fit_schedule", "--max_hours=0.05", "--max_steps=1000000", "--stop_after_steps=1"]
     with pytest.raises(ConfigError, match="--measure"):
         pretrain(command_line.parse([*tiny_flags, *fit, "--run_name=early"]))
