@@ -57,7 +57,7 @@ PRESETS: dict[ModelName, dict[str, Any]] = {
     **_GPT2,
     "modern-small": _GPT2["gpt2"] | _MODERN,
     "modern-nano": _GPT2["gpt2-nano"] | _MODERN,
-    "modern-micro": _GPT2["gpt2-micro"] | _MODERN | {"max_lr": 4e-3, "muon_lr": 1e-2},
+    "modern-micro": _GPT2["gpt2-micro"] | _MODERN | {"max_lr": 3.2e-2, "muon_lr": 1e-2},
     "modern-mini": _GPT2["gpt2-mini"] | _MODERN,
 }
 
