@@ -32,7 +32,8 @@ class FineTuning:
     def defaults(self, command: Command, config: Config) -> Config:
         """Return what fine-tuning sets otherwise than pretraining, where nothing was typed.
 
-        The rate is a tenth of the pretraining preset's, with adapters half of it: they begin at zero.
+        The rate is a tenth of the pretraining preset's. Adapters begin at zero and get half of the rate of the matrices
+        beside them, which is `muon_lr` where the preset has one.
 
         Raises: ConfigError if it is not said what is tuned, or on what.
         """
@@ -57,10 +58,11 @@ class FineTuning:
             raise ConfigError(
                 f"--{idle[0]} goes with --lora_r N: without it all weights are trained"
             )
+        matrices = optim.max_lr if optim.muon_lr is None else optim.muon_lr
         rows = _ROWS_OF_SMALL if config.batch.total_batch_size < _SMALL else _ROWS
         values: dict[str, Any] = {
             "shuffle": "windows",
-            "max_lr": _part(optim.max_lr, 0.5 if tuning.lora_r else 0.1),
+            "max_lr": _part(matrices, 0.5) if tuning.lora_r else _part(optim.max_lr, 0.1),
             "muon_lr": None if optim.muon_lr is None else _part(optim.muon_lr, 0.1),
             "optimizer": "adamw" if tuning.lora_r else optim.optimizer,
             "total_batch_size": rows * T,

@@ -163,6 +163,7 @@ def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
         assert getattr(modern, size) == getattr(plain, size)
     assert options_of(plain) == ""
     assert preset(name).optim.optimizer == "muon"
+    assert preset(name).optim.max_lr > 5 * preset(twin).optim.max_lr  # GPT-2's are far too low
 
 
 def test_heads_that_cannot_be_turned_are_rejected() -> None:

@@ -1,0 +1,60 @@
+"""Tokens to another model's loss: what lies between runs, what is rejected, the figures of docs/ablations.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fewer_tokens
+from gpt2lab.errors import CheckError
+from launch import REPOSITORY
+
+MEASURED = sorted((REPOSITORY / "docs" / "fewer_tokens").glob("*.json"))
+
+
+def test_tokens_lie_between_two_complete_runs_by_their_logarithm() -> None:
+    ends = [(400, 3.0), (100, 5.0), (200, 4.0)]  # a nat less each time the tokens double
+    assert fewer_tokens.tokens_to(ends, 4.5) == pytest.approx(100 * 2**0.5)
+    assert fewer_tokens.tokens_to(ends, 3.0) == pytest.approx(400)
+
+
+@pytest.mark.parametrize("loss", [5.1, 2.9])
+def test_a_loss_outside_the_runs_is_an_error_not_a_guess(loss: float) -> None:
+    with pytest.raises(
+        CheckError, match="between 5.0000 after 100, 3.0000 after 400; add".replace(".", "[.]")
+    ):
+        fewer_tokens.tokens_to([(400, 3.0), (100, 5.0)], loss)
+
+
+def test_ratios_are_taken_seed_by_seed(tmp_path: Path) -> None:
+    def setting(tokens: int, *losses: float) -> dict[str, object]:
+        curves = [{"tokens": [1, tokens], "losses": [9.0, loss]} for loss in losses]
+        return {"setting": f"m-{tokens > 400}_x", "curves": curves}
+
+    table = tmp_path / "ablation.json"
+    settings = [setting(1000, 3.0, 5.0), setting(100, 4.0, 6.0), setting(400, 2.0, 4.0)]
+    table.write_text(json.dumps({"settings": settings}))
+    found = fewer_tokens.read(table)
+    assert found.tokens == pytest.approx([200, 200])
+    assert found.ratio.value == pytest.approx(0.2)
+    assert found.ratio.half_interval == pytest.approx(
+        0
+    )  # though the seeds' losses are 2 nats apart
+    base, model = fewer_tokens.points([found])["settings"]
+    assert (base["setting"], model["setting"]) == ("m-True", "m-False")
+    assert model["curves"][1] == {"tokens": (100, 400), "seconds": [0, 0], "losses": (6.0, 4.0)}
+    table.write_text("{}")
+    with pytest.raises(CheckError, match="no table of an ablation"):
+        fewer_tokens.read(table)
+
+
+@pytest.mark.parametrize("table", MEASURED, ids=lambda path: path.stem)
+def test_the_page_shows_what_the_files_hold(table: Path) -> None:
+    page = (REPOSITORY / "docs" / "ablations.md").read_text()
+    for row in fewer_tokens.rows(fewer_tokens.read(table)):
+        cells = [cell.strip() for cell in row.strip("|").split("|")[1:] if cell.strip()]
+        assert any(
+            all(cell in line for cell in cells) for line in page.replace("*", "").splitlines()
+        ), row
