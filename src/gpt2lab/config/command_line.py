@@ -263,6 +263,10 @@ class Command:
         """Names of the settings that the user typed, on the command line or in a file."""
         return frozenset(self.values) | frozenset(self.file)
 
+    def given(self, name: str) -> Any:
+        """Return what the user typed for a setting, on the command line or in a file; None if nothing."""
+        return self.values.get(name, self.file.get(name))
+
     def override(self, base: Config) -> Config:
         """Return `base` with the settings of --config on top, and on these what the user typed.
 
@@ -277,13 +281,13 @@ class Command:
     def fresh(self) -> Config:
         """Return the settings of a fresh start: defaults, preset, file, flags."""
         model = self.file.get("model", self.values.get("model", Config().model.model))
-        return self.override(preset(model))
+        return self.override(preset(model, optimizer=self.given("optimizer")))
 
 
 def _on_top(given: dict[str, Any], base: Config) -> Config:
     """Return `base` with given settings on top; another preset counts as giving each of its settings."""
     if "model" in given and given["model"] != base.model.model:
-        base = preset(given["model"], base)
+        base = preset(given["model"], base, optimizer=given.get("optimizer"))
     if any(given.get(name) is not None for name in LENGTHS):  # one setting in three units
         given = dict.fromkeys(LENGTHS) | given
     return override(base, given)

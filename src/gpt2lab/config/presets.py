@@ -54,15 +54,32 @@ _GPT2: dict[ModelName, dict[str, Any]] = {
     | {"total_batch_size": 16_384, "mini_batch_size": 8, "max_lr": 1e-3},
 }
 
-PRESETS: dict[ModelName, dict[str, Any]] = {
-    **_GPT2,
-    "modern-small": _GPT2["gpt2"] | _MODERN | {"max_lr": 5e-3, "muon_lr": 4e-3},
-    "modern-nano": _GPT2["gpt2-nano"] | _MODERN | {"max_lr": 3.2e-2},
-    "modern-micro": _GPT2["gpt2-micro"] | _MODERN | {"max_lr": 3.2e-2, "muon_lr": 1e-2},
-    "modern-mini": _GPT2["gpt2-mini"] | _MODERN | {"max_lr": 1e-2, "muon_lr": 6e-3},
+_TWINS: dict[ModelName, ModelName] = {  # the GPT-2 preset of the same shape
+    "modern-small": "gpt2",
+    "modern-nano": "gpt2-nano",
+    "modern-micro": "gpt2-micro",
+    "modern-mini": "gpt2-mini",
+}
+_MODERN_RATES: dict[ModelName, dict[str, float]] = {
+    "modern-small": {"max_lr": 5e-3, "muon_lr": 4e-3},
+    "modern-nano": {"max_lr": 3.2e-2},
+    "modern-micro": {"max_lr": 3.2e-2, "muon_lr": 1e-2},
+    "modern-mini": {"max_lr": 1e-2, "muon_lr": 6e-3},
+}
+
+PRESETS: dict[ModelName, dict[str, Any]] = _GPT2 | {
+    name: _GPT2[twin] | _MODERN | _MODERN_RATES[name] for name, twin in _TWINS.items()
 }
 
 
-def preset(name: ModelName, config: Config | None = None) -> Config:
-    """Return `config` (default: the defaults) with the preset's settings in place."""
-    return override(config or Config(), {"model": name, **PRESETS[name]})
+def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = None) -> Config:
+    """Return `config` (default: the defaults) with the preset's settings in place.
+
+    `optimizer`: what is set besides. The rate of a modern preset is for the weights that Muon leaves to AdamW; AdamW
+    for all weights gets the rate of the GPT-2 preset of the same shape.
+    """
+    values: dict[str, Any] = {"model": name, **PRESETS[name]}
+    if optimizer == "adamw" and values.get("optimizer") == "muon":
+        twin = preset(_TWINS[name])
+        values |= {"max_lr": twin.optim.max_lr, "muon_lr": None}
+    return override(config or Config(), values)

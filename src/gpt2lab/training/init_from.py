@@ -70,7 +70,8 @@ def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]
         given |= set(PRESETS[typed.model.model])
         config = typed
     else:
-        config = command.override(preset(_preset_of(target, source)))
+        known = _preset_of(target, source)
+        config = command.override(preset(known, optimizer=command.given("optimizer")))
     config = override(config, {n: getattr(source, n) for n in ARCHITECTURE if n not in given})
     for field in ARCHITECTURE:
         here, there = getattr(config.model, field), getattr(source, field)

@@ -190,6 +190,22 @@ def test_another_typed_preset_counts_as_typing_each_of_its_settings() -> None:
     assert (over["model"], over["n_layer"], over["n_embd"], over["seed"]) == ("gpt2-mini", 6, 96, 3)
 
 
+def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_path: Path) -> None:
+    def rate(*argv: str) -> float:
+        return float(fresh(*argv)["max_lr"])
+
+    theirs, modern = rate("--model=gpt2-micro"), rate("--model=modern-micro")
+    assert theirs < modern == rate("--model=modern-micro", "--optimizer=muon")
+    assert rate("--model=modern-micro", "--optimizer=adamw") == theirs
+    assert rate("--model=modern-small", "--optimizer=adamw") == rate("--model=gpt2")
+    assert rate("--model=modern-micro", "--optimizer=adamw", "--max_lr=0.5") == 0.5
+    file = tmp_path / "adamw.toml"
+    file.write_text('model = "modern-micro"\noptimizer = "adamw"\n')
+    assert rate(f"--config={file}") == theirs
+    over = parse(["--model=modern-mini", "--optimizer=adamw"]).override(preset("gpt2-micro"))
+    assert to_flat(over)["max_lr"] == rate("--model=gpt2-mini")
+
+
 def test_a_typed_length_replaces_a_saved_one_in_another_unit() -> None:
     saved = override(Config(), {"num_epochs": 1.0})
     over = to_flat(parse(["--max_steps=10"]).override(saved))
