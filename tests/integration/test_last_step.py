@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.config.command_line import parse
 from gpt2lab.errors import SaveError
 from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.stop import Signals
 from last_step import LAST, after_last_step, assert_complete, straight_run
 from tiny import flags_of
 
@@ -25,6 +28,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return straight_run(tmp_path_factory.mktemp("last"))
 
 
+@pytest.fixture
+def counts_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a raised signal be counted before the next line: a thread counts it, and a sample takes milliseconds."""
+    raise_signal, count, counted = signal.raise_signal, Signals._count, threading.Event()
+
+    def count_and_tell(self: Signals, number: int) -> None:
+        count(self, number)
+        counted.set()
+
+    def raise_and_wait(number: int) -> None:
+        raise_signal(number)
+        assert counted.wait(60)
+
+    monkeypatch.setattr(Signals, "_count", count_and_tell)
+    monkeypatch.setattr(signal, "raise_signal", raise_and_wait)
+
+
+@pytest.mark.usefixtures("counts_signals")
 @pytest.mark.parametrize("place", BEFORE)
 def test_a_stop_at_the_last_step_is_a_stop_and_the_resume_measures_the_rest(
     folder: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -99,6 +120,7 @@ def _write(logger: Any) -> None:
     logger._held_back.clear()
 
 
+@pytest.mark.usefixtures("counts_signals")
 def test_an_extended_run_takes_its_best_loss_from_the_record(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

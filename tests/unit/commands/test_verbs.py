@@ -99,7 +99,7 @@ def test_the_help_of_a_verb_within_a_verb(capsys: pytest.CaptureFixture[str]) ->
     text = shown(capsys, "data", "show", "--help")
     assert text.startswith("usage: gpt2lab data show [flags]\n")
     assert "  gpt2lab data show --run RUN --step 100 --text\n" in text
-    assert set(re.findall(r"^  --(\w+)", text, flags=re.M)) == {"run", "step", "text"}
+    assert set(re.findall(r"^  --(\w+)", text, flags=re.M)) == {"data_dir", "run", "step", "text"}
     assert shown(capsys, "benchmark", "parallel", "--help").startswith(
         "usage: gpt2lab benchmark par"
     )
