@@ -290,6 +290,8 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path)
         assert says in call(program, own, "mine", flag, here)
         line = call(program, own, "mine", flag, other, code=2)  # the documents of step 9 are equal
         assert "swapped: not the data that mine was trained on (fingerprint " in line
+        line = call(program, own, "mine", flag, "--data_dir=gone", code=2)  # not: prepare it
+        assert "gone: no such folder; say where the run's data are now (" in line
     # In bisect the other run keeps its own data.
     assert "which sample is not known" in call("bisect_runs.py", own, "mine", "poisoned", code=1)
     said = call("bisect_runs.py", own, "mine", "poisoned", here, code=1)

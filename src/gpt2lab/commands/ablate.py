@@ -104,7 +104,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(_NOTHING)
     flags = run_tyro(Ablate, words, passed_on=shared)
     if not 0 < flags.smallest_difference < math.inf:
-        raise ConfigError(f"smallest_difference {flags.smallest_difference:g} must be above 0")
+        raise ConfigError(
+            f"--smallest_difference {flags.smallest_difference:g} must be a number above 0"
+        )
     if flags.max_seeds is not None and not flags.until_decided:
         raise ConfigError("--max_seeds goes with --until_decided; --seeds 1 2 3 names the seeds")
     out = paths.from_working_directory(flags.out)

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError("--explain compares two runs, not groups: name one run of each")
         smallest = SMALLEST if flags.smallest_difference is None else flags.smallest_difference
         if not 0 < smallest < math.inf:
-            raise ConfigError(f"smallest_difference {smallest:g} must be above 0")
+            raise ConfigError(f"--smallest_difference {smallest:g} must be a number above 0")
         groups = run_groups.compare_groups(
             flags.a, flags.b, checkpoint_dir=folder, only=flags.only, smallest=smallest
         )

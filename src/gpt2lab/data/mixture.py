@@ -216,16 +216,21 @@ def require_folders(config: Config, flag: str) -> None:
 def with_data_at(config: Config, words: Sequence[str]) -> Config:
     """Return a run's settings with its data where --data_dir says; without words, where they were.
 
-    Raises: DataError if they are gone; ConfigError for a fine-tuned run.
+    Raises: DataError if they are gone, or not there; ConfigError for a fine-tuned run.
     """
     if not words:
         require_folders(config, "--data_dir")
         return config
     if config.tuning.instructions is not None:
         raise ConfigError("--data_dir: the run was fine-tuned on --instructions; leave it out")
-    return override(
+    config = override(
         config, {"data_dir": normal_words("data_dir", words, paths.from_working_directory)}
     )
+    for folder in missing_folders(config):
+        raise DataError(
+            f"--data_dir {folder}: no such folder; say where the run's data are now (with a weight only if several)"
+        )
+    return config
 
 
 def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:

@@ -80,7 +80,7 @@ def draw_speeds(table: Path, path: Path) -> None:
         sizes = json.loads(table.read_text())["tokens_per_second"]
         panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{table}: no table of speeds ({error!r})") from error
+        raise ConfigError(f"{table}: no table of speeds ({_reason(error)})") from error
     figure = _new_figure(9, 2.2 * -(-len(panels) // 2))
     for axes, (name, bars) in zip(_grid(figure, len(panels)), panels, strict=True):
         bars.sort(key=lambda bar: bar[1])
@@ -111,7 +111,7 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
         intervals = {row["setting"]: _intervals(row) for row in comparisons}
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
-            f"{table}: no table of an ablation ({error!r}); {paths.script('ablate')} writes it"
+            f"{table}: no table of an ablation ({_reason(error)}); {paths.script('ablate')} writes it"
         ) from error
     figure = _new_figure(14 if intervals else 9, 4.5)
     axes = figure.add_subplot(1, 2 if intervals else 1, 1)
@@ -177,8 +177,8 @@ def draw_comparison(answer: Path, path: Path) -> None:
         figure = draw(found, title)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{answer}: no comparison with intervals ({error!r}); {paths.script('compare')} --json prints one of "
-            f"groups of runs, or with --explain"
+            f"{answer}: no comparison with intervals ({_reason(error)}); {paths.script('compare')} --json prints "
+            f"one of groups of runs, or with --explain"
         ) from error
     _write(figure, path)
 
@@ -245,7 +245,7 @@ def draw_ladder(table: Path, path: Path) -> None:
         score = ladder["score"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{table}: no results of a ladder ({error!r}); {paths.script('ladder')} fit writes them"
+            f"{table}: no results of a ladder ({_reason(error)}); {paths.script('ladder')} fit writes them"
         ) from error
     figure = _new_figure(9, 4.5)
     axes = figure.add_subplot()
@@ -316,6 +316,16 @@ def _write(figure: Figure, path: Path) -> None:
         replace_durably(path, picture)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _reason(error: Exception) -> str:
+    """Say for people why a file cannot be drawn."""
+    if isinstance(error, OSError):
+        return error.strerror or "cannot be read"
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    parsed = not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+    return "another shape" if parsed else "not JSON"
 
 
 def _for_light_and_dark(svg: str) -> str:

@@ -140,8 +140,8 @@ FLAGS = [
             ["--until_decided", "--max_seeds=2"],
             "--max_seeds 2: of 2 settings, nothing can be decided before 3",
         ),
-        (["--smallest_difference=0"], "smallest_difference 0 must be above 0"),
-        (["--smallest_difference=nan"], "smallest_difference nan must be above 0"),
+        (["--smallest_difference=0"], "--smallest_difference 0 must be a number above 0"),
+        (["--smallest_difference=nan"], "--smallest_difference nan must be a number above 0"),
         (
             ["--until_decided"],
             "--until_decided compares last losses at equal tokens, but long ends after 1,280 and base after 768",
@@ -221,7 +221,7 @@ def test_real_runs_stop_when_they_are_decided(
         ((",", pair[0]), ",: no run of this name"),
         ((f"{tmp_path / 'out'}/base_seed1,{tmp_path / 'out'}/base_seed1", pair[1]), "seed 2 is in"),
         ((*pair, "--only=hellaswag"), "have nothing to compare: no run has hellaswag results"),
-        ((*pair, "--smallest_difference=0"), "smallest_difference 0 must be above 0"),
+        ((*pair, "--smallest_difference=0"), "--smallest_difference 0 must be a number above 0"),
     ):
         done = launch.call("compare.py", *names)
         assert (done.returncode, says in done.stderr) == (2, True), done.stderr

@@ -39,6 +39,7 @@ from gpt2lab.evaluation.token_losses import (
 from gpt2lab.evaluation.uncertainty import GroupMeans, Sums, estimate_groups, estimate_mean
 from gpt2lab.evaluation.validation_windows import checksums_of, choose_windows, hash_checksums
 from gpt2lab.finetuning.recipe import FineTuning
+from gpt2lab.runs import plots
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
@@ -486,8 +487,10 @@ def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path
     for name in (*(g["name"] for g in groups), "source", "A  both    B  letters"):
         assert f"<!-- {name}" in picture
     plain = '{"a": "x", "b": "y", "metrics": {"val_loss": {"difference": 0.1}}}'
-    (tmp_path / "other.json").write_text(plain)
     done = call("plot.py", "--compare", tmp_path / "other.json")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "other.json: no comparison with intervals (KeyError('over_units')); " in done.stderr
+    assert "other.json: no comparison with intervals (No such file or directory); " in done.stderr
+    for text, why in ((plain, "it lacks 'over_units'"), ("[]", "another shape"), ("a", "not JSON")):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"other.json: no comparison with .*\({why}\); "):
+            plots.draw_comparison(tmp_path / "other.json", tmp_path / "other.png")
     assert not (tmp_path / "other.png").exists()
