@@ -57,7 +57,9 @@ def tokens_to(ends: list[End], loss: float) -> float:
     Raises: CheckError if it does not lie between two of them.
     """
     for (tokens, above), (more, below) in itertools.pairwise(sorted(ends)):
-        if above >= loss >= below:
+        if loss == above:  # also where the next run ended no lower
+            return float(tokens)
+        if above > loss >= below:
             return float(tokens * (more / tokens) ** ((above - loss) / (above - below)))
     ended = ", ".join(f"{end:.4f} after {tokens:,}" for tokens, end in sorted(ends))
     raise CheckError(f"loss {loss:.4f} is not between {ended}; add runs of other --max_tokens")

@@ -384,14 +384,15 @@ def carry_out(
     for place in places:
         free.put(place)
     running: list[subprocess.Popen[str]] = []
+    may_diverge = on_divergence == "go on"
 
     def carry(number: int, run: Run) -> None:
         place = free.get()
         try:
             if stop.is_set():
                 raise CheckError(f"{run.name} was not begun: another run failed")
-            name, may_diverge = f"[{number}/{len(runs)}] {run.name}", on_divergence == "go on"
-            _carry_out_one(run, name, place, say, may_diverge=may_diverge, running=running)
+            name = f"[{number}/{len(runs)}] {run.name}"
+            _carry_out_one(run, name, place, say, running, stop, may_diverge=may_diverge)
         except BaseException:
             stop.set()  # what runs comes to its end, nothing else begins
             raise
@@ -408,34 +409,43 @@ def carry_out(
         if jobs > 1:
             say(progress(runs))
 
-    numbered = list(enumerate(runs, start=1))
+    pool = ThreadPoolExecutor(jobs)
     try:
         if jobs == 1:
-            for number, run in numbered:
+            for number, run in enumerate(runs, start=1):
                 carry(number, run)
                 note(run)
             return
-        with ThreadPoolExecutor(jobs) as pool:
-            tasks = {pool.submit(carry, number, run): run for number, run in numbered}
-            try:
-                for task in as_completed(tasks):
-                    task.result()
-                    note(tasks[task])
-            except KeyboardInterrupt:
-                stop.set()
-                for trainer in list(running):
-                    trainer.terminate()  # it saves; the pool waits for it
-                raise
+        tasks = {pool.submit(carry, number, run): run for number, run in enumerate(runs, start=1)}
+        errors = []
+        for task in as_completed(tasks):
+            if error := task.exception():
+                errors.append(error)
+            else:
+                note(tasks[task])
+        if errors:
+            raise errors[0]
     except KeyboardInterrupt:
+        stop.set()
+        told = list(running)
+        for trainer in told:
+            trainer.terminate()  # it saves; Ctrl+C in a terminal has told it too, `kill -INT` has not
+        for trainer in told:
+            trainer.wait()
         raise KeyboardInterrupt("what was trained is saved; start again to go on with it") from None
+    finally:
+        pool.shutdown()
 
 
 def run_trainer(
-    argv: Sequence[str], environment: dict[str, str], running: list[subprocess.Popen[str]]
+    argv: Sequence[str],
+    environment: dict[str, str],
+    running: list[subprocess.Popen[str]],
+    stop: threading.Event,
 ) -> tuple[int, str]:
     """Train in a fresh process, which is among `running` meanwhile; return its exit code and what it wrote to stderr.
 
-    Raises: KeyboardInterrupt after Ctrl+C, when the trainer has saved and ended.
+    `stop`: set once nothing shall begin any more.
     """
     from gpt2lab.training.stop import end_with_parent
 
@@ -448,14 +458,10 @@ def run_trainer(
         preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
     )
     running.append(trainer)
-    try:
-        stderr = trainer.communicate()[1]
-    except KeyboardInterrupt:
-        trainer.terminate()  # a terminal has told it too, a signal to this process alone has not
-        trainer.communicate()
-        raise
-    finally:
-        running.remove(trainer)
+    if stop.is_set():  # since the caller looked
+        trainer.terminate()
+    stderr = trainer.communicate()[1]
+    running.remove(trainer)
     return trainer.returncode, stderr
 
 
@@ -464,9 +470,10 @@ def _carry_out_one(
     place: str,
     environment: dict[str, str],
     say: Callable[[str], None],
+    running: list[subprocess.Popen[str]],
+    stop: threading.Event,
     *,
     may_diverge: bool,
-    running: list[subprocess.Popen[str]],
 ) -> None:
     start = _start_of(run.command)
     if may_diverge and history.has_diverged(start.run_dir):
@@ -476,7 +483,7 @@ def _carry_out_one(
         say(f"{place}: complete")
         return
     say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
-    code, stderr = run_trainer(run.command.argv, environment, running)
+    code, stderr = run_trainer(run.command.argv, environment, running, stop)
     if code:
         reason = (stderr.strip() or "no message").splitlines()[-1]
         if may_diverge and history.has_diverged(start.run_dir):

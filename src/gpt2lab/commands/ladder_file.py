@@ -134,7 +134,9 @@ class Family:
                 words.append(f"--{name}={value}")
         if self.rate is None:
             return words
-        config = override(preset(values.get("model", Config().model.model)), read_values(values))
+        model = values.get("model", Config().model.model)
+        known = preset(model, optimizer=values.get("optimizer"))
+        config = override(known, read_values(values))
         factor *= self.rate.factor(config.model.n_embd, values["max_tokens"])
         words.append(f"--max_lr={self.rate.max_lr * factor:.6g}")
         if config.optim.muon_lr is not None:

@@ -299,7 +299,7 @@ _SURGE = 4.0  # reference batches from which the best rate may fall again (arXiv
 
 def learning_rates(config: Config) -> dict[str, Any]:
     """Return each rule's learning rate for the batch size, and the reference: the preset's rate and tokens a step."""
-    base = preset(config.model.model)
+    base = preset(config.model.model, optimizer=config.optim.optimizer)
     rate, batch = base.optim.max_lr, base.batch.total_batch_size
     ratio = config.batch.total_batch_size / batch
     low, high = _CLAMP

@@ -231,7 +231,8 @@ def settings_of(ask: Ask, typed: dict[str, Any]) -> Config:
 
     Raises: ConfigError with every problem of them.
     """
-    config = override(preset(ask.model or "gpt2"), typed | {"compile": ask.compile})
+    known = preset(ask.model or "gpt2", optimizer=typed.get("optimizer"))
+    config = override(known, typed | {"compile": ask.compile})
     for name in ("data_dir", "data_weights_at"):
         if words := getattr(ask, name):
             value = resolved(name, list(words), paths.from_working_directory)

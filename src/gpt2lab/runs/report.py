@@ -335,7 +335,7 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
 
 def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
     """Return (name, value, the preset's value, whether they differ) of every setting."""
-    plain = to_flat(preset(config.model.model))
+    plain = to_flat(preset(config.model.model, optimizer=config.optim.optimizer))
     rows = []
     for name, value in to_flat(config).items():
         usual = plain[name]

@@ -159,8 +159,7 @@ def open_replay(
     """
     if "RANK" in os.environ:
         raise ConfigError("a replay is one process; start it without torchrun")
-    log, runtime = history.read_log(run_dir), Runtime()
-    name = paths.for_people(run_dir)
+    log, name = history.read_log(run_dir), paths.for_people(run_dir)
     numbers = log.numbers
     if not len(numbers):
         raise ConfigError(f"{name}: has taken no step")
@@ -172,11 +171,12 @@ def open_replay(
     notes: list[str] = []
     for info in reversed([info for info in infos if info.step < first]):
         try:
-            return _open(
-                run_dir, recipe, runtime, log, info, data_dir, notes=notes, first=first, last=last
-            )
+            replay = _open(run_dir, recipe, log, info, data_dir, first=first, last=last)
         except CheckpointError as error:
             notes.append(f"passed over: {error}")
+        else:
+            replay.notes = tuple(notes)
+            return replay
     if notes:
         raise CheckpointError(f"no intact checkpoint before step {first} is left; {notes[0]}")
     least = infos[0].step + 1 if infos else None
@@ -187,12 +187,10 @@ def open_replay(
 def _open(
     run_dir: Path,
     recipe: Recipe,
-    runtime: Runtime,
     log: Log,
     info: CheckpointInfo,
     data_dir: tuple[str, ...],
     *,
-    notes: list[str],
     first: int,
     last: int,
 ) -> Replay:
@@ -202,14 +200,13 @@ def _open(
     events = {number: event for number, event in logged.items() if event is not None}
     _require_one_setting(run_dir, log, events, first=first)
     attempt = events[info.step + 1]["attempt"]
-    saved = to_flat(info.config())
-    wanted = settings_of(run_dir, log, attempt)
+    record = record_of_start(run_dir, attempt)
+    saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
     values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
     begun = [event for event in log.of_kind("begin") if event["attempt"] == attempt]
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
     values |= {"checkpoint_mirror": None, "hellaswag_path": None}
-    record = record_of_start(run_dir, attempt)
     config = with_data_at(override(info.config(), values), data_dir)
     if data_dir:
         values["data_dir"] = config.data.data_dir
@@ -220,27 +217,27 @@ def _open(
                 f"--data_dir {' '.join(data_dir)}: not the data that {run_dir.name} was trained on (fingerprint "
                 f"{found[:12]}, the run's is {trained_on[:12]}); give those, in a mixture with the same weights"
             )
+    # The environment: here, and as it was.
+    runtime, rounding = Runtime(), None
     runtime.use(config.system)
+    saved_on = record.get("environment") or info.manifest["environment"]
+    if saved_on.get("world_size", 1) > 1 and config.system.reduce != "exact":
+        rounding = "the run's ranks summed in another order than one process does"
     lacks = missing_for_compile(runtime.device) if config.system.compile == "on" else None
     if lacks:
         values["compile"] = "off"
+        rounding = f"the run was compiled, and nothing can compile here ({lacks})"
+    if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
+        torch.set_num_threads(threads)  # sums depend on it
+    # From here on as the trainer resumes.
     actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
     is_tuned = wanted["instructions"] is not None
     command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
-    start = resolve(command, recipe, world_size=1, set_aside=False)
-    saved_on = record.get("environment") or info.manifest["environment"]
-    if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
-        torch.set_num_threads(threads)  # sums depend on it
-    start = choose_hardware(start, runtime)
+    start = choose_hardware(resolve(command, recipe, world_size=1, set_aside=False), runtime)
     model = recipe.build_model(start, runtime)
     start = check_attention(start, model, runtime)
     components = build(start, runtime, model, recipe, against_log="skip")
-    rounding = None
-    if lacks:
-        rounding = f"the run was compiled, and nothing can compile here ({lacks})"
-    elif saved_on.get("world_size", 1) > 1 and start.config.system.reduce != "exact":
-        rounding = "the run's ranks summed in another order than one process does"
-    return Replay(components, events, saved_on=saved_on, notes=tuple(notes), rounding=rounding)
+    return Replay(components, events, saved_on=saved_on, rounding=rounding)
 
 
 def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
@@ -273,13 +270,13 @@ class Replay:
         logged: dict[int, Event],
         *,
         saved_on: dict[str, Any],
-        notes: tuple[str, ...],
         rounding: str | None,
     ) -> None:
         """`logged`: the steps that may be taken; `saved_on`: the environment that they were taken in; `rounding`: why
         not every bit is promised.
         """
-        self.components, self.logged, self.notes = components, logged, notes
+        self.components, self.logged = components, logged
+        self.notes: tuple[str, ...] = ()  # checkpoints that were passed over
         self.start, self.state = components.start, components.state
         self.from_step, self.saved_on = components.state.step, saved_on
         self.loader = components.batches.loader

@@ -18,6 +18,7 @@ def test_tokens_lie_between_two_complete_runs_by_their_logarithm() -> None:
     ends = [(400, 3.0), (100, 5.0), (200, 4.0)]  # a nat less each time the tokens double
     assert fewer_tokens.tokens_to(ends, 4.5) == pytest.approx(100 * 2**0.5)
     assert fewer_tokens.tokens_to(ends, 3.0) == pytest.approx(400)
+    assert fewer_tokens.tokens_to([(100, 3.0), (200, 3.0)], 3.0) == 100
 
 
 @pytest.mark.parametrize("loss", [5.1, 2.9])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +217,47 @@ def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
     with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
         carry_out(runs, say=lambda line: None)
     assert started == ["a_seed1"]
+
+
+def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
+    shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_of, main = ablate._start_of, threading.main_thread().ident
+    runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
+
+    def interrupted(command: Any) -> Any:
+        assert main is not None
+        time.sleep(0.2)  # until the main thread waits for this one
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.2)  # in which the main thread looks for trainers that run
+        return start_of(command)
+
+    monkeypatch.setattr(ablate, "_start_of", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="start again"):
+        carry_out(runs, say=lambda line: None, jobs=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_end_after_another_failed_count_as_complete(
+    shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_began = threading.Barrier(2)
+    seen: list[Any] = []
+
+    def train(run: Any, *_: Any, **__: Any) -> None:
+        both_began.wait(timeout=60)
+        if run.setting == "a":
+            raise CheckError("a failed")
+        time.sleep(0.1)
+
+    runs = [
+        *plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path),
+        *plan_runs({"b": []}, shared, seeds=(2,), out=tmp_path),
+    ]
+    monkeypatch.setattr(ablate, "_carry_out_one", train)
+    with pytest.raises(CheckError, match="a failed"):
+        carry_out(runs, say=lambda line: None, jobs=2, refresh=seen.append)
+    assert seen == [runs[1:]]
 
 
 def test_a_run_that_diverges_is_recorded_and_the_others_go_on(

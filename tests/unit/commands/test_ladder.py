@@ -75,6 +75,7 @@ def test_a_file_means_rungs_with_the_rate_of_their_width(file: Path) -> None:
     assert (family.rate.check, family.rate.factors) == (("a-64", "c-256"), (4.0,))
     micro = {**family.rungs["a-64"], "model": "modern-micro", "n_embd": 32}
     assert {"--max_lr=0.005", "--muon_lr=0.0025"} < set(family._flags(micro, 1.0))
+    assert "--muon_lr" not in " ".join(family._flags({**micro, "optimizer": "adamw"}, 1.0))
 
 
 def test_a_size_may_have_its_own_numbers_of_tokens(file: Path) -> None:
