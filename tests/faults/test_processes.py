@@ -318,7 +318,8 @@ def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> N
     delay = 0.5  # seconds
     target = {
         "forward": "from gpt2lab.model.gpt import GPT as C\nname = 'forward'",
-        "data": "from gpt2lab.data.loader import Loader as C\nname = 'fetch'",
+        # Where a step waits for its data: a batch is read beside the step before, which would hide some of the delay.
+        "data": "from concurrent.futures import Future as C\nname = 'result'",
     }[where]
     program = python_program(
         tmp_path,
@@ -332,5 +333,4 @@ def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> N
     assert len(warnings) == 1
     assert warnings[0].startswith("rank 1 on ")
     waited = float(re.search(r"\(([\d.]+) s waiting for data\)", warnings[0])[1])
-    # The data of the next step is read beside a step, so that a busy machine's longer step hides some of the wait.
     assert (waited > delay / 2) == (where == "data")
