@@ -20,6 +20,7 @@ from typing import Any
 
 from tyro.conf import Positional
 
+from gpt2lab.commands import entry
 from gpt2lab.commands.ablation_table import Mean, mean
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import CheckError
@@ -73,11 +74,13 @@ def read(table: Path) -> Found:
     try:
         settings = json.loads(table.read_text())["settings"]
         curves = [setting["curves"] for setting in settings]
+        if any(curve is None for own in curves for curve in own):
+            raise CheckError(f"{table}: a run diverged, so its seeds cannot be compared")
         baseline, *others = [[(c["tokens"][-1], c["losses"][-1]) for c in own] for own in curves]
         seeds = list(zip(baseline, *others, strict=True))
         names = [setting["setting"].partition("_")[0] for setting in settings[:2]]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise CheckError(f"{table}: no table of an ablation ({error!r})") from error
+        raise CheckError(f"{table}: no table that ablate wrote") from error
     return Found(names, baseline, others, [tokens_to(ends, base[1]) for base, *ends in seeds])
 
 
@@ -125,9 +128,12 @@ def main(argv: list[str]) -> int:
         print("| | tokens | last val loss | ratio | upper limit |\n|---|---|---|---|---|")
         print("\n".join(rows(found)))
     if flags.points is not None:
-        (flags.points / "ablation.json").write_text(json.dumps(points(all_found)))
+        written = flags.points / "ablation.json"
+        if written.exists():
+            raise CheckError(f"{written} exists; name another folder for --points")
+        written.write_text(json.dumps(points(all_found)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(entry.run(main))

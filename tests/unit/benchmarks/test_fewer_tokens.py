@@ -46,8 +46,14 @@ def test_ratios_are_taken_seed_by_seed(tmp_path: Path) -> None:
     base, model = fewer_tokens.points([found])["settings"]
     assert (base["setting"], model["setting"]) == ("m-True", "m-False")
     assert model["curves"][1] == {"tokens": (100, 400), "seconds": [0, 0], "losses": (6.0, 4.0)}
+    with pytest.raises(CheckError, match=r"ablation[.]json exists; name another folder"):
+        fewer_tokens.main([str(table), "--points", str(tmp_path)])
+    settings[1]["curves"] = [None, None]  # as ablate writes a run that diverged
+    table.write_text(json.dumps({"settings": settings}))
+    with pytest.raises(CheckError, match="a run diverged"):
+        fewer_tokens.read(table)
     table.write_text("{}")
-    with pytest.raises(CheckError, match="no table of an ablation"):
+    with pytest.raises(CheckError, match="no table that ablate wrote"):
         fewer_tokens.read(table)
 
 

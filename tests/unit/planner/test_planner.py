@@ -77,14 +77,14 @@ def test_parts_sum_to_the_total_and_steps_cost_in_proportion(
 def test_regions_compile_in_the_same_time_at_any_depth() -> None:
     """One graph compiles for longer the deeper it is; docs/planning.md states the seconds."""
 
-    def seconds(n_layer: int, **more: Any) -> float:
+    def predicted(n_layer: int, **more: Any) -> float:
         return predict("H100", n_layer=n_layer, **more).breakdown["compile"].value
 
-    assert seconds(6) < seconds(12) < seconds(REGIONS_FROM_LAYERS - 1)
-    regions = seconds(REGIONS_FROM_LAYERS)
-    assert regions == seconds(48) == seconds(12, gpus=2, parallel="fsdp") < seconds(6)
-    assert (round(seconds(12)), round(regions)) == (40, 13)
-    assert seconds(12, compile="off") < 1e-6
+    assert predicted(6) < predicted(12) < predicted(REGIONS_FROM_LAYERS - 1)
+    regions = predicted(REGIONS_FROM_LAYERS)
+    assert regions == predicted(48) == predicted(12, gpus=2, parallel="fsdp") < predicted(6)
+    assert (round(predicted(12)), round(regions)) == (40, 13)
+    assert predicted(12, compile="off") < 1e-6
 
 
 @pytest.mark.parametrize(
