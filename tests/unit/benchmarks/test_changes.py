@@ -1,0 +1,61 @@
+"""One change at a time: without one the losses are the trainer's own, each moves them, no run is repeated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from benchmarks import changes
+from gpt2lab.data.loader import GlobalBatch, MicroBatch
+from gpt2lab.errors import CheckError
+from whole_run import Run
+
+MODERN = ("--positions=rotary", "--norm=rmsnorm", "--qk_norm=rmsnorm", "--activation=relu2")
+TOKENS = 12 * 128
+
+
+def test_each_change_moves_the_loss_and_none_is_the_trainers(
+    tiny_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(changes, "TAIL", 0.5)  # a hundredth of 12 steps is the last alone
+    run = Run(tiny_data, tmp_path, *MODERN, "--optimizer=muon", f"--max_tokens={TOKENS}")
+    run.train()
+    trained = run.events("eval")[-1]["val_loss"]
+
+    out = tmp_path / "changes.jsonl"
+    names = get_args(changes.ChangeName)
+    argv = [str(out), "--changes", *names, "--seeds", "1337", *run.flags]
+    assert changes.main(argv) == 0
+    runs = {run["change"]: run for run in map(json.loads, out.read_text().splitlines())}
+    assert list(runs) == list(names)
+    assert runs["none"]["val_loss"] == trained
+    losses = [run["val_loss"] for run in runs.values()]
+    assert len(set(losses)) == len(losses)
+    assert all(run["tokens"] == TOKENS for run in runs.values())
+
+    capsys.readouterr()
+    changes.main(argv)  # nothing is missing
+    assert len(out.read_text().splitlines()) == len(names)
+    assert "| untied_head | not decided | 1 |" in capsys.readouterr().out
+    with pytest.raises(CheckError, match="holds runs of other flags; name another file"):
+        changes.main([*argv, "--max_lr=0.02"])
+
+
+def test_a_growing_batch_takes_all_samples_once_in_their_order() -> None:
+    def half(number: int) -> GlobalBatch:
+        ids = torch.full((1, 2), number)
+        return GlobalBatch((MicroBatch(ids, ids, 0, True),), 2, 0, number, 1, None)
+
+    grown = list(changes.grow((half(n) for n in range(99)), 12))
+    assert [width for width, _, _ in grown] == [1, 1, 1, 1, 2, 2, 4]
+    micro = [[int(m.tokens[0, 0]) for m in batch.micro_batches] for _, _, batch in grown]
+    assert [number for numbers in micro for number in numbers] == list(range(12))
+    assert [batch.num_targets for _, _, batch in grown] == [2, 2, 2, 2, 4, 4, 8]
+    assert [m.is_last for m in grown[-1][2].micro_batches] == [False, False, False, True]
