@@ -1,10 +1,11 @@
-"""How many tokens one model needs to the last loss of another, from runs that all went to their end.
+"""How many tokens and seconds one model needs to the last loss of another, from runs that all went to their end.
 
 PYTHONPATH=src python -m benchmarks.fewer_tokens docs/fewer_tokens/embedded_1m.json ...
 PYTHONPATH=src python -m benchmarks.fewer_tokens docs/fewer_tokens/*.json --points FOLDER
 
 Each file is an `ablation.json`. Its first setting is the baseline, the others are one model trained for several numbers
-of tokens, the schedule fixed to each. Between two of them the loss is a straight line over the logarithm of the tokens.
+of tokens, the schedule fixed to each. Between two of them the loss is a straight line over the logarithm of the tokens,
+and the seconds one over the tokens.
 With `--points` the ends of all runs become one more such file, for `plot.py --ablation FOLDER`.
 """
 
@@ -25,7 +26,19 @@ from gpt2lab.commands.ablation_table import Mean, mean
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import CheckError
 
-End = tuple[int, float]  # of a run: tokens, last validation loss
+
+@dataclass(frozen=True)
+class End:
+    """Of a run: its tokens, last validation loss and training seconds."""
+
+    tokens: int
+    loss: float
+    seconds: float
+
+    @classmethod
+    def of(cls, curve: dict[str, list[float]]) -> End:
+        """Take the last point of a curve that `ablate` wrote."""
+        return cls(int(curve["tokens"][-1]), curve["losses"][-1], curve["seconds"][-1])
 
 
 @dataclass(frozen=True)
@@ -43,26 +56,41 @@ class Found:
     names: list[str]  # of the baseline and of the model: their settings' up to the first _
     baseline: list[End]
     others: list[list[End]]  # [number of tokens][seed]
-    tokens: list[float]
+    reached: list[tuple[float, float]]  # tokens and seconds to the baseline's loss
+
+    @property
+    def tokens(self) -> Mean:
+        """Tokens of the model to the baseline's loss."""
+        return mean([tokens for tokens, _ in self.reached])
 
     @property
     def ratio(self) -> Mean:
         """Tokens of the model to those of the baseline."""
-        pairs = zip(self.tokens, self.baseline, strict=True)
-        return mean([tokens / end[0] for tokens, end in pairs])
+        pairs = zip(self.reached, self.baseline, strict=True)
+        return mean([tokens / end.tokens for (tokens, _), end in pairs])
+
+    @property
+    def seconds_ratio(self) -> Mean:
+        """Seconds of the model to those of the baseline."""
+        pairs = zip(self.reached, self.baseline, strict=True)
+        return mean([seconds / end.seconds for (_, seconds), end in pairs])
 
 
-def tokens_to(ends: list[End], loss: float) -> float:
-    """Return the tokens after which runs of one seed would end with this loss.
+def reach(ends: list[End], loss: float) -> tuple[float, float]:
+    """Return the tokens and seconds after which runs of one seed would end with this loss.
 
     Raises: CheckError if it does not lie between two of them.
     """
-    for (tokens, above), (more, below) in itertools.pairwise(sorted(ends)):
-        if loss == above:  # also where the next run ended no lower
-            return float(tokens)
-        if above > loss >= below:
-            return float(tokens * (more / tokens) ** ((above - loss) / (above - below)))
-    ended = ", ".join(f"{end:.4f} after {tokens:,}" for tokens, end in sorted(ends))
+    ends = sorted(ends, key=lambda end: end.tokens)
+    for end, longer in itertools.pairwise(ends):
+        if loss == end.loss:  # also where the longer run ended no lower
+            return float(end.tokens), end.seconds
+        if end.loss > loss >= longer.loss:
+            share = (end.loss - loss) / (end.loss - longer.loss)
+            tokens = end.tokens * (longer.tokens / end.tokens) ** share
+            linear = (tokens - end.tokens) / (longer.tokens - end.tokens)
+            return tokens, end.seconds + linear * (longer.seconds - end.seconds)
+    ended = ", ".join(f"{end.loss:.4f} after {end.tokens:,}" for end in ends)
     raise CheckError(f"loss {loss:.4f} is not between {ended}; add runs of other --max_tokens")
 
 
@@ -76,24 +104,25 @@ def read(table: Path) -> Found:
         curves = [setting["curves"] for setting in settings]
         if any(curve is None for own in curves for curve in own):
             raise CheckError(f"{table}: a run diverged, so its seeds cannot be compared")
-        baseline, *others = [[(c["tokens"][-1], c["losses"][-1]) for c in own] for own in curves]
+        baseline, *others = [[End.of(curve) for curve in own] for own in curves]
         seeds = list(zip(baseline, *others, strict=True))
         names = [setting["setting"].partition("_")[0] for setting in settings[:2]]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckError(f"{table}: no table that ablate wrote") from error
-    return Found(names, baseline, others, [tokens_to(ends, base[1]) for base, *ends in seeds])
+    return Found(names, baseline, others, [reach(ends, base.loss) for base, *ends in seeds])
 
 
 def rows(found: Found) -> list[str]:
     """Write the rows of a table: the last losses, and below them the tokens to the baseline's."""
     runs = [(found.names[0], found.baseline), *((found.names[1], own) for own in found.others)]
     lines = [
-        f"| {name} | {ends[0][0]:,} | {show(mean([loss for _, loss in ends]), '.4f')} | | |"
+        f"| {name} | {ends[0].tokens:,} | {show(mean([end.loss for end in ends]), '.4f')} | | | |"
         for name, ends in runs
     ]
-    ratio, tokens = found.ratio, show(mean(found.tokens), ",.0f")
+    ratio, tokens = found.ratio, show(found.tokens, ",.0f")
     upper = math.nan if ratio.half_interval is None else ratio.value + ratio.half_interval
-    last = f"| to the same loss | {tokens} | | {show(ratio, '.3f')} | {upper:.3f} |"
+    seconds = show(found.seconds_ratio, ".3f")
+    last = f"| to the same loss | {tokens} | | {show(ratio, '.3f')} | {upper:.3f} | {seconds} |"
     return [*lines, last]
 
 
@@ -105,7 +134,7 @@ def show(found: Mean, form: str) -> str:
 
 def points(all_found: list[Found]) -> dict[str, Any]:
     """Return an ablation's table with a curve a seed over the ends of its runs, of the seeds that all have."""
-    seeds = range(min(len(found.tokens) for found in all_found))
+    seeds = range(min(len(found.reached) for found in all_found))
     baseline, model = all_found[0].names
     ends = {
         baseline: [found.baseline for found in all_found],
@@ -113,8 +142,17 @@ def points(all_found: list[Found]) -> dict[str, Any]:
     }
     settings = []
     for name, runs in ends.items():
-        pairs = [list(zip(*sorted(own[seed] for own in runs), strict=True)) for seed in seeds]
-        curves = [{"tokens": t, "seconds": [0] * len(t), "losses": losses} for t, losses in pairs]
+        sorted_ends = [
+            sorted((own[seed] for own in runs), key=lambda end: end.tokens) for seed in seeds
+        ]
+        curves = [
+            {
+                "tokens": [end.tokens for end in ends_of_seed],
+                "seconds": [end.seconds for end in ends_of_seed],
+                "losses": [end.loss for end in ends_of_seed],
+            }
+            for ends_of_seed in sorted_ends
+        ]
         settings.append({"setting": name, "curves": curves})
     return {"settings": settings}
 
@@ -124,8 +162,9 @@ def main(argv: list[str]) -> int:
     flags = run_tyro(Flags, argv)
     all_found = [read(path) for path in flags.tables]
     for path, found in zip(flags.tables, all_found, strict=True):
-        print(f"\n{path.stem}, {len(found.tokens)} seeds; ±: half of a 95 % interval over them\n")
-        print("| | tokens | last val loss | ratio | upper limit |\n|---|---|---|---|---|")
+        print(f"\n{path.stem}, {len(found.reached)} seeds; ±: half of a 95 % interval over them\n")
+        print("| | tokens | last val loss | tokens ratio | upper limit | seconds ratio |")
+        print("|---|---|---|---|---|---|")
         print("\n".join(rows(found)))
     if flags.points is not None:
         written = flags.points / "ablation.json"
