@@ -300,7 +300,7 @@ def _describe_plan(document: Mapping[str, Any]) -> str:
 
 
 def _losses(
-    runs: Sequence[ablation_table.Run], out: Path, *, tokens: int, data: str
+    family: Family, runs: Sequence[ablation_table.Run], out: Path, *, tokens: int, data: str
 ) -> tuple[float, ...]:
     """Return the last validation loss of each run. `data`: the fingerprint of what it must be trained on.
 
@@ -316,10 +316,11 @@ def _losses(
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
             holder = holder_of(out / run.name)
+            again = fmt.command_line(["run", family.file, "--out", paths.for_people(out)])
             fix = (
                 f"{holder} trains it; wait for it"
                 if holder
-                else f"{paths.command('ladder')} run FILE"
+                else f"{paths.command('ladder')} {again}"
             )
             raise CheckError(f"{run.name} is not complete: {fix}")
         trained_on = (history.read_json(out / run.name / "run.json") or {}).get("data_fingerprint")
@@ -342,7 +343,7 @@ def _read(family: Family, out: Path) -> Ladder:
     rungs = []
     for name, start in starts.items():
         plan, own = start.plan, [run for run in runs if run.setting == name]
-        losses = _losses(own, out, tokens=plan.tokens, data=start.data.fingerprint)
+        losses = _losses(family, own, out, tokens=plan.tokens, data=start.data.fingerprint)
         rungs.append(Rung(plan.parameters, plan.tokens, losses))
     shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
@@ -398,7 +399,7 @@ def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
         try:
             for factor, runs in others.items():
                 data = found.settings["data"]
-                losses[factor] = _losses(runs, out, tokens=rung.tokens, data=data)
+                losses[factor] = _losses(family, runs, out, tokens=rung.tokens, data=data)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -422,8 +423,8 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     """Fit, score what was predicted and has been run, and write ladder.json."""
     found = _read(family, out)
     prediction, scored = history.read_json(out / ladder.PREDICTION), None
-    if prediction is not None and (top := family.top_runs(out)):
-        scored = _score(top, out, prediction)
+    if prediction is not None and family.top is not None:
+        scored = _score(family, out, prediction)
     rates = _rates(family, out, found)
     document = ladder.as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
@@ -435,16 +436,16 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     return document
 
 
-def _score(
-    top: Sequence[ablation_table.Run], out: Path, prediction: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _score(family: Family, out: Path, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
     """Compare the top rung with its prediction, None where it is not complete.
 
     Raises: CheckError if it began before the prediction.
     """
+    top = family.top_runs(out)
     start = _start(top[0])
+    tokens, data = start.plan.tokens, start.data.fingerprint
     try:
-        losses = _losses(top, out, tokens=start.plan.tokens, data=start.data.fingerprint)
+        losses = _losses(family, top, out, tokens=tokens, data=data)
     except CheckError:
         return None
     begun = min(float(next(history.iter_events(out / run.name))["time"]) for run in top)
