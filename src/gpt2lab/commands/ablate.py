@@ -266,7 +266,8 @@ def read_settings(path: Path) -> dict[str, list[str]]:
         except ValueError as error:
             raise ConfigError(f"{path} line {number}: {error}") from error
     if len(settings) < 2:
-        raise ConfigError(f"{path}: {len(settings)} settings; a comparison needs at least 2")
+        count = fmt.number_of(len(settings), "setting")
+        raise ConfigError(f"{path}: {count}; a comparison needs at least 2")
     return settings
 
 

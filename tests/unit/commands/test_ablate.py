@@ -55,7 +55,7 @@ def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
         ("a: x\nb/c: y", "line 2: not `name: flags"),
         ("a: x\na: y", "line 2: a second setting a"),
         ("a: 'x\nb: y", "line 1: No closing quotation"),
-        ("a: x", "1 settings; a comparison needs at least 2"),
+        ("a: x", "1 setting; a comparison needs at least 2"),
     ],
 )
 def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, line) -> None:
