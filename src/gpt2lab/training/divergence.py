@@ -19,7 +19,7 @@ from gpt2lab.data.mixture import missing_folders
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
 from gpt2lab.runs.log_index import Event
-from gpt2lab.training.replay import first_difference, record_of_start, settings_of
+from gpt2lab.training.replay import first_difference, settings_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Side:
 
     def environment(self, attempt: int) -> dict[str, Any] | None:
         """Return what a start ran on; None if that is no longer recorded."""
-        found: dict[str, Any] | None = record_of_start(self.folder, attempt).get("environment")
+        record = history.record_of_start(self.folder, attempt)
+        found: dict[str, Any] | None = record.get("environment")
         return found
 
     def checkpoints(self) -> dict[int, CheckpointInfo]:
