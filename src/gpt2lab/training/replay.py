@@ -194,6 +194,7 @@ def _open(
     record = history.record_of_start(run_dir, attempt)
     saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
     values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
+    values["max_lr"] = wanted["max_lr"]  # a start with another optimizer must name its rate
     begun = [event for event in log.of_kind("begin") if event["attempt"] == attempt]
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
