@@ -42,7 +42,14 @@ from gpt2lab.config.command_line import (
 )
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
-from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import (
+    CheckError,
+    ConfigError,
+    DataError,
+    GPT2LabError,
+    SavedInterrupt,
+    SaveError,
+)
 from gpt2lab.evaluation.over_seeds import SMALLEST
 from gpt2lab.runs import history
 
@@ -376,7 +383,7 @@ def carry_out(
 
     `on_divergence`: whether a run whose numbers are no longer finite is an end like others, and not taken up again.
 
-    Raises: CheckError if one fails or stops early; KeyboardInterrupt when what runs has saved and ended. Started again,
+    Raises: CheckError if one fails or stops early; SavedInterrupt when what runs has saved and ended. Started again,
         the ablation goes on where it stood.
     """
     devices = {run.command.fresh().system.device for run in runs}
@@ -399,8 +406,9 @@ def carry_out(
             if jobs > 1:
                 say(progress(runs))
     except KeyboardInterrupt:
-        trainers.end()
-        raise KeyboardInterrupt("what was trained is saved; start again to go on with it") from None
+        if SaveError.exit_code in trainers.end():
+            raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None
+        raise SavedInterrupt("what was trained is saved; start again to go on with it") from None
     finally:
         pool.shutdown()
 
@@ -476,14 +484,13 @@ class _Trainers:
         self._running.remove(trainer)
         return trainer.returncode, stderr
 
-    def end(self) -> None:
-        """Have each save and end, and wait for that."""
+    def end(self) -> list[int]:
+        """Have each save and end, wait for that, and return their exit codes."""
         self._stop.set()
         told = list(self._running)
         for trainer in told:
             trainer.terminate()  # it saves; Ctrl+C in a terminal has told it too, `kill -INT` has not
-        for trainer in told:
-            trainer.wait()
+        return [trainer.wait() for trainer in told]
 
 
 def _carry_out_one(

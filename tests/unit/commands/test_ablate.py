@@ -28,7 +28,7 @@ from gpt2lab.commands.ablation_table import (
 )
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
 from gpt2lab.runs.plots import View, draw_ablation
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
@@ -233,7 +233,7 @@ def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
         return start_of(command)
 
     monkeypatch.setattr(ablate, "_start_of", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="start again"):
+    with pytest.raises(SavedInterrupt, match="start again"):
         carry_out(runs, say=lambda line: None, jobs=2)
     assert list(tmp_path.iterdir()) == []
 
