@@ -297,8 +297,11 @@ def name_runs(
 
     Looks at no folder of a run; `check_runs` does.
 
-    Raises: ConfigError for flags that the trainer does not have, and what makes losses incomparable.
+    Raises: ConfigError for flags that the trainer does not have, what makes losses incomparable, and an `out` that is
+        a file.
     """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: a file; give the folder of the runs")
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"seeds {' '.join(map(str, seeds))}: each may be given once")
     runs = []

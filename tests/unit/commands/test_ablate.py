@@ -379,6 +379,12 @@ def test_a_comparison_that_means_nothing_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_out_that_is_a_file_is_named_by_its_flag(shared: list[str], tmp_path: Path) -> None:
+    (tmp_path / "it").touch()
+    with pytest.raises(ConfigError, match=r"^--out .*it: a file; give the folder of the runs"):
+        plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path / "it")
+
+
 def test_a_file_of_settings_gives_way_to_the_ablation_s_own(
     shared: list[str], tmp_path: Path
 ) -> None:
