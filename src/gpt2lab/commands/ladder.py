@@ -13,7 +13,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from gpt2lab.planner import auto, calibration, hardware, ladder
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.machine import Seen, look
-from gpt2lab.planner.scaling_law import Rung
+from gpt2lab.planner.scaling_law import Rung, require_enough
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.planner.timing import Interval
 from gpt2lab.runs import history
@@ -75,7 +75,7 @@ class Run:
         family, out = _open(self.file, self.out)
         top = _top_of(family, out) if self.top else []
         rungs, checks = family.rung_runs(out), _rate_runs(family, out)
-        _starts(rungs)
+        _require_law(_starts(rungs).values())
         check_runs([*rungs, *checks, *top])
         carry_out([*rungs, *checks], say=_say, jobs=self.jobs)
         if top:
@@ -197,6 +197,14 @@ def _starts(rungs: Sequence[ablation_table.Run]) -> dict[str, Start]:
     return starts
 
 
+def _require_law(rungs: Iterable[Start]) -> None:
+    """Reject rungs from which no law can be fitted, before they are trained.
+
+    Raises: ConfigError.
+    """
+    require_enough([(start.plan.parameters, start.plan.tokens) for start in rungs])
+
+
 def _rate_runs(family: Family, out: Path) -> list[ablation_table.Run]:
     rates = family.rate_runs(out).values()
     return [run for others in rates for runs in others.values() for run in runs]
@@ -207,6 +215,7 @@ def _plan(family: Family, out: Path) -> dict[str, Any]:
     seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
     rungs, rates, top = family.rung_runs(out), _rate_runs(family, out), family.top_runs(out)
     starts = _starts([*rungs, *top]) | {run.setting: _start(run) for run in rates}
+    _require_law(starts[run.setting] for run in rungs)
     found: list[dict[str, Any]] = []
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
         for name in (run.setting for run in runs):

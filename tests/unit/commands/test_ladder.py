@@ -172,6 +172,16 @@ def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> N
         ladder._starts(runs)
 
 
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_too_few_sizes_for_a_law_are_rejected_before_they_are_trained(
+    verb: str, file: Path, tmp_path: Path
+) -> None:
+    file.write_text(file.read_text().replace("c.n_embd = 18", ""))
+    with pytest.raises(ConfigError, match="at least 3 sizes, and these rungs have 2: add rungs"):
+        ladder.main([verb, str(file), f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_plan_counts_and_starts_nothing(
     file: Path,
