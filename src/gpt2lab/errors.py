@@ -55,6 +55,10 @@ class SaveError(GPT2LabError):
     exit_code = 75
 
 
+class SavedInterrupt(KeyboardInterrupt):
+    """Ctrl+C, after which all that was done is saved: exit code 0, as of a trainer that was asked to stop."""
+
+
 class FolderLostError(SaveError):
     """The run's folder was moved, deleted or taken by another start: nothing more may be written there."""
 

@@ -290,9 +290,9 @@ def test_an_ablation_that_is_interrupted_lets_its_runs_save(
     launch.wait_for_step(process, out / "cold_seed1", 3)
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate()
-    assert (process.returncode, stdout) == (1, "")
+    assert (process.returncode, stdout) == (0, "")
     assert stderr.splitlines()[jobs:] == [
-        "error: interrupted; what was trained is saved; start again to go on with it"
+        "interrupted; what was trained is saved; start again to go on with it"
     ]
     told = json.loads((out / "cold_seed1" / "status.json").read_text())
     assert (told["state"], told["exit_code"]) == ("stopped", 0)

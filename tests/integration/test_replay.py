@@ -296,6 +296,8 @@ def test_data_that_are_gone_or_others_are_not_taken_for_the_run_s_own(own: Path)
     assert "which sample is not known" in call("bisect_runs.py", own, "mine", "poisoned", code=1)
     said = call("bisect_runs.py", own, "mine", "poisoned", here, code=1)
     assert f"batch: 1 of {S} samples differ, the first is sample {BAD}" in said
+    line = call("bisect_runs.py", own, "clean", "poisoned", "--data_dir=gone", code=2)
+    assert "gone: no such folder; say where the run's data are now (" in line
     (own / "moved").symlink_to(own / "poisoned")
     words = (f"--steps={SPIKE}", "--max_lr=0.02", "--json")
     found = call("replay.py", own, "mine", *words, code=1)

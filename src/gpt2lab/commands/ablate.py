@@ -42,7 +42,14 @@ from gpt2lab.config.command_line import (
 )
 from gpt2lab.config.other_programs import answer
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
-from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import (
+    CheckError,
+    ConfigError,
+    DataError,
+    GPT2LabError,
+    SavedInterrupt,
+    SaveError,
+)
 from gpt2lab.evaluation.over_seeds import SMALLEST
 from gpt2lab.runs import history
 
@@ -266,7 +273,8 @@ def read_settings(path: Path) -> dict[str, list[str]]:
         except ValueError as error:
             raise ConfigError(f"{path} line {number}: {error}") from error
     if len(settings) < 2:
-        raise ConfigError(f"{path}: {len(settings)} settings; a comparison needs at least 2")
+        count = fmt.number_of(len(settings), "setting")
+        raise ConfigError(f"{path}: {count}; a comparison needs at least 2")
     return settings
 
 
@@ -289,8 +297,11 @@ def name_runs(
 
     Looks at no folder of a run; `check_runs` does.
 
-    Raises: ConfigError for flags that the trainer does not have, and what makes losses incomparable.
+    Raises: ConfigError for flags that the trainer does not have, what makes losses incomparable, and an `out` that is
+        a file.
     """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: a file; give the folder of the runs")
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"seeds {' '.join(map(str, seeds))}: each may be given once")
     runs = []
@@ -375,94 +386,114 @@ def carry_out(
 
     `on_divergence`: whether a run whose numbers are no longer finite is an end like others, and not taken up again.
 
-    Raises: CheckError if one fails or stops early; KeyboardInterrupt when what runs has saved and ended. Started again,
+    Raises: CheckError if one fails or stops early; SavedInterrupt when what runs has saved and ended. Started again,
         the ablation goes on where it stood.
     """
     devices = {run.command.fresh().system.device for run in runs}
-    places, stop = _places(jobs, on_cpu=devices == {"cpu"}), threading.Event()
-    free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
-    for place in places:
-        free.put(place)
-    running: list[subprocess.Popen[str]] = []
+    trainers = _Trainers(_places(jobs, on_cpu=devices == {"cpu"}))
     may_diverge = on_divergence == "go on"
 
     def carry(number: int, run: Run) -> None:
-        place = free.get()
-        try:
-            if stop.is_set():
-                raise CheckError(f"{run.name} was not begun: another run failed")
-            name = f"[{number}/{len(runs)}] {run.name}"
-            _carry_out_one(run, name, place, say, running, stop, may_diverge=may_diverge)
-        except BaseException:
-            stop.set()  # what runs comes to its end, nothing else begins
-            raise
-        finally:
-            free.put(place)
+        name = f"[{number}/{len(runs)}] {run.name}"
+        with trainers.place(run) as environment:
+            _carry_out_one(run, name, environment, say, trainers, may_diverge=may_diverge)
 
     complete: set[str] = set()
-
-    def note(run: Run) -> None:
-        complete.add(run.name)
-        waiting = {run.seed for run in runs if run.name not in complete}
-        if done := [run for run in runs if run.seed not in waiting]:
-            refresh(done)
-        if jobs > 1:
-            say(progress(runs))
-
     pool = ThreadPoolExecutor(jobs)
     try:
-        if jobs == 1:
-            for number, run in enumerate(runs, start=1):
-                carry(number, run)
-                note(run)
-            return
-        tasks = {pool.submit(carry, number, run): run for number, run in enumerate(runs, start=1)}
-        errors = []
-        for task in as_completed(tasks):
-            if error := task.exception():
-                errors.append(error)
-            else:
-                note(tasks[task])
-        if errors:
-            raise errors[0]
+        for run in _as_completed(runs, carry, pool if jobs > 1 else None):
+            complete.add(run.name)
+            waiting = {other.seed for other in runs if other.name not in complete}
+            if done := [other for other in runs if other.seed not in waiting]:
+                refresh(done)
+            if jobs > 1:
+                say(progress(runs))
     except KeyboardInterrupt:
-        stop.set()
-        told = list(running)
-        for trainer in told:
-            trainer.terminate()  # it saves; Ctrl+C in a terminal has told it too, `kill -INT` has not
-        for trainer in told:
-            trainer.wait()
-        raise KeyboardInterrupt("what was trained is saved; start again to go on with it") from None
+        if SaveError.exit_code in trainers.end():
+            raise KeyboardInterrupt("a run could not be saved: its log.txt says why") from None
+        raise SavedInterrupt("what was trained is saved; start again to go on with it") from None
     finally:
         pool.shutdown()
 
 
-def run_trainer(
-    argv: Sequence[str],
-    environment: dict[str, str],
-    running: list[subprocess.Popen[str]],
-    stop: threading.Event,
-) -> tuple[int, str]:
-    """Train in a fresh process, which is among `running` meanwhile; return its exit code and what it wrote to stderr.
+def _as_completed(
+    runs: Sequence[Run], carry: Callable[[int, Run], None], pool: ThreadPoolExecutor | None
+) -> Iterator[Run]:
+    """Carry out runs, one by one in this thread or in those of a pool; yield each that is complete.
 
-    `stop`: set once nothing shall begin any more.
+    Raises: the first error, in a pool after all others have ended.
     """
-    from gpt2lab.training.stop import end_with_parent
+    numbered = enumerate(runs, start=1)
+    if pool is None:
+        for number, run in numbered:
+            carry(number, run)
+            yield run
+        return
+    tasks = {pool.submit(carry, number, run): run for number, run in numbered}
+    errors = []
+    for task in as_completed(tasks):
+        if error := task.exception():
+            errors.append(error)
+        else:
+            yield tasks[task]
+    if errors:
+        raise errors[0]
 
-    trainer = subprocess.Popen(
-        [sys.executable, *paths.trainer("train"), *argv],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-        preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
-    )
-    running.append(trainer)
-    if stop.is_set():  # since the caller looked
-        trainer.terminate()
-    stderr = trainer.communicate()[1]
-    running.remove(trainer)
-    return trainer.returncode, stderr
+
+class _Trainers:
+    """The trainers that run, each at a place of its own; none begins once one has failed or all were told to end."""
+
+    def __init__(self, places: Sequence[dict[str, str]]) -> None:
+        """`places`: what each has in its environment."""
+        self._running: list[subprocess.Popen[str]] = []
+        self._stop = threading.Event()
+        self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        for place in places:
+            self._free.put(place)
+
+    @contextlib.contextmanager
+    def place(self, run: Run) -> Iterator[dict[str, str]]:
+        """Wait for a free place and hold it.
+
+        Raises: CheckError if no other shall begin.
+        """
+        place = self._free.get()
+        try:
+            if self._stop.is_set():
+                raise CheckError(f"{run.name} was not begun: another run failed")
+            yield place
+        except BaseException:
+            self._stop.set()  # what runs comes to its end, nothing else begins
+            raise
+        finally:
+            self._free.put(place)
+
+    def run(self, argv: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
+        """Train in a fresh process; return its exit code and what it wrote to stderr."""
+        from gpt2lab.training.stop import end_with_parent
+
+        trainer = subprocess.Popen(
+            [sys.executable, *paths.trainer("train"), *argv],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+            preexec_fn=end_with_parent,  # else a run would go on alone, and be in the way of the next start
+        )
+        self._running.append(trainer)
+        if self._stop.is_set():  # since the caller looked
+            trainer.terminate()
+        stderr = trainer.communicate()[1]
+        self._running.remove(trainer)
+        return trainer.returncode, stderr
+
+    def end(self) -> list[int]:
+        """Have each save and end, wait for that, and return their exit codes."""
+        self._stop.set()
+        told = list(self._running)
+        for trainer in told:
+            trainer.terminate()  # it saves; Ctrl+C in a terminal has told it too, `kill -INT` has not
+        return [trainer.wait() for trainer in told]
 
 
 def _carry_out_one(
@@ -470,8 +501,7 @@ def _carry_out_one(
     place: str,
     environment: dict[str, str],
     say: Callable[[str], None],
-    running: list[subprocess.Popen[str]],
-    stop: threading.Event,
+    trainers: _Trainers,
     *,
     may_diverge: bool,
 ) -> None:
@@ -483,7 +513,7 @@ def _carry_out_one(
         say(f"{place}: complete")
         return
     say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
-    code, stderr = run_trainer(run.command.argv, environment, running, stop)
+    code, stderr = trainers.run(run.command.argv, environment)
     if code:
         reason = (stderr.strip() or "no message").splitlines()[-1]
         if may_diverge and history.has_diverged(start.run_dir):

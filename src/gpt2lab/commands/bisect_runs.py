@@ -155,7 +155,8 @@ def _named(found: Any) -> str:
 
 def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
     """Name versions of code that differ, and steps that one run alone has."""
-    from gpt2lab.training.replay import other_values, record_of_start
+    from gpt2lab.runs.history import record_of_start
+    from gpt2lab.training.replay import other_values
 
     notes = []
     if (ends := (int(a.log.numbers[-1]), int(b.log.numbers[-1])))[0] != ends[1]:

@@ -10,7 +10,7 @@ import numpy as np
 from gpt2lab import paths
 from gpt2lab.commands.train import recipe_named
 from gpt2lab.data.documents import find_documents
-from gpt2lab.data.mixture import Mixture, training_order, with_data_at
+from gpt2lab.data.mixture import Mixture, require_same_data, training_order, with_data_at
 from gpt2lab.data.shards import TokenData
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
@@ -70,6 +70,9 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     samples = begun[-1]["tokens_per_step"] // context_length
     recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
     data = recipe.open_data(with_data_at(config, data_dir), history.read_tokenizer(run_dir))
+    recorded = history.record_of_start(run_dir, event["attempt"]).get("data_fingerprint")
+    if data_dir and recorded is not None:
+        require_same_data(data, recorded, words=data_dir, run=run_dir.name)
     shards = data.splits["train"]
     order = training_order(
         data,

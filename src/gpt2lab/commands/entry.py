@@ -19,6 +19,7 @@ from gpt2lab.errors import (
     GPT2LabError,
     InUseError,
     OutOfMemoryError,
+    SavedInterrupt,
     first_line,
     is_lost_peer,
     is_out_of_memory,
@@ -58,8 +59,9 @@ def run(main: Callable[[list[str]], int]) -> int:
         return 0
     except KeyboardInterrupt as interrupt:
         kept = f"; {interrupt}" if str(interrupt) else ""
-        print(f"error: interrupted{kept}", file=sys.stderr)
-        return 1
+        is_saved = isinstance(interrupt, SavedInterrupt)
+        print(f"{'' if is_saved else 'error: '}interrupted{kept}", file=sys.stderr)
+        return 0 if is_saved else 1
     except ModuleNotFoundError as missing:
         if not missing.name or missing.name.partition(".")[0] == "gpt2lab":
             raise

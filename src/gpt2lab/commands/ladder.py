@@ -13,7 +13,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from gpt2lab.planner import auto, calibration, hardware, ladder
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.machine import Seen, look
-from gpt2lab.planner.scaling_law import Rung
+from gpt2lab.planner.scaling_law import Rung, require_enough
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.planner.timing import Interval
 from gpt2lab.runs import history
@@ -75,7 +75,7 @@ class Run:
         family, out = _open(self.file, self.out)
         top = _top_of(family, out) if self.top else []
         rungs, checks = family.rung_runs(out), _rate_runs(family, out)
-        _starts(rungs)
+        _require_law(_starts(rungs).values())
         check_runs([*rungs, *checks, *top])
         carry_out([*rungs, *checks], say=_say, jobs=self.jobs)
         if top:
@@ -197,6 +197,14 @@ def _starts(rungs: Sequence[ablation_table.Run]) -> dict[str, Start]:
     return starts
 
 
+def _require_law(rungs: Iterable[Start]) -> None:
+    """Reject rungs from which no law can be fitted, before they are trained.
+
+    Raises: ConfigError.
+    """
+    require_enough([(start.plan.parameters, start.plan.tokens) for start in rungs])
+
+
 def _rate_runs(family: Family, out: Path) -> list[ablation_table.Run]:
     rates = family.rate_runs(out).values()
     return [run for others in rates for runs in others.values() for run in runs]
@@ -207,6 +215,7 @@ def _plan(family: Family, out: Path) -> dict[str, Any]:
     seeds, family = len(family.seeds), dataclasses.replace(family, seeds=family.seeds[:1])
     rungs, rates, top = family.rung_runs(out), _rate_runs(family, out), family.top_runs(out)
     starts = _starts([*rungs, *top]) | {run.setting: _start(run) for run in rates}
+    _require_law(starts[run.setting] for run in rungs)
     found: list[dict[str, Any]] = []
     for kind, runs in (("rung", rungs), ("rate", rates), ("top", top)):
         for name in (run.setting for run in runs):
@@ -300,7 +309,7 @@ def _describe_plan(document: Mapping[str, Any]) -> str:
 
 
 def _losses(
-    runs: Sequence[ablation_table.Run], out: Path, *, tokens: int, data: str
+    family: Family, runs: Sequence[ablation_table.Run], out: Path, *, tokens: int, data: str
 ) -> tuple[float, ...]:
     """Return the last validation loss of each run. `data`: the fingerprint of what it must be trained on.
 
@@ -316,10 +325,11 @@ def _losses(
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
             holder = holder_of(out / run.name)
+            again = fmt.command_line(["run", family.file, "--out", paths.for_people(out)])
             fix = (
                 f"{holder} trains it; wait for it"
                 if holder
-                else f"{paths.command('ladder')} run FILE"
+                else f"{paths.command('ladder')} {again}"
             )
             raise CheckError(f"{run.name} is not complete: {fix}")
         trained_on = (history.read_json(out / run.name / "run.json") or {}).get("data_fingerprint")
@@ -342,7 +352,7 @@ def _read(family: Family, out: Path) -> Ladder:
     rungs = []
     for name, start in starts.items():
         plan, own = start.plan, [run for run in runs if run.setting == name]
-        losses = _losses(own, out, tokens=plan.tokens, data=start.data.fingerprint)
+        losses = _losses(family, own, out, tokens=plan.tokens, data=start.data.fingerprint)
         rungs.append(Rung(plan.parameters, plan.tokens, losses))
     shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
@@ -398,7 +408,7 @@ def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
         try:
             for factor, runs in others.items():
                 data = found.settings["data"]
-                losses[factor] = _losses(runs, out, tokens=rung.tokens, data=data)
+                losses[factor] = _losses(family, runs, out, tokens=rung.tokens, data=data)
         except CheckError:
             continue  # not trained yet
         best = min(losses, key=lambda factor: statistics.fmean(losses[factor]))
@@ -422,8 +432,8 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     """Fit, score what was predicted and has been run, and write ladder.json."""
     found = _read(family, out)
     prediction, scored = history.read_json(out / ladder.PREDICTION), None
-    if prediction is not None and (top := family.top_runs(out)):
-        scored = _score(top, out, prediction)
+    if prediction is not None and family.top is not None:
+        scored = _score(family, out, prediction)
     rates = _rates(family, out, found)
     document = ladder.as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
@@ -435,16 +445,16 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     return document
 
 
-def _score(
-    top: Sequence[ablation_table.Run], out: Path, prediction: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def _score(family: Family, out: Path, prediction: Mapping[str, Any]) -> dict[str, Any] | None:
     """Compare the top rung with its prediction, None where it is not complete.
 
     Raises: CheckError if it began before the prediction.
     """
+    top = family.top_runs(out)
     start = _start(top[0])
+    tokens, data = start.plan.tokens, start.data.fingerprint
     try:
-        losses = _losses(top, out, tokens=start.plan.tokens, data=start.data.fingerprint)
+        losses = _losses(family, top, out, tokens=tokens, data=data)
     except CheckError:
         return None
     begun = min(float(next(history.iter_events(out / run.name))["time"]) for run in top)

@@ -80,6 +80,7 @@ class Rate:
 class Family:
     """What a ladder's file says: {name: settings} of the rungs, the top rung apart."""
 
+    file: str  # as it was given, or the family's name
     name: str
     seeds: tuple[int, ...]
     rungs: Mapping[str, dict[str, Any]]  # cheapest size and fewest tokens first
@@ -150,14 +151,14 @@ def read_family(what: str) -> Family:
     Raises: ConfigError naming the file and what is wrong with it.
     """
     if what in FAMILIES:
-        return _family(what, FAMILIES[what])
+        return _family(what, what, FAMILIES[what])
     path = paths.from_working_directory(Path(what))
     if path.suffix != ".toml":
         hint = fmt.did_you_mean(what, FAMILIES, f"or {' or '.join(FAMILIES)}")
         raise ConfigError(f"{what}: no ladder: give a .toml file of sizes and tokens, {hint}")
     try:
         text = read_regular(path, at_most=_AT_MOST).decode("utf-8-sig")
-        return _family(path.stem, tomllib.loads(text))
+        return _family(what, path.stem, tomllib.loads(text))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:  # not UTF-8, not TOML
@@ -166,7 +167,7 @@ def read_family(what: str) -> Family:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _family(name: str, table: dict[str, Any]) -> Family:
+def _family(file: str, name: str, table: dict[str, Any]) -> Family:
     _known("", table, _KEYS)
     seeds = _list_of(table, "seeds", _seed, "whole numbers, such as [1, 2, 3]")
     shared = _settings("settings", table.get("settings", {}))
@@ -182,8 +183,9 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         values = shared | _settings(
             f"sizes.{size}", {key: own[key] for key in own if key != "tokens"}
         )
-        budgets = own if "tokens" in own else table  # a size may have its own
-        for tokens in _list_of(budgets, "tokens", _tokens, _TOKENS):
+        has_own = "tokens" in own or "tokens" not in table
+        where, budgets = (f"[sizes.{size}] ", own) if has_own else ("", table)
+        for tokens in _list_of(budgets, "tokens", _tokens, _TOKENS, where):
             rungs[_rung_name(size, tokens)] = values | {"max_tokens": tokens}
     top = None
     if "top" in table:
@@ -201,7 +203,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
     rate = _rate(table["rate"], rungs) if "rate" in table else None
     if rate is None and "max_lr" not in shared:
         raise ConfigError("no [rate] and no max_lr in [settings]: give n_embd, max_lr and exponent")
-    return Family(name, tuple(seeds), rungs, top, rate)
+    return Family(file, name, tuple(seeds), rungs, top, rate)
 
 
 def _rung_name(size: str, tokens: int) -> str:
@@ -225,7 +227,7 @@ def _rate(table: Any, rungs: Mapping[str, Any]) -> Rate:
     if not is_number(tokens_exponent) or not 0 <= tokens_exponent <= 2:
         raise ConfigError("[rate] tokens_exponent: give a number from 0 to 2")
     factors = _list_of(
-        {"factors": [0.5, 2.0]} | table, "factors", _factor, "rates, such as [0.5, 2]"
+        {"factors": [0.5, 2.0]} | table, "factors", _factor, "rates, such as [0.5, 2]", "[rate] "
     )
     names = list(rungs)
     check = table.get("check", [names[0], names[-1]])
@@ -263,13 +265,13 @@ def _known(where: str, table: Any, keys: tuple[str, ...]) -> None:
 
 
 def _list_of(
-    table: Mapping[str, Any], key: str, read: Callable[[Any], Any], what: str
+    table: Mapping[str, Any], key: str, read: Callable[[Any], Any], what: str, where: str = ""
 ) -> list[Any]:
-    """Return a list of different values, in their order.
+    """Return a list of different values, in their order; `where`: the table's name for an error.
 
     Raises: ConfigError.
     """
-    values = table.get(key)
+    values, key = table.get(key), where + key
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{key}: give a list of {what}")
     try:

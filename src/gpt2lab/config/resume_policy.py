@@ -50,6 +50,12 @@ def reject_changes(
     if fixed:
         what = "with another architecture" if fixed != ["init_from"] else "from another beginning"
         raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
+    if "optimizer" in changes and "max_lr" not in command.typed:
+        before, now = changes["optimizer"]
+        raise ConfigError(
+            f"run {run}: optimizer {before} -> {now}, and max_lr {config.optim.max_lr:g} was chosen for {before}; "
+            f"give the rate for {now}, too: --max_lr RATE --allow_change optimizer,max_lr"
+        )
     if guarded:
         named = [name for name in guarded if name in command.typed or name == "data"] or guarded
         raise ConfigError(

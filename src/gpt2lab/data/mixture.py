@@ -233,6 +233,18 @@ def with_data_at(config: Config, words: Sequence[str]) -> Config:
     return config
 
 
+def require_same_data(data: TokenData, trained_on: str, *, words: Sequence[str], run: str) -> None:
+    """Compare data that --data_dir gives for a run with the fingerprint that it recorded.
+
+    Raises: DataError.
+    """
+    if data.fingerprint != trained_on:
+        raise DataError(
+            f"--data_dir {' '.join(words)}: not the data that {run} was trained on (fingerprint "
+            f"{data.fingerprint[:12]}, the run's is {trained_on[:12]}); give those, in a mixture with the same weights"
+        )
+
+
 def open_sources(sources: DataSources, *, vocab_size: int) -> TokenData:
     """Check the folders of a run in milliseconds; a single one is what `open_data` returns.
 

@@ -29,6 +29,7 @@ from gpt2lab.files import open_regular, sha256_of
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
+from gpt2lab.tokenizers.plain import BYTES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +39,7 @@ RAW_SUFFIX = ".bin"
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
 SCAN_LIMIT_BYTES = 2 * 1024**3  # a set without manifest up to this size is read in full first
 _BLOCK = 1 << 22
+_ROWS_OF_BYTES = 384  # of a model of bytes: their 257 ids, and rows up to the next multiple of 128
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,13 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
     Raises: DataError naming the file, what is wrong and the fix.
     """
     prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
-    if vocab_size is not None and 257 <= vocab_size < GPT2.size:  # the ids of another tokenizer
+    if vocab_size is not None and BYTES.size <= vocab_size < GPT2.size:  # of another tokenizer
+        name, before = BYTES.name, ""
+        if vocab_size > _ROWS_OF_BYTES:
+            name = f"tok{vocab_size}"
+            before = f"{paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} --out {name} && "
         prepare = (
-            f"prepare one with: {paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} "
-            f"--out tok{vocab_size} && {paths.command('prepare')} python-stdlib --tokenizer tok{vocab_size} "
+            f"prepare one with: {before}{paths.command('prepare')} python-stdlib --tokenizer {name} "
             f"--out {paths.for_people(folder)}"
         )
     if not folder.is_dir():

@@ -55,8 +55,13 @@ def compare(
     pairs = [(results, found[1][key]) for key, results in found[0].items() if key in found[1]]
     if not pairs:
         lacks = name_b if found[0] else name_a
+        what = f"no {only or 'validation, hellaswag or tasks'} results to compare; measure them"
+        if not lacks.endswith(".npz") and find_folder(lacks, checkpoint_dir) is None:
+            what = (
+                "no run, folder or .npz file of this name; if it is a model of the Hub, measure it"
+            )
         raise DataError(
-            f"{lacks}: no {only or 'validation, hellaswag or tasks'} results to compare; measure them with "
+            f"{lacks}: {what} with "
             f"{paths.command('evaluate')} {lacks} --save DIR (and --val DIR, --hellaswag, --tasks), then compare DIR"
         )
     for a, b in pairs:

@@ -147,14 +147,14 @@ class _Samples:
         return [_law_of(theta, self.centre) for theta in self.theta]
 
 
-def fit(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
-    """Fit a law to rungs.
+def require_enough(rungs: Sequence[tuple[int, int]]) -> None:
+    """Reject rungs, each as (parameters, tokens), that cannot tell the five parameters of a law.
 
-    Raises: ConfigError if they cannot tell five parameters.
+    Raises: ConfigError.
     """
     for name, values in (
-        ("sizes", {rung.parameters for rung in rungs}),
-        ("numbers of tokens", {rung.tokens for rung in rungs}),
+        ("sizes", {parameters for parameters, _ in rungs}),
+        ("numbers of tokens", {tokens for _, tokens in rungs}),
     ):
         if len(values) < 3:
             raise ConfigError(
@@ -164,6 +164,14 @@ def fit(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
         raise ConfigError(
             f"{len(rungs)} rungs for a law of {PARAMETERS} parameters: add rungs, at least to 6"
         )
+
+
+def fit(rungs: Sequence[Rung], *, samples: int = SAMPLES) -> Fit:
+    """Fit a law to rungs.
+
+    Raises: ConfigError if they cannot tell five parameters.
+    """
+    require_enough([(rung.parameters, rung.tokens) for rung in rungs])
     for rung in rungs:
         if not rung.losses or not all(0 < loss < math.inf for loss in rung.losses):
             raise ConfigError(

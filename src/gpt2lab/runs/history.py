@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint.catalog import METRICS, find_folder, similar_run
+from gpt2lab.checkpoint.catalog import METRICS, find_folder, list_checkpoints, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
@@ -412,6 +412,15 @@ def has_diverged(run_dir: Path) -> bool:
     """Tell whether a run ended because its numbers were not finite: it has no last loss."""
     status = read_json(run_dir / "status.json") or {}
     return bool(status.get("exit_code") == NonFiniteError.exit_code)
+
+
+def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
+    """Return what a start of a run recorded of itself (environment, data, versions); {} if nothing is left of it."""
+    records = [
+        read_json(run_dir / "run.json") or {},
+        *(info.manifest for info in list_checkpoints(run_dir)[0]),
+    ]
+    return next((record for record in records if record.get("attempt") == attempt), {})
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

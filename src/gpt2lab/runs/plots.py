@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,11 +78,12 @@ def draw_speeds(table: Path, path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    try:
-        sizes = json.loads(table.read_text())["tokens_per_second"]
-        panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{table}: no table of speeds ({_reason(error)})") from error
+    _write(_figure_of(table, _speeds, "no table of speeds", "docs/benchmarks.json is one"), path)
+
+
+def _speeds(found: dict[str, Any]) -> Figure:
+    sizes = found["tokens_per_second"]
+    panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
     figure = _new_figure(9, 2.2 * -(-len(panels) // 2))
     for axes, (name, bars) in zip(_grid(figure, len(panels)), panels, strict=True):
         bars.sort(key=lambda bar: bar[1])
@@ -92,7 +95,18 @@ def draw_speeds(table: Path, path: Path) -> None:
         axes.set_xticks([])
         axes.margins(x=0.14)
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    _write(figure, path)
+    return figure
+
+
+def _figure_of(file: Path, draw: Callable[[Any], Figure], otherwise: str, fix: str) -> Figure:
+    """Draw what a JSON file holds.
+
+    Raises: ConfigError that says what it is `otherwise`, if it cannot be read or holds something else.
+    """
+    try:
+        return draw(json.loads(file.read_text()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{file}: {otherwise} ({_reason(error)}); {fix}") from error
 
 
 def draw_ablation(table: Path, path: Path, view: View) -> None:
@@ -102,17 +116,15 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
 
     Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    try:
-        found = json.loads(table.read_text())
-        settings, comparisons = found["settings"], found.get("comparisons", [])
-        curves = {
-            row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings
-        }
-        intervals = {row["setting"]: _intervals(row) for row in comparisons}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ConfigError(
-            f"{table}: no table of an ablation ({_reason(error)}); {paths.script('ablate')} writes it"
-        ) from error
+    fix = f"{paths.script('ablate')} writes it"
+    draw = functools.partial(_ablation, view=view)
+    _write(_figure_of(table, draw, "no table of an ablation", fix), path)
+
+
+def _ablation(found: dict[str, Any], view: View) -> Figure:
+    settings, comparisons = found["settings"], found.get("comparisons", [])
+    curves = {row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings}
+    intervals = {row["setting"]: _intervals(row) for row in comparisons}
     figure = _new_figure(14 if intervals else 9, 4.5)
     axes = figure.add_subplot(1, 2 if intervals else 1, 1)
     if intervals:
@@ -131,7 +143,7 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
     axes.set_title("mean ± standard error over seeds", fontsize=8, loc="right", color="#666666")
     if curves:
         axes.legend(fontsize=8, frameon=False)
-    _write(figure, path)
+    return figure
 
 
 def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
@@ -170,17 +182,14 @@ def draw_comparison(answer: Path, path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing, the answer cannot be read or the file cannot be written.
     """
-    try:
-        found = json.loads(answer.read_text())
-        title = f"A  {found['a']}    B  {found['b']}"
-        draw = _explanation if "explain" in found else _differences_of_groups
-        figure = draw(found, title)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{answer}: no comparison with intervals ({_reason(error)}); {paths.script('compare')} --json prints "
-            f"one of groups of runs, or with --explain"
-        ) from error
-    _write(figure, path)
+    fix = f"{paths.script('compare')} --json prints one of groups of runs, or with --explain"
+    _write(_figure_of(answer, _comparison, "no comparison with intervals", fix), path)
+
+
+def _comparison(found: dict[str, Any]) -> Figure:
+    title = f"A  {found['a']}    B  {found['b']}"
+    draw = _explanation if "explain" in found else _differences_of_groups
+    return draw(found, title)
 
 
 def _differences_of_groups(found: dict[str, Any], title: str) -> Figure:
@@ -239,14 +248,13 @@ def draw_ladder(table: Path, path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    try:
-        ladder = json.loads(table.read_text())
-        rungs, curves, top = ladder["rungs"], ladder["curves"], ladder["prediction"]
-        score = ladder["score"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{table}: no results of a ladder ({_reason(error)}); {paths.script('ladder')} fit writes them"
-        ) from error
+    fix = f"{paths.script('ladder')} fit writes them"
+    _write(_figure_of(table, _ladder, "no results of a ladder", fix), path)
+
+
+def _ladder(ladder: dict[str, Any]) -> Figure:
+    rungs, curves, top = ladder["rungs"], ladder["curves"], ladder["prediction"]
+    score = ladder["score"]
     figure = _new_figure(9, 4.5)
     axes = figure.add_subplot()
     for curve, colour in zip(curves, itertools.cycle(_COLOURS), strict=False):
@@ -272,7 +280,7 @@ def draw_ladder(table: Path, path: Path) -> None:
     View("tokens", "xy").scale(axes)
     axes.set_ylabel("validation loss, nats/token")
     axes.legend(fontsize=8, frameon=False)
-    _write(figure, path)
+    return figure
 
 
 def _evaluations(curve: dict[str, Any]) -> dict[float, tuple[float, float]]:

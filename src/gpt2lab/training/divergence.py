@@ -15,11 +15,11 @@ from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.store import MODEL, OPTIM
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import policy_of
-from gpt2lab.data.mixture import missing_folders
+from gpt2lab.data.mixture import missing_folders, with_data_at
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
 from gpt2lab.runs.log_index import Event
-from gpt2lab.training.replay import first_difference, record_of_start, settings_of
+from gpt2lab.training.replay import first_difference, settings_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Side:
 
     def environment(self, attempt: int) -> dict[str, Any] | None:
         """Return what a start ran on; None if that is no longer recorded."""
-        found: dict[str, Any] | None = record_of_start(self.folder, attempt).get("environment")
+        record = history.record_of_start(self.folder, attempt)
+        found: dict[str, Any] | None = record.get("environment")
         return found
 
     def checkpoints(self) -> dict[int, CheckpointInfo]:
@@ -59,9 +60,14 @@ class Side:
 
 
 def open_side(folder: Path, data_dir: tuple[str, ...]) -> Side:
-    """Read a run's log. `data_dir`: where its data are, unless they are where they were."""
-    gone = missing_folders(history.read_config(folder))
-    return Side(folder, history.read_log(folder), data_dir if gone else ())
+    """Read a run's log. `data_dir`: where its data are, unless they are where they were.
+
+    Raises: DataError, ConfigError if there is no such folder.
+    """
+    config = history.read_config(folder)
+    if data_dir:
+        with_data_at(config, data_dir)  # rejects a folder that does not exist, needed or not
+    return Side(folder, history.read_log(folder), data_dir if missing_folders(config) else ())
 
 
 def common_steps(a: Side, b: Side) -> Iterator[tuple[Event, Event]]:

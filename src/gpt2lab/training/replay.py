@@ -25,10 +25,10 @@ from gpt2lab.config.command_line import Actions, Command
 from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
-from gpt2lab.data.mixture import with_data_at
+from gpt2lab.data.mixture import require_same_data, with_data_at
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy, missing_for_compile
-from gpt2lab.errors import CheckpointError, ConfigError, DataError
+from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import default_min_lr
 from gpt2lab.runs import history
@@ -129,15 +129,6 @@ def settings_of(run_dir: Path, log: Log, attempt: int) -> dict[str, Any]:
     return settings
 
 
-def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
-    """Return what a start of a run recorded of itself (environment, data, versions); {} if nothing is left of it."""
-    records = [
-        history.read_json(run_dir / "run.json") or {},
-        *(info.manifest for info in catalog.list_checkpoints(run_dir)[0]),
-    ]
-    return next((record for record in records if record.get("attempt") == attempt), {})
-
-
 def other_values(before: dict[str, Any], now: dict[str, Any], link: str = "->") -> list[str]:
     """Return a line for each fact that differs, `threads 1 -> 2`, in the order of their names in the first."""
     names = [*before, *(name for name in now if name not in before)]
@@ -200,9 +191,10 @@ def _open(
     events = {number: event for number, event in logged.items() if event is not None}
     _require_one_setting(run_dir, log, events, first=first)
     attempt = events[info.step + 1]["attempt"]
-    record = record_of_start(run_dir, attempt)
+    record = history.record_of_start(run_dir, attempt)
     saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
     values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
+    values["max_lr"] = wanted["max_lr"]  # a start with another optimizer must name its rate
     begun = [event for event in log.of_kind("begin") if event["attempt"] == attempt]
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
@@ -210,13 +202,9 @@ def _open(
     config = with_data_at(override(info.config(), values), data_dir)
     if data_dir:
         values["data_dir"] = config.data.data_dir
-        found = recipe.open_data(config, history.read_tokenizer(run_dir)).fingerprint
+        data = recipe.open_data(config, history.read_tokenizer(run_dir))
         trained_on = record.get("data_fingerprint") or info.manifest["data_fingerprint"]
-        if found != trained_on:
-            raise DataError(
-                f"--data_dir {' '.join(data_dir)}: not the data that {run_dir.name} was trained on (fingerprint "
-                f"{found[:12]}, the run's is {trained_on[:12]}); give those, in a mixture with the same weights"
-            )
+        require_same_data(data, trained_on, words=data_dir, run=run_dir.name)
     # The environment: here, and as it was.
     runtime, rounding = Runtime(), None
     runtime.use(config.system)

@@ -17,7 +17,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the trainer in this process instead of one of its own; return the names of the runs so started."""
     names: list[str] = []
 
-    def run_here(argv: list[str], *_: Any) -> tuple[int, str]:
+    def run_here(_: Any, argv: list[str], *__: Any) -> tuple[int, str]:
         command = parse(argv)
         names.append(str(command.fresh().checkpoint.run_name))
         try:
@@ -26,5 +26,5 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return error.exit_code, f"error: {error}\n"
         return 0, ""
 
-    monkeypatch.setattr(ablate, "run_trainer", run_here)
+    monkeypatch.setattr(ablate._Trainers, "run", run_here)
     return names

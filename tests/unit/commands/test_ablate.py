@@ -28,7 +28,7 @@ from gpt2lab.commands.ablation_table import (
 )
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError
+from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
 from gpt2lab.runs.plots import View, draw_ablation
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain
@@ -55,7 +55,7 @@ def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
         ("a: x\nb/c: y", "line 2: not `name: flags"),
         ("a: x\na: y", "line 2: a second setting a"),
         ("a: 'x\nb: y", "line 1: No closing quotation"),
-        ("a: x", "1 settings; a comparison needs at least 2"),
+        ("a: x", "1 setting; a comparison needs at least 2"),
     ],
 )
 def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, line) -> None:
@@ -233,7 +233,7 @@ def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
         return start_of(command)
 
     monkeypatch.setattr(ablate, "_start_of", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="start again"):
+    with pytest.raises(SavedInterrupt, match="start again"):
         carry_out(runs, say=lambda line: None, jobs=2)
     assert list(tmp_path.iterdir()) == []
 
@@ -377,6 +377,12 @@ def test_a_comparison_that_means_nothing_is_one_line(
     assert done.stderr.startswith(f"error: {says}")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_out_that_is_a_file_is_named_by_its_flag(shared: list[str], tmp_path: Path) -> None:
+    (tmp_path / "it").touch()
+    with pytest.raises(ConfigError, match=r"^--out .*it: a file; give the folder of the runs"):
+        plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path / "it")
 
 
 def test_a_file_of_settings_gives_way_to_the_ablation_s_own(

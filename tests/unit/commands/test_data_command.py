@@ -254,6 +254,9 @@ def test_show_rejects_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]
         tokens_of_step(run_dir, 2)
     code, said, _ = data("show", "--run", run_dir, "--step", 2, "--data_dir", moved)
     assert (code, said.splitlines()[0].endswith("as logged")) == (0, True)
+    longer = write_shards(tmp_path / "longer", train=(1000, 950), val=(300,))  # from step 4 on
+    with pytest.raises(DataError, match="longer: not the data that tiny was trained on"):
+        tokens_of_step(run_dir, 2, (str(longer),))
     moved.rename(folder)
     path = folder / "tiny_train_000000.npy"
     np.save(path, np.load(path)[::-1].copy())

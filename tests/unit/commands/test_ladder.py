@@ -109,6 +109,8 @@ def test_the_families_are_ladders_of_their_own() -> None:
     [
         ('tokens = [64, "128", 256]', "tokens = []", "tokens: give a list of numbers of tokens"),
         ('"128"', '"12x"', "tokens: .*give a list of numbers of tokens"),
+        ('tokens = [64, "128", 256]', "", r"toml: \[sizes.a\] tokens: give a list of numbers"),
+        ("b.n_embd = 12", "b.tokens = 'x'", r"toml: \[sizes.b\] tokens: give a list of numbers"),
         ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: each may be given once"),
         ("seeds =", "seed =", "unknown seed: did you mean seeds?"),
         (
@@ -125,7 +127,7 @@ def test_the_families_are_ladders_of_their_own() -> None:
             "exponent = 1\ntokens = 64\ntokens_exponent = -1",
             r"\[rate\] tokens_exponent: give a number from 0 to 2",
         ),
-        ("factors = [4]", "factors = [1]", "1 is no factor"),
+        ("factors = [4]", "factors = [1]", r"\[rate\] factors: 1 is no factor"),
         ("factors = [4]", "check = ['d']", r"\[rate\] check: a list of rungs, of a-64, a-128"),
         ("[sizes]", "[sizes", "tiny.toml: Expected"),
     ],
@@ -170,6 +172,16 @@ def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> N
         ladder._starts(runs)
 
 
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_too_few_sizes_for_a_law_are_rejected_before_they_are_trained(
+    verb: str, file: Path, tmp_path: Path
+) -> None:
+    file.write_text(file.read_text().replace("c.n_embd = 18", ""))
+    with pytest.raises(ConfigError, match="at least 3 sizes, and these rungs have 2: add rungs"):
+        ladder.main([verb, str(file), f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_plan_counts_and_starts_nothing(
     file: Path,
@@ -194,6 +206,9 @@ def test_a_plan_counts_and_starts_nothing(
     with pytest.raises(CheckError, match=r"^a-64_seed1 is not complete: process \d+ .*; wait for"):
         ladder.main(["fit", str(file), f"--out={out}"])
     in_progress.close()
+    again = re.escape(f"ladder.py run {file} --out {out}")
+    with pytest.raises(CheckError, match=rf"^a-64_seed1 is not complete: .*{again}$"):
+        ladder.main(["fit", str(file), f"--out={out}"])
     assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
     file.write_text(file.read_text().replace("tokens = 768", "tokens = 300"))
     assert ladder.main(["plan", str(file), f"--out={out}"]) == 0

@@ -156,6 +156,25 @@ def test_an_id_above_the_tokenizers_is_refused(source: Path, tmp_path: Path) -> 
         open_data(tmp_path / "out", vocab_size=200)
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "fix"),
+    [
+        (257, ": prepare"),
+        (384, ": prepare"),  # rows of a model of bytes
+        (512, ": tokenizer train python-stdlib --vocab_size 512 --out tok512 && prepare"),
+    ],
+)
+def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(
+    vocab_size: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt2lab.paths.command", lambda verb: verb)
+    with pytest.raises(DataError) as caught:
+        open_data(tmp_path / "none", vocab_size=vocab_size)
+    name = "tok512" if vocab_size == 512 else "bytes"
+    words = f"{fix} python-stdlib --tokenizer {name} --out {tmp_path / 'none'}"
+    assert str(caught.value).endswith(words)
+
+
 def test_windows_of_32_bit_ids(source: Path, tmp_path: Path) -> None:
     run_prepare(source, tmp_path / "out", tokenizer=MANY)
     data = open_data(tmp_path / "out", vocab_size=2**17)

@@ -290,6 +290,8 @@ def test_other_units_are_never_compared(tmp_path: Path, folder: Path) -> None:
 def test_what_cannot_be_compared_says_how_to_measure_it(tmp_path: Path, folder: Path) -> None:
     code, line = ask("compare.py", "a", "runs/nobody/x", folder=folder)
     assert (code, "no such folder" in line) == (2, True)
+    code, line = ask("compare.py", "a", "typo", folder=folder)
+    assert "typo: no run, folder or .npz file of this name; if it is a model of the Hub, " in line
     (tmp_path / "empty").mkdir()
     code, line = ask("compare.py", "a", str(tmp_path / "empty"), folder=folder)
     assert (

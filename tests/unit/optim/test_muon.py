@@ -22,6 +22,8 @@ from gpt2lab.optim import muon
 from gpt2lab.optim.muon import Muon, orthogonalize
 from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
 from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.recipe import PRETRAINING
+from gpt2lab.training.replay import open_replay
 
 CPU = torch.device("cpu")
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16, "vocab_size": 256}
@@ -177,7 +179,13 @@ def test_another_optimizer_is_rejected_unless_allowed_and_then_begins_afresh(
     other = [*flags, "--optimizer=adamw", "--resume=latest"]
     with pytest.raises(ConfigError, match="optimizer muon -> adamw"):
         pretrain(parse(other))
-    pretrain(parse([*other, "--allow_change=optimizer"]))
+    with pytest.raises(ConfigError, match=r"give the rate for adamw, too: --max_lr RATE --allow_"):
+        pretrain(parse([*other, "--allow_change=optimizer"]))
+    pretrain(parse([*other, "--allow_change=optimizer", "--max_lr=6e-4"]))
+    again = open_replay(run, PRETRAINING, first=7, last=7)
+    again.take_until(7)
+    assert (again.from_step, again.departure) == (6, None)
+    again.close()
     losses = launch.steps(run)
     assert losses[7]["loss"] == launch.steps(straight)[7]["loss"], "the same weights go on"
     assert losses[8]["loss"] != launch.steps(straight)[8]["loss"]

@@ -28,6 +28,7 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.target import find_folder
+from gpt2lab.commands import plot
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
@@ -398,6 +399,48 @@ def test_a_plot_that_cannot_be_drawn_is_one_line(
 
 
 # -- resume_command --------------------------------------------------------------------------------------------------
+
+
+_INTERVAL = {"mean": 1, "low": 0, "high": 2}
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "found", "line"),
+    [
+        ("--speeds", "file.json", [], "no table of speeds (another shape); docs/"),
+        ("--speeds", "file.json", {"tokens_per_second": {}}, "no table of speeds (another shape)"),
+        ("--ladder", "ladder.json", {}, "no results of a ladder (it lacks 'rungs'); scripts/"),
+        (
+            *("--ladder", "ladder.json"),
+            {"rungs": [], "curves": 3, "prediction": None, "score": None},
+            "no results of a ladder (another shape); ",
+        ),
+        (
+            *("--ablation", "ablation.json"),
+            {
+                "settings": [],
+                "comparisons": [
+                    {
+                        "over_units": None,
+                        "over_seeds": _INTERVAL,
+                        "sequential": None,
+                        "setting": "a",
+                    }
+                ],
+            },
+            "no table of an ablation (another shape); ",
+        ),
+        ("--compare", "file.json", {"a": "x", "b": "y", "explain": {}}, "no comparison with"),
+    ],
+)
+def test_a_file_of_another_shape_is_one_line(
+    flag: str, name: str, found: Any, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(json.dumps(found))
+    what = tmp_path if name != "file.json" else tmp_path / name
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {line}")):
+        plot.main([flag, str(what), "--out", str(tmp_path / "it.png")])
+    assert not (tmp_path / "it.png").exists()
 
 
 def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
