@@ -227,7 +227,7 @@ def _clock(start: Start, runtime: Runtime) -> Check:
     runtime.gather(None)  # all at once
     clocks = runtime.gather(time.time())
     apart = max(clocks) - min(clocks)
-    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(clocks[0]))
+    moment = fmt.moment(clocks[0])
     numbers = {"seconds_apart": apart}
     if apart > _CLOCKS_APART:
         text = f"the ranks' clocks are {apart:.0f} s apart; logs of machines would not match"

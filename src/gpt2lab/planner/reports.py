@@ -196,6 +196,15 @@ def _verdict(estimate: Estimate, window: Window) -> str:
     return _row("window", judged.upper().replace("_", " "), budget, meaning)
 
 
+def describe_actual(actual: Mapping[str, Any]) -> str:
+    """Write what a finished run was forecast to take and took, given the `actual` of its estimate.json."""
+    inside = "inside" if actual.get("inside_interval") else "outside"
+    return (
+        f"{fmt.duration(36 * actual['time_accuracy'] * actual['hours'])}, "
+        f"actual {fmt.duration(3600 * actual['hours'])}: {inside} its 80 % interval"
+    )
+
+
 # -- JSON --------------------------------------------------------------------------------------------------------
 
 SCHEMA = "gpt2-estimate/1"

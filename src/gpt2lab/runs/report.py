@@ -105,7 +105,7 @@ def render(*run_dirs: Path) -> str:
         script=script,
         script_hash=_hash(script),
         version=__version__,
-        written=_clock(time.time()),
+        written=fmt.moment(time.time()),
         runs=runs,
         charts=charts.charts_of(drawn) if drawn else [],
         accuracy=_accuracy(runs),
@@ -154,7 +154,7 @@ def _hash(text: str) -> str:
 def _title(config: Config, log: Log) -> str:
     model = config.model
     trained = f"{fmt.count(count_parameters(model))} parameters, context {model.context_length}"
-    begun = f", begun {_clock(log.events[0]['time'])}" if log.events else ""
+    begun = f", begun {fmt.moment(log.events[0]['time'])}" if log.events else ""
     return f"{model.model}, {trained}, on {data_name(config)}{begun}"
 
 
@@ -316,7 +316,7 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
         starts.append(
             {
                 "number": begin["attempt"],
-                "when": _clock(begin["time"]),
+                "when": fmt.moment(begin["time"]),
                 "from_step": begin["step"],
                 "to_step": begin["step"] if to_step is None else to_step,
                 "world_size": begin["world_size"],
@@ -353,7 +353,7 @@ def _setting(value: Any) -> str:
 def _checkpoint(info: catalog.CheckpointInfo) -> tuple[str, ...]:
     kind = ", ".join(dict.fromkeys([info.kind, *info.labels]))
     loss, size = fmt.number(info.val_loss), fmt.num_bytes(info.num_bytes)
-    return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, _clock(info.created)
+    return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, fmt.moment(info.created)
 
 
 def _warning(event: Event) -> tuple[str, str, str]:
@@ -361,7 +361,7 @@ def _warning(event: Event) -> tuple[str, str, str]:
         message = f"went back from step {event['spike_step']:,} to step {event['step']:,}"
     else:
         message = event["message"]
-    return f"{event['step']:,}", _clock(event["time"]), message
+    return f"{event['step']:,}", fmt.moment(event["time"]), message
 
 
 def _environment(facts: Event) -> list[tuple[str, str]]:
@@ -375,7 +375,3 @@ def _environment(facts: Event) -> list[tuple[str, str]]:
 
 def _hours(value: float) -> str:
     return fmt.duration(3600 * value)
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
