@@ -15,6 +15,7 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.command_line import run_tyro
+from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
 from gpt2lab.optim.schedule import default_warmup
@@ -178,7 +179,7 @@ def _warnings(found: Estimate) -> list[str]:
         )
     if found.cost is not None and found.cost.is_old(datetime.date.today()):
         warnings.append(f"the price is of {found.cost.date}: older than half a year; give --price")
-    load, cores = machine.load_average(), machine.cores()
+    load, cores = machine.load_average(), processor.cores()
     if found.machine.is_cpu and job.world_size == 1 and load > cores * 0.75:
         busy = f"machine busy: load {load:.1f} on {cores} cores"
         warnings.append(f"{busy}; times hold for an idle one")

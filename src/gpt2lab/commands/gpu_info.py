@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Print the GPUs with the peak used for MFU, and the processor; or that there is no GPU."""
     flags = run_tyro(GpuInfo, argv)
     found = machine.look().gpus
-    available, cores, load = machine.available_memory(), machine.cores(), machine.load_average()
+    available, cores, load = machine.available_memory(), processor.cores(), machine.load_average()
     if flags.json:
         document = {
             "gpus": [_as_json(gpu) for gpu in found],

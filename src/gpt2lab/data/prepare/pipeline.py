@@ -30,6 +30,7 @@ from gpt2lab.data.prepare.sources import Source
 from gpt2lab.data.prepare.split import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
 from gpt2lab.data.shards import JOURNAL
+from gpt2lab.distributed import processor
 from gpt2lab.errors import DataError
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -361,9 +362,7 @@ def _default_workers(plan: Plan) -> int:
     text_bytes = plan.expected * plan.tasks[0].tokenizer.bytes_per_token
     if text_bytes < _WORTH_WORKERS:
         return 1
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return processor.cores()
 
 
 def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
