@@ -69,7 +69,8 @@ class Link:
 
     def rate(self, num_bytes: float) -> float:
         """Return the bus bandwidth for one message, bytes/s, linear between the measured sizes."""
-        return float(np.interp(num_bytes, *zip(*self.busbw, strict=True)))
+        sizes, rates = zip(*self.busbw, strict=True)
+        return float(np.interp(num_bytes, sizes, rates))
 
 
 @dataclass(frozen=True)
