@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import paths
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -79,11 +79,9 @@ def fetch_hellaswag(
             f"{url}: {len(content):,} bytes with sha256 {found[:12]}..., expected {sha256[:12]}...: truncated or "
             f"altered, not kept; {by_hand}"
         )
-    try:
+    with system_errors_as(DataError, path, what="cannot be written", fix=by_hand):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, content)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror}); {by_hand}") from error
     return path
 
 
@@ -116,13 +114,13 @@ def read_items(path: Path) -> list[Item]:
 
     Raises: DataError naming file and line.
     """
-    try:
+    with system_errors_as(
+        DataError,
+        path,
+        what="cannot be read as HellaSwag items",
+        fix="give another --hellaswag_path (None: no HellaSwag)",
+    ):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read as HellaSwag items ({error.strerror}); "
-            f"give another --hellaswag_path (None: no HellaSwag)"
-        ) from error
     items = [_parse(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise DataError(f"{path}: no HellaSwag items")

@@ -17,7 +17,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.target import Target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line
+from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line, system_errors_as
 from gpt2lab.files import staged_folder, write_durably
 from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.model.gpt import GPT
@@ -97,12 +97,9 @@ def export(
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """Hand out a temporary folder beside `out` and rename it when the block ends without an error."""
-    try:
-        with staged_folder(out) as folder:
-            yield folder
-            faultpoint("export.before_rename", 0)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror or error}; choose another --out") from error
+    with system_errors_as(SaveError, out, fix="choose another --out"), staged_folder(out) as folder:
+        yield folder
+        faultpoint("export.before_rename", 0)
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:

@@ -22,7 +22,7 @@ from gpt2lab.checkpoint.target import Target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import options_of
-from gpt2lab.errors import CheckError, ConfigError, SaveError
+from gpt2lab.errors import CheckError, ConfigError, SaveError, system_errors_as
 from gpt2lab.files import staged_new_file
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers import chat_template
@@ -98,13 +98,11 @@ def export_gguf(
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    try:
+    with system_errors_as(SaveError, out, fix="choose another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with staged_new_file(out) as temporary:
             yield temporary
             faultpoint("export.before_rename", 0)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror or error}; choose another --out") from error
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------

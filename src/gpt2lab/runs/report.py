@@ -21,7 +21,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, data_name, is_path, resolved, to_flat
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.runs import charts, curves, history, overview, summary
@@ -74,11 +74,9 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     Raises: ConfigError if a folder is not a run's or `out` cannot be written; GPT2LabError if metrics are damaged.
     """
     page = render(*run_dirs)
-    try:
+    with system_errors_as(ConfigError, out, what="cannot be written"):
         # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark.
         replace_durably(out, page.encode("utf-8", "replace"))
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
 
 
 def render(*run_dirs: Path) -> str:
