@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +65,7 @@ def export(
     if why_no_text(tokenizer, model.config.vocab_size):
         tokenizer = None
     tensors = hf_tensors(model, getattr(torch, dtype))
-    with _staged(out) as folder:
+    with system_errors_as(SaveError, out, fix="choose another --out"), staged_folder(out) as folder:
         _write_weights(folder, tensors, shard_bytes)
         faultpoint("export.weights", 0)
         end_of_text = tokenizer.end_of_text if tokenizer else None
@@ -89,17 +87,10 @@ def export(
             "dtype": dtype,
         }
         write_card(target, folder, numbers)
+        faultpoint("export.before_rename", 0)
     if push_to_hub is not None:
         _push(out, push_to_hub)
     return numbers, target.warnings
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """Hand out a temporary folder beside `out` and rename it when the block ends without an error."""
-    with system_errors_as(SaveError, out, fix="choose another --out"), staged_folder(out) as folder:
-        yield folder
-        faultpoint("export.before_rename", 0)
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:
