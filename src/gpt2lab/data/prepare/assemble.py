@@ -19,7 +19,7 @@ from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
 from gpt2lab.data.shards import open_shard, shard_name
 from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.files import sha256_of, staged_folder, write_durably
+from gpt2lab.files import is_count, sha256_of, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
@@ -180,9 +180,6 @@ def check_prepared(folder: Path, manifest: dict[str, Any]) -> None:
 
     Raises: DataError.
     """
-
-    def is_count(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
     def counts(value: Any, *keys: str) -> bool:
         return isinstance(value, dict) and all(is_count(value.get(key)) for key in keys)
