@@ -59,7 +59,6 @@ def fetch_hellaswag(
     url: str = URL,
     sha256: str = SHA256,
     connect_seconds: float = _CONNECT_SECONDS,
-    download_seconds: float = _DOWNLOAD_SECONDS,
 ) -> Path:
     """Return the file of the validation set; download it if it is missing.
 
@@ -72,7 +71,7 @@ def fetch_hellaswag(
     if path.exists():
         return path
     by_hand = f"download it yourself (curl -L --create-dirs -o {paths.for_people(path)} {url}) or give --hellaswag_path"
-    content = _download(url, connect_seconds, download_seconds, by_hand)
+    content = _download(url, connect_seconds, by_hand)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise DataError(
@@ -85,7 +84,7 @@ def fetch_hellaswag(
     return path
 
 
-def _download(url: str, connect_seconds: float, download_seconds: float, by_hand: str) -> bytes:
+def _download(url: str, connect_seconds: float, by_hand: str) -> bytes:
     """Return what the URL holds, in bounded time; a thread does the work because name look-ups have no timeout."""
     answers: queue.Queue[bytes | Exception | None] = queue.Queue()
 
@@ -101,7 +100,7 @@ def _download(url: str, connect_seconds: float, download_seconds: float, by_hand
     try:
         answer = answers.get(timeout=connect_seconds)
         if answer is None:
-            answer = answers.get(timeout=download_seconds)
+            answer = answers.get(timeout=_DOWNLOAD_SECONDS)
     except queue.Empty:
         raise DataError(f"{url}: no answer in time; {by_hand}") from None
     if not isinstance(answer, bytes):

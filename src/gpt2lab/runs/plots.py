@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,11 +78,9 @@ def draw_speeds(table: Path, path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    try:
+    with _expecting(table, "table of speeds"):
         sizes = json.loads(table.read_text())["tokens_per_second"]
         panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{table}: no table of speeds ({_reason(error)})") from error
     figure = _new_figure(9, 2.2 * -(-len(panels) // 2))
     for axes, (name, bars) in zip(_grid(figure, len(panels)), panels, strict=True):
         bars.sort(key=lambda bar: bar[1])
@@ -102,17 +102,14 @@ def draw_ablation(table: Path, path: Path, view: View) -> None:
 
     Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    try:
+    with _expecting(table, "table of an ablation", f"; {paths.script('ablate')} writes it"):
         found = json.loads(table.read_text())
         settings, comparisons = found["settings"], found.get("comparisons", [])
         curves = {
             row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings
         }
         intervals = {row["setting"]: _intervals(row) for row in comparisons}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ConfigError(
-            f"{table}: no table of an ablation ({_reason(error)}); {paths.script('ablate')} writes it"
-        ) from error
+
     figure = _new_figure(14 if intervals else 9, 4.5)
     axes = figure.add_subplot(1, 2 if intervals else 1, 1)
     if intervals:
@@ -170,16 +167,12 @@ def draw_comparison(answer: Path, path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing, the answer cannot be read or the file cannot be written.
     """
-    try:
+    fix = f"; {paths.script('compare')} --json prints one of groups of runs, or with --explain"
+    with _expecting(answer, "comparison with intervals", fix):
         found = json.loads(answer.read_text())
         title = f"A  {found['a']}    B  {found['b']}"
         draw = _explanation if "explain" in found else _differences_of_groups
         figure = draw(found, title)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{answer}: no comparison with intervals ({_reason(error)}); {paths.script('compare')} --json prints "
-            f"one of groups of runs, or with --explain"
-        ) from error
     _write(figure, path)
 
 
@@ -239,14 +232,10 @@ def draw_ladder(table: Path, path: Path) -> None:
 
     Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    try:
+    with _expecting(table, "results of a ladder", f"; {paths.script('ladder')} fit writes them"):
         ladder = json.loads(table.read_text())
         rungs, curves, top = ladder["rungs"], ladder["curves"], ladder["prediction"]
         score = ladder["score"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{table}: no results of a ladder ({_reason(error)}); {paths.script('ladder')} fit writes them"
-        ) from error
     figure = _new_figure(9, 4.5)
     axes = figure.add_subplot()
     for curve, colour in zip(curves, itertools.cycle(_COLOURS), strict=False):
@@ -316,14 +305,23 @@ def _write(figure: Figure, path: Path) -> None:
         replace_durably(path, picture)
 
 
-def _reason(error: Exception) -> str:
-    """Say for people why a file cannot be drawn."""
-    if isinstance(error, OSError):
-        return error.strerror or "cannot be read"
-    if isinstance(error, KeyError):
-        return f"it lacks {error}"
-    parsed = not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
-    return "another shape" if parsed else "not JSON"
+@contextlib.contextmanager
+def _expecting(path: Path, what: str, fix: str = "") -> Iterator[None]:
+    """Reject a file that cannot be read as `what`.
+
+    Raises: ConfigError.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        if isinstance(error, OSError):
+            reason = error.strerror or "cannot be read"
+        elif isinstance(error, KeyError):
+            reason = f"it lacks {error}"
+        else:
+            parsed = not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+            reason = "another shape" if parsed else "not JSON"
+        raise ConfigError(f"{path}: no {what} ({reason}){fix}") from error
 
 
 def _for_light_and_dark(svg: str) -> str:
