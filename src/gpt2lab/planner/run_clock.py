@@ -180,7 +180,6 @@ class RunClock:
     ) -> None:
         """`began`: monotonic clock; `expected_seconds`: upper bound of the forecast for the full run."""
         self.progress = Progress(last_step=last_step, frequencies=frequencies(config))
-        self._last_step = last_step
         self._began, self._expected = began, expected_seconds
         hours = config.length.max_hours
         self._limit = None if hours is None else 3600 * hours
@@ -221,7 +220,7 @@ class RunClock:
         track = "" if on_track is None else f" | {'on track' if on_track else 'BEHIND'}"
         pace = self.progress.step_seconds() or math.inf
         return (
-            f"progress {step / self._last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
+            f"progress {step / self.progress.last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
             f"remaining {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}) | "
             f"{3600 / pace:,.0f} steps/h{track}"
         )
