@@ -14,6 +14,7 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError, system_errors_as
+from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import TOKENIZER
 
@@ -146,8 +147,6 @@ def main(argv: list[str]) -> int:
 
 def _write(tokenizer: Tokenizer, out: Path) -> None:
     """Write a tokenizer's files as a folder, or its tokenizer.json as a file; complete or not at all."""
-    from gpt2lab.files import replace_durably, staged_folder, write_durably
-
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".json":
         replace_durably(out, tokenizer.tokenizer_json())
