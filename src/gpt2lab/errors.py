@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+from collections.abc import Iterator
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")  # of ASCII and of Latin-1
 
@@ -129,6 +131,19 @@ def to_gpt2lab_error(error: BaseException) -> GPT2LabError | None:
     found.is_local = True  # other ranks may have succeeded
     found.__cause__ = error
     return found
+
+
+@contextlib.contextmanager
+def system_errors_as(
+    kind: type[GPT2LabError], where: object, *, what: str | None = None, fix: str | None = None
+) -> Iterator[None]:
+    """Raise a system error of the block as `kind`: `WHERE: reason; FIX`, or `WHERE: WHAT (reason); FIX`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        said = reason if what is None else f"{what} ({reason})"
+        raise kind(f"{where}: {said}" if fix is None else f"{where}: {said}; {fix}") from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import time
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -61,6 +62,11 @@ def duration(seconds: float | None) -> str:
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // next_size:02d}{next_unit}"
     return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def moment(seconds: float) -> str:
+    """Write Unix seconds as local time: '2026-12-24 18:00'."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

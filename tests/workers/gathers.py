@@ -185,9 +185,10 @@ def exchange_checkpoints(folder: Path, runtime: Runtime) -> None:
         place = folder / saves
         if runtime.rank == 0:
             place.mkdir()
-            store.save(
+            drafted = store.draft(
                 place, kind="rolling", content=content, state=TrainState(2), rng_states=[], facts={}
             )
+            store.save(place, drafted)
         runtime.gather(None)
         found = Trained(runtime, loads, seed=1)
         found.step(1)

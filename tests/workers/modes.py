@@ -110,9 +110,10 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
     content = store.collect(plain.model, plain.optimizers, keep=runtime.rank == 0)
     if runtime.rank == 0:
         folder.mkdir()
-        store.save(
+        drafted = store.draft(
             folder, kind="rolling", content=content, state=TrainState(3), rng_states=[], facts={}
         )
+        store.save(folder, drafted)
     else:
         assert not content.model
         assert not content.optimizer

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.errors import CheckpointError
+from gpt2lab.errors import CheckpointError, system_errors_as
 from gpt2lab.files import (
     COUNT,
     HASH,
@@ -180,7 +180,7 @@ def verify(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
         path = folder / name
-        try:
+        with system_errors_as(CheckpointError, path):
             if path.is_symlink():
                 raise CheckpointError(f"{path}: a link, not a file")
             with open_regular(path) as file:
@@ -190,8 +190,6 @@ def verify(folder: Path) -> dict[str, Any]:
                     f"{path}: damaged ({size} bytes, written as {expected['bytes']})"
                 )
             found = sha256_of(path)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
         if found != expected["sha256"]:
             raise CheckpointError(f"{path}: damaged (sha256 does not match its manifest)")
     return manifest

@@ -132,37 +132,14 @@ def is_spread_out(model: nn.Module, optimizers: Optimizers) -> bool:
     return any(is_sharded(tensor) for tensor in [*model.parameters(), *held])
 
 
-def save(
-    run_dir: Path,
-    *,
-    kind: str,
-    content: Content,
-    state: TrainState,
-    rng_states: list[dict[str, Any]],
-    facts: dict[str, Any],
-    files: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Commit one checkpoint of `state.step` and return its folder. Only rank 0 calls it.
-
-    `facts` go into the manifest (config, data fingerprint, versions ...), `files` (the tokenizer's) beside the weights.
-    A step that is committed already is left as it is.
+def save(run_dir: Path, drafted: manifests.Draft) -> Path:
+    """Commit a checkpoint and return its folder; a step that is committed already is left as it is.
 
     Raises: OSError; nothing then has changed on disk.
     """
-    folder = run_dir / manifests.folder_name(state.step)
+    folder = run_dir / manifests.folder_name(drafted.step)
     if not folder.exists():
-        manifests.commit(
-            run_dir,
-            draft(
-                run_dir,
-                kind=kind,
-                content=content,
-                state=state,
-                rng_states=rng_states,
-                facts=facts,
-                files=files,
-            ),
-        )
+        manifests.commit(run_dir, drafted)
     return folder
 
 
@@ -176,7 +153,10 @@ def draft(
     facts: dict[str, Any],
     files: Mapping[str, bytes] | None = None,
 ) -> manifests.Draft:
-    """Return what `save` commits; the tensors in it are the memory of `content`, not copies."""
+    """Return what `save` commits; the tensors in it are the memory of `content`, not copies. Only rank 0 calls it.
+
+    `facts` go into the manifest (config, data fingerprint, versions ...), `files` (the tokenizer's) beside the weights.
+    """
     content_of_state = {"state": state.to_dict(), "rng": rng_states}
     return manifests.Draft(
         step=state.step,

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.command_line import Command
-from gpt2lab.errors import CheckError, SaveError
+from gpt2lab.errors import CheckError, SaveError, system_errors_as
 from gpt2lab.evaluation import over_seeds
 from gpt2lab.evaluation.over_seeds import Comparison
 from gpt2lab.evaluation.results import Results, file_of_step, read_results
@@ -345,11 +345,9 @@ def write_table(
         "diverged": diverged,
         "spent": spent,
     }
-    try:
+    with system_errors_as(SaveError, out, fix="choose another --out"):
         replace_durably(out / "ablation.md", markdown + "\n")
         replace_durably(out / "ablation.json", json.dumps(as_json, indent=1) + "\n")
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
     return markdown, as_json
 
 

@@ -65,9 +65,7 @@ class LanguageModel:
         """
         import torch
 
-        ids = self._encode(text)
-        if not ids:
-            raise ConfigError("logits of an empty text: give at least one token")
+        ids = self._some_ids(text, "logits")
         with torch.inference_mode(), self._completer.strategy.autocast():
             scores = self.module(torch.tensor([ids], device=self._device))[0]
         return scores[:, : self.config.id_limit].float()
@@ -79,9 +77,7 @@ class LanguageModel:
         """
         import torch
 
-        ids = self._encode(text)
-        if not ids:
-            raise ConfigError("loss of an empty text: give at least one token")
+        ids = self._some_ids(text, "loss")
         row = torch.tensor([[self.tokenizer.end_of_text, *ids]], device=self._device)
         with torch.inference_mode(), self._completer.strategy.autocast():
             return float(self.module(row[:, :-1], row[:, 1:])) / len(ids)
@@ -90,6 +86,11 @@ class LanguageModel:
         if not isinstance(text, str):
             raise ConfigError(f"text {text!r:.60} is not a string; call once for each text")
         return self._completer.encode(text, "the text")
+
+    def _some_ids(self, text: str, what: str) -> list[int]:
+        if ids := self._encode(text):
+            return ids
+        raise ConfigError(f"{what} of an empty text: give at least one token")
 
     @property
     def _device(self) -> Any:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from gpt2lab import paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.over_seeds import SMALLEST
@@ -46,7 +47,6 @@ class Compare:
 def main(argv: list[str]) -> int:
     """Compare and print."""
     flags = run_tyro(Compare, argv)
-    from gpt2lab import paths
     from gpt2lab.evaluation import run_groups
     from gpt2lab.evaluation.compare import as_json, compare, describe
 

@@ -79,7 +79,7 @@ def _machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cpu": processor.cpu_name(),
-        "cores": machine.cores(),
+        "cores": processor.cores(),
         "memory_gib": None if total is None else round(total / _GIB, 1),
         "free_gib": None if free is None else round(free / _GIB, 1),
         "driver": gpus[0].driver if gpus else None,

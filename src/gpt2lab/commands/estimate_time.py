@@ -15,7 +15,8 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.command_line import run_tyro
-from gpt2lab.errors import ConfigError
+from gpt2lab.distributed import processor
+from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.optim.schedule import default_warmup
 from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, reports, run_clock
@@ -55,12 +56,8 @@ def find_answer(ask: Ask) -> tuple[dict[str, Any], str, int]:
     check(ask)
     document, text, code = _find_answer(ask, hardware.load())
     if ask.report is not None:
-        try:
+        with system_errors_as(ConfigError, f"--report {ask.report}", what="cannot write there"):
             replace_durably(ask.report, json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"--report {ask.report}: cannot write there ({error.strerror})"
-            ) from error
     return document, text, code
 
 
@@ -178,7 +175,7 @@ def _warnings(found: Estimate) -> list[str]:
         )
     if found.cost is not None and found.cost.is_old(datetime.date.today()):
         warnings.append(f"the price is of {found.cost.date}: older than half a year; give --price")
-    load, cores = machine.load_average(), machine.cores()
+    load, cores = machine.load_average(), processor.cores()
     if found.machine.is_cpu and job.world_size == 1 and load > cores * 0.75:
         busy = f"machine busy: load {load:.1f} on {cores} cores"
         warnings.append(f"{busy}; times hold for an idle one")

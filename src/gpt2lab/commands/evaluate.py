@@ -20,7 +20,7 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
-from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError
+from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError, system_errors_as
 
 if TYPE_CHECKING:
     from gpt2lab.checkpoint.target import Target
@@ -218,12 +218,8 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
         return None
     if wanted.save is not None:
         for name, results in found.items():
-            try:
+            with system_errors_as(SaveError, wanted.save / name, fix="choose another --save"):
                 write_results(wanted.save / name, replace(results, step=step))
-            except OSError as error:
-                raise SaveError(
-                    f"{wanted.save / name}: {error.strerror}; choose another --save"
-                ) from error
     if kept is not None:
         numbers["token_losses"] = str(_keep(kept, wanted, target))
     for warning in warnings:
@@ -340,10 +336,8 @@ def _keep(kept: TokenLosses, wanted: Evaluate, target: Target) -> Path:
         run_dir, step = target.checkpoint.path.parent, target.checkpoint.step
         folder = evaluations.items_folder(run_dir, step)
         kept = replace(kept, attempt=evaluations.attempt_of(history.read_log(run_dir), step))
-    try:
+    with system_errors_as(SaveError, folder, fix="choose another folder with --save"):
         write_token_losses(folder, kept)
-    except OSError as error:
-        raise SaveError(f"{folder}: {error.strerror}; choose another folder with --save") from error
     return folder / LOSSES
 
 

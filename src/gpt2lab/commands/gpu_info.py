@@ -6,7 +6,6 @@ gpt2lab gpu-info --json
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> int:
     """Print the GPUs with the peak used for MFU, and the processor; or that there is no GPU."""
     flags = run_tyro(GpuInfo, argv)
     found = machine.look().gpus
-    available, cores, load = machine.available_memory(), machine.cores(), machine.load_average()
+    available, cores, load = machine.available_memory(), processor.cores(), machine.load_average()
     if flags.json:
         document = {
             "gpus": [_as_json(gpu) for gpu in found],
@@ -94,8 +93,8 @@ def _cells(gpu: GpuState) -> list[str]:
 
 
 def _as_json(gpu: GpuState) -> dict[str, object]:
-    names = ("index", "name", "capability", "driver", "memory_total", "memory_free", "utilization")
-    seen = {name: value for name, value in dataclasses.asdict(gpu).items() if name in names}
+    names = ("index", "name", "memory_total", "memory_free", "utilization", "driver", "capability")
+    seen = {name: getattr(gpu, name) for name in names}
     return seen | {"bf16": _bf16(gpu), "peak_flops": hardware.peak_flops(gpu.name)}
 
 

@@ -308,7 +308,7 @@ def _commit(
     folder = RunFolder(start.run_dir)
     try:
         folder.write_config(config, facts, start.tokenizer_files)
-        saved = store.save(
+        drafted = store.draft(
             start.run_dir,
             kind="rolling",
             content=store.collect(model, optimizers, keep=True),
@@ -317,6 +317,7 @@ def _commit(
             facts=facts,
             files=start.tokenizer_files,
         )
+        saved = store.save(start.run_dir, drafted)
         logger = MetricsLogger(start.run_dir, attempt=start.attempt)
         logger.event("eval", state.step, **loss.numbers(), seconds=seconds)
         logger.close()

@@ -57,7 +57,6 @@ class Plot:
 def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
     flags = run_tyro(Plot, argv)
-    from gpt2lab import paths
     from gpt2lab.runs import plots
 
     out = paths.from_working_directory(flags.out) if flags.out else None

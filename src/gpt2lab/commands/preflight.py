@@ -19,14 +19,11 @@ import torch
 from gpt2lab import fmt, paths
 from gpt2lab.commands.trials import DISK_BYTES, try_disk, try_network, try_step
 from gpt2lab.config.command_line import Command
+from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
-from gpt2lab.planner import hardware
-from gpt2lab.planner.calibration import this_machine
-from gpt2lab.planner.estimate import MEMORY_TARGET, device_memory
-from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import Seen, look
+from gpt2lab.planner.auto import memory_here
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -151,15 +148,8 @@ def _disk(start: Start) -> Check:
 
 def _memory(start: Start, runtime: Runtime) -> Check:
     """Compare the predicted peak of a step with what is free."""
-    dtype, compiled = start.config.system.dtype, start.config.system.compile == "on"
-    assert dtype != "auto"
-    known, tokens = hardware.load(), start.data.tokens("train")
-    job = Job.of_run(start.config, start.plan, train_tokens=tokens, dtype=dtype, compiled=compiled)
-    seen = Seen(()) if runtime.device.type == "cpu" else look()
-    machine, _ = this_machine(seen, known, [], job)
-    need = device_memory(
-        job, known, MEMORY_TARGET, is_cpu=machine.is_cpu, available=machine.memory_bytes
-    )
+    config = override(start.config, {"device": runtime.device.type})
+    need = memory_here(config, start.plan, train_tokens=start.data.tokens("train"))
     numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
     needed = f"{fmt.num_bytes(need.needed)} a rank predicted"
     if need.available is None:
@@ -227,7 +217,7 @@ def _clock(start: Start, runtime: Runtime) -> Check:
     runtime.gather(None)  # all at once
     clocks = runtime.gather(time.time())
     apart = max(clocks) - min(clocks)
-    moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(clocks[0]))
+    moment = fmt.moment(clocks[0])
     numbers = {"seconds_apart": apart}
     if apart > _CLOCKS_APART:
         text = f"the ranks' clocks are {apart:.0f} s apart; logs of machines would not match"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import argument, check_least, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
@@ -83,7 +84,6 @@ def prepare(flags: PrepareData) -> Path:
     Raises: GPT2LabError.
     """
     check_least(flags)
-    from gpt2lab import paths
     from gpt2lab.data.manifest import read_manifest
     from gpt2lab.data.prepare import pipeline
     from gpt2lab.data.prepare.sources import open_source
@@ -125,8 +125,6 @@ def prepare(flags: PrepareData) -> Path:
 
 def _command_to_train(folder: Path, tokens: int) -> str:
     """Return a command that trains on the data: a small model where there is little text."""
-    from gpt2lab import fmt, paths
-
     model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
     words = [
         *paths.command_words("train"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from gpt2lab import paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 
 
@@ -23,7 +24,6 @@ class Rebuild:
 def main(argv: list[str]) -> int:
     """Rebuild and say where."""
     flags = run_tyro(Rebuild, argv)
-    from gpt2lab import paths
     from gpt2lab.runs import history
 
     found = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)

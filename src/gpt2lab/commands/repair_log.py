@@ -14,7 +14,10 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from gpt2lab import paths
 from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.errors import ConfigError, SaveError, system_errors_as
+from gpt2lab.files import staged_file, sync_folder
 
 _SHOWN = 20  # damaged lines
 
@@ -30,9 +33,7 @@ class Repair:
 def main(argv: list[str]) -> int:
     """Repair the log, make its index again, and say what was removed."""
     flags = run_tyro(Repair, argv)
-    from gpt2lab import paths
     from gpt2lab.checkpoint.catalog import METRICS
-    from gpt2lab.errors import ConfigError
     from gpt2lab.runs import history, log_index
     from gpt2lab.runs.folder import RunFolder
 
@@ -62,13 +63,11 @@ def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None
 
     Raises: SaveError if the folder does not take the new file; the log is then what it was.
     """
-    from gpt2lab.errors import SaveError
-    from gpt2lab.files import staged_file, sync_folder
     from gpt2lab.runs.log_index import parse_line
 
     removed: list[tuple[int, str]] = []
     original = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
+    with system_errors_as(SaveError, path, what="cannot be repaired", fix="it is what it was"):
         with staged_file(path) as temporary:
             with open(path, "rb") as log, open(temporary, "wb") as good:
                 for number, line in enumerate(log, start=1):
@@ -86,8 +85,4 @@ def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None
             os.link(path, original)  # before the rename: at no moment is there no log
             os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:
-        raise SaveError(
-            f"{path}: cannot be repaired ({error.strerror}); it is what it was"
-        ) from error
     return removed, original

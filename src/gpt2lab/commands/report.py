@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from gpt2lab import paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 
@@ -28,7 +29,6 @@ class Report:
 def main(argv: list[str]) -> int:
     """Write the page and say where."""
     flags = run_tyro(Report, argv)
-    from gpt2lab import paths
     from gpt2lab.runs import history, report
 
     if not flags.runs:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
+from gpt2lab import paths
 from gpt2lab.commands.job_files import (
     Job,
     Output,
@@ -107,7 +108,6 @@ def plan_continuation(
 
     Raises: GPT2LabError.
     """
-    from gpt2lab import paths
     from gpt2lab.checkpoint import catalog
     from gpt2lab.commands.train import recipe_named
     from gpt2lab.config.command_line import parse

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gpt2lab import paths
 from gpt2lab.config.command_line import option, run_tyro
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, system_errors_as
 
 _HOST = "localhost"
 _START_SECONDS, _STOP_SECONDS = 120.0, 10.0
@@ -84,22 +84,23 @@ def _start(folder: Path, pid_file: Path, port: int) -> dict[str, int]:
     _check_port(port)
     log = folder / ".tensorboard.log"
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)]
-    try:
-        with open(pid_file, "a") as file, open(log, "w") as output:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            process = subprocess.Popen(
-                [*command, "--host", _HOST, "--port", str(port)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl+C in this terminal must not end it
-                pass_fds=[file.fileno()],  # with the descriptor the server inherits the lock
-            )
-            found = {"pid": process.pid, "port": port}
-            json.dump(found, file)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write there ({error.strerror})") from error
+    with (
+        system_errors_as(ConfigError, folder, what="cannot write there"),
+        open(pid_file, "a") as file,
+        open(log, "w") as output,
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        process = subprocess.Popen(
+            [*command, "--host", _HOST, "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl+C in this terminal must not end it
+            pass_fds=[file.fileno()],  # with the descriptor the server inherits the lock
+        )
+        found = {"pid": process.pid, "port": port}
+        json.dump(found, file)
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2lab import paths
 from gpt2lab.config.command_line import option, run_tyro
 from gpt2lab.errors import ConfigError
 
@@ -30,7 +31,6 @@ def main(argv: list[str]) -> int:
     """Print the table once, or again and again; of one run if the first word names it."""
     name, words = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     flags = run_tyro(Status, words)
-    from gpt2lab import paths
     from gpt2lab.runs import history, overview
 
     if flags.watch is not None and (flags.json or not flags.watch > 0):

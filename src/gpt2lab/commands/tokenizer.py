@@ -13,7 +13,8 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import argument, option, run_tyro
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, system_errors_as
+from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import TOKENIZER
 
@@ -74,10 +75,8 @@ class Train:
             cuts=CUTS if is_bpe else BYTES.cuts,
         )
         found = train_bpe(texts, self.vocab_size or 32_768) if is_bpe else characters_of(texts)
-        try:
+        with system_errors_as(ConfigError, out, fix="choose another --out"):
             _write(found, out)
-        except OSError as error:
-            raise ConfigError(f"{out}: {error.strerror}; choose another --out") from error
         print(f"{paths.for_people(out)}: {found.describe()}, end of text {found.end_of_text}")
         return 0
 
@@ -148,8 +147,6 @@ def main(argv: list[str]) -> int:
 
 def _write(tokenizer: Tokenizer, out: Path) -> None:
     """Write a tokenizer's files as a folder, or its tokenizer.json as a file; complete or not at all."""
-    from gpt2lab.files import replace_durably, staged_folder, write_durably
-
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".json":
         replace_durably(out, tokenizer.tokenizer_json())

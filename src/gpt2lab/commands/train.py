@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpt2lab import fmt, paths
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 
@@ -95,7 +96,6 @@ def import_checkpoint(argv: list[str]) -> int:
 
     Raises: ConfigError if it is missing.
     """
-    from gpt2lab import paths
     from gpt2lab.config import help_page
 
     if not help_page.asked(argv) and (not argv or argv[0].startswith("-")):
@@ -107,7 +107,6 @@ def import_checkpoint(argv: list[str]) -> int:
 
 def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
     """Write the settings of a fresh start to a file, and say how to start with it."""
-    from gpt2lab import fmt, paths
     from gpt2lab.config.settings import find_problems
     from gpt2lab.config.settings_file import write_file
     from gpt2lab.training.resolve import fresh_settings

@@ -15,7 +15,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.schema import Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, from_working_directory, to_flat, wrong_types
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import read_regular, replace_durably
 
 if sys.version_info >= (3, 11):
@@ -155,10 +155,8 @@ def write_file(path: Path, config: Config, *, leave_out: frozenset[str]) -> None
         if value is not None and name not in unused | leave_out
     }
     text = _as_toml(flat) if path.suffix == ".toml" else json.dumps(flat, indent=1) + "\n"
-    try:
+    with system_errors_as(ConfigError, f"--save_config {path}"):
         replace_durably(path, text)
-    except OSError as error:
-        raise ConfigError(f"--save_config {path}: {error.strerror}") from error
 
 
 def _as_toml(flat: dict[str, Any]) -> str:

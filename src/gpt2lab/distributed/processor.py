@@ -1,7 +1,8 @@
-"""What the processor calls itself and what it can do, from /proc/cpuinfo. No torch."""
+"""What the processor calls itself and what it can do, from /proc/cpuinfo, and how many cores there are. No torch."""
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -19,3 +20,10 @@ def has_bf16() -> bool:
     """Tell whether the processor multiplies bf16 in hardware: avx512_bf16, amx_bf16 or Arm bf16."""
     words = set(CPUINFO.read_text().split()) if CPUINFO.exists() else set()
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # not Linux

@@ -14,7 +14,7 @@ from typing import Literal
 from gpt2lab.checkpoint.target import find_target, was_tuned
 from gpt2lab.config.command_line import check_least, option
 from gpt2lab.config.schema import SystemConfig
-from gpt2lab.errors import ConfigError, DataError, SaveError
+from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.files import staged_file
 from gpt2lab.tokenizers.chat_template import encode_typed
 from gpt2lab.tokenizers.opening import why_no_text
@@ -184,17 +184,18 @@ def complete_file(completer: Completer, source: Path, out: Path, *, num_samples:
         completer.encode(prompt, f"{source} line {number}")
         for number, prompt in enumerate(prompts, start=1)
     ]
-    try:
-        with staged_file(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
-                texts = completer.complete(ids, number=number, num_samples=num_samples)
-                for sample, found in enumerate(texts):
-                    place = {"line": number + 1, "sample": sample}
-                    line = {"prompt": prompt, "text": found.text, **place}
-                    line |= {"tokens": found.tokens, "ended": found.ended}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.rename(temporary, out)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
+    with (
+        system_errors_as(SaveError, out, fix="choose another --out"),
+        staged_file(out) as temporary,
+        open(temporary, "w", encoding="utf-8") as file,
+    ):
+        for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            texts = completer.complete(ids, number=number, num_samples=num_samples)
+            for sample, found in enumerate(texts):
+                place = {"line": number + 1, "sample": sample}
+                line = {"prompt": prompt, "text": found.text, **place}
+                line |= {"tokens": found.tokens, "ended": found.ended}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+        os.rename(temporary, out)

@@ -57,9 +57,7 @@ class HellaSwag:
         """
         world = self._runtime.world_size
         sums = np.zeros(len(self._styles) * 4 * len(self._questions))
-        was_training = model.training
-        model.eval()
-        try:
+        with self._strategy.evaluating(model):
             for first in range(0, len(self._batches), world):
                 if interrupted():
                     return None
@@ -72,8 +70,6 @@ class HellaSwag:
                     ):
                         slots, scores = score(model, batch)
                     sums[slots] = scores
-        finally:
-            model.train(was_training)
         sums = np.sum(self._runtime.gather(sums), axis=0)  # one rank has each, the others have 0
         if not np.isfinite(sums).all():
             raise NonFiniteError("HellaSwag scores are not finite: broken weights")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import paths
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 
@@ -59,7 +59,6 @@ def fetch_hellaswag(
     url: str = URL,
     sha256: str = SHA256,
     connect_seconds: float = _CONNECT_SECONDS,
-    download_seconds: float = _DOWNLOAD_SECONDS,
 ) -> Path:
     """Return the file of the validation set; download it if it is missing.
 
@@ -72,22 +71,20 @@ def fetch_hellaswag(
     if path.exists():
         return path
     by_hand = f"download it yourself (curl -L --create-dirs -o {paths.for_people(path)} {url}) or give --hellaswag_path"
-    content = _download(url, connect_seconds, download_seconds, by_hand)
+    content = _download(url, connect_seconds, by_hand)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise DataError(
             f"{url}: {len(content):,} bytes with sha256 {found[:12]}..., expected {sha256[:12]}...: truncated or "
             f"altered, not kept; {by_hand}"
         )
-    try:
+    with system_errors_as(DataError, path, what="cannot be written", fix=by_hand):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(path, content)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror}); {by_hand}") from error
     return path
 
 
-def _download(url: str, connect_seconds: float, download_seconds: float, by_hand: str) -> bytes:
+def _download(url: str, connect_seconds: float, by_hand: str) -> bytes:
     """Return what the URL holds, in bounded time; a thread does the work because name look-ups have no timeout."""
     answers: queue.Queue[bytes | Exception | None] = queue.Queue()
 
@@ -103,7 +100,7 @@ def _download(url: str, connect_seconds: float, download_seconds: float, by_hand
     try:
         answer = answers.get(timeout=connect_seconds)
         if answer is None:
-            answer = answers.get(timeout=download_seconds)
+            answer = answers.get(timeout=_DOWNLOAD_SECONDS)
     except queue.Empty:
         raise DataError(f"{url}: no answer in time; {by_hand}") from None
     if not isinstance(answer, bytes):
@@ -116,13 +113,13 @@ def read_items(path: Path) -> list[Item]:
 
     Raises: DataError naming file and line.
     """
-    try:
+    with system_errors_as(
+        DataError,
+        path,
+        what="cannot be read as HellaSwag items",
+        fix="give another --hellaswag_path (None: no HellaSwag)",
+    ):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read as HellaSwag items ({error.strerror}); "
-            f"give another --hellaswag_path (None: no HellaSwag)"
-        ) from error
     items = [_parse(line, f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise DataError(f"{path}: no HellaSwag items")

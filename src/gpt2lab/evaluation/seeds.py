@@ -6,6 +6,7 @@ these differences as independent draws from one Gaussian whose mean and variance
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,11 +95,11 @@ def seeds_needed(
     return SeedsNeeded(difference, POWER, *answers)
 
 
-def sd_interval(sd: float, n: int, alpha: float = ALPHA) -> tuple[float, float]:
-    """Return the 1 - alpha interval of the standard deviation behind n values, by chi-square."""
+def sd_interval(sd: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of the standard deviation behind n values, by chi-square."""
     from scipy.special import chdtri
 
-    low, high = ((n - 1) / chdtri(n - 1, tail) for tail in (alpha / 2, 1 - alpha / 2))
+    low, high = ((n - 1) / chdtri(n - 1, tail) for tail in (ALPHA / 2, 1 - ALPHA / 2))
     return sd * math.sqrt(low), sd * math.sqrt(high)
 
 
@@ -125,15 +126,9 @@ def _fewest_seeds(difference: float, sd: float, *, alpha: float, sequential: boo
             critical = float(t_half_width(1.0, n - 1, alpha))
         return power(difference, sd, n, critical) >= POWER
 
-    few, enough = 1, 2
-    while not shows(enough):
-        few, enough = enough, 2 * enough
-        if few >= MOST_SEEDS:
-            return None
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        few, enough = (few, middle) if shows(middle) else (middle, enough)
-    return enough if enough <= MOST_SEEDS else None
+    counts = range(2, MOST_SEEDS + 1)
+    place = bisect.bisect_left(counts, True, key=shows)  # more seeds never show less
+    return counts[place] if place < len(counts) else None
 
 
 # -- when to stop ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpt2lab.data.shards import Shard, TokenData
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.tokenizers.interface import Tokenizer
 
 # -- frequency -------------------------------------------------------------------------------------------------------
@@ -46,15 +46,13 @@ def count_training_tokens(data: TokenData) -> np.ndarray:
 
 
 def _read_block(shard: Shard, begin: int) -> np.ndarray:
-    try:
+    with system_errors_as(DataError, shard.path, fix="restore the file"):
         return np.fromfile(
             shard.path,
             shard.dtype,
             count=min(_BLOCK, shard.tokens - begin),
             offset=shard.offset + shard.id_bytes * begin,
         )
-    except OSError as error:
-        raise DataError(f"{shard.path}: {error.strerror}; restore the file") from error
 
 
 def by_frequency(windows: np.ndarray, per_million: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.target import find_folder, run_and_step
 from gpt2lab.data.mixture import PATTERN, MixedData
 from gpt2lab.data.shards import TokenData
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import (
     COUNT,
     HASH,
@@ -146,10 +146,8 @@ def read_token_losses(folder: Path) -> TokenLosses:
         Source(**{name: source[name] for name in _SOURCE_RULES}) for source in facts["sources"]
     )
     path = folder / LOSSES
-    try:
+    with system_errors_as(DataError, path, fix=again):
         content = read_regular(path, at_most=_MOST_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; {again}") from error
     if hashlib.sha256(content).hexdigest() != facts["sha256"]:
         raise DataError(f"{path}: damaged (its sha256 is not the one in {FACTS}); {again}")
     try:

@@ -132,9 +132,7 @@ class Validation:
         of_parts = np.zeros(len(self._parts.window))  # nats
         T = self._order.context_length
         kept = np.zeros((len(mine), T), np.float16) if keep_token_losses else None
-        was_training = model.training
-        model.eval()
-        try:
+        with self._strategy.evaluating(model):
             for start in range(0, longest, self._batch_size):
                 if interrupted():
                     return None
@@ -143,8 +141,6 @@ class Validation:
                     found[:, rows], losses = self._measure_windows(rows, model, of_parts)
                     if kept is not None:
                         kept[start : start + self._batch_size] = losses
-        finally:
-            model.train(was_training)
         self._reader.wait_until_verified()  # no number rests on a damaged shard
         # One rank has each window, the others have 0.
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint.hub import is_offline
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.tokenizers.chat_template import Turn, alternating
 
 DEMO = "demo"
@@ -71,10 +71,8 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
         return
     path = _DEMO_FILE if source == DEMO else Path(source)
     read = {".json": _json_records, ".parquet": _parquet_records}.get(path.suffix, _line_records)
-    try:
+    with system_errors_as(DataError, path, fix=_TAKES):
         yield from read(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; {_TAKES}") from error
 
 
 def _line_records(path: Path) -> Iterator[tuple[str, bytes]]:

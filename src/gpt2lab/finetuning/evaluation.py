@@ -61,17 +61,13 @@ class AnswerLoss:
         mine = np.arange(rank, count, world)
         longest = math.ceil(count / world)  # equal rounds everywhere: interrupted() is a collective
         nats = np.zeros(int(self._owner.max()) + 1)
-        was_training = model.training
-        model.eval()
-        try:
+        with self._strategy.evaluating(model):
             for begin in range(0, longest, self._batch_size):
                 if interrupted():
                     return None
                 rows = mine[begin : begin + self._batch_size]
                 if len(rows):
                     self._add(nats, rows, model)
-        finally:
-            model.train(was_training)
         nats = np.sum(self._runtime.gather(nats), axis=0)  # one rank has a conversation's rows
         return self._summarize(nats)
 

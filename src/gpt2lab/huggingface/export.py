@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +15,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.target import Target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line
+from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line, system_errors_as
 from gpt2lab.files import staged_folder, write_durably
 from gpt2lab.huggingface.model_card import write_card
 from gpt2lab.model.gpt import GPT
@@ -67,7 +65,7 @@ def export(
     if why_no_text(tokenizer, model.config.vocab_size):
         tokenizer = None
     tensors = hf_tensors(model, getattr(torch, dtype))
-    with _staged(out) as folder:
+    with system_errors_as(SaveError, out, fix="choose another --out"), staged_folder(out) as folder:
         _write_weights(folder, tensors, shard_bytes)
         faultpoint("export.weights", 0)
         end_of_text = tokenizer.end_of_text if tokenizer else None
@@ -89,20 +87,10 @@ def export(
             "dtype": dtype,
         }
         write_card(target, folder, numbers)
+        faultpoint("export.before_rename", 0)
     if push_to_hub is not None:
         _push(out, push_to_hub)
     return numbers, target.warnings
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """Hand out a temporary folder beside `out` and rename it when the block ends without an error."""
-    try:
-        with staged_folder(out) as folder:
-            yield folder
-            faultpoint("export.before_rename", 0)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror or error}; choose another --out") from error
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:

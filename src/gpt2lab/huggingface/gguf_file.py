@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from gpt2lab.checkpoint.target import Target, was_tuned
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import options_of
-from gpt2lab.errors import CheckError, ConfigError, SaveError
+from gpt2lab.errors import CheckError, ConfigError, SaveError, system_errors_as
 from gpt2lab.files import staged_new_file
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers import chat_template
@@ -81,10 +80,13 @@ def export_gguf(
         name: (gguf.quants.quantize(values, kind), kind)
         for name, values, kind in _tensors(gguf, model, dtype)
     }
-    with _staged(out) as temporary:
-        _write(gguf, temporary, metadata, tensors)
-        faultpoint("export.weights", 0)
-        max_abs_diff, max_abs_logit = _check(gguf, temporary, model, metadata, tensors)
+    with system_errors_as(SaveError, out, fix="choose another --out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with staged_new_file(out) as temporary:
+            _write(gguf, temporary, metadata, tensors)
+            faultpoint("export.weights", 0)
+            max_abs_diff, max_abs_logit = _check(gguf, temporary, model, metadata, tensors)
+            faultpoint("export.before_rename", 0)
     padding = (shape.vocab_size - shape.id_limit) * shape.n_embd
     numbers = {
         "out": str(out),
@@ -94,17 +96,6 @@ def export_gguf(
         "dtype": dtype,
     }
     return numbers, target.warnings
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with staged_new_file(out) as temporary:
-            yield temporary
-            faultpoint("export.before_rename", 0)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror or error}; choose another --out") from error
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------

@@ -276,9 +276,8 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
     """Return what memory one sequence at a time needs, and which cards have it."""
     job, fitting, needed = found.job.with_settings(mini_batch_size=1), [], 0.0
     for gpu in known.gpus.values():
-        on = dataclasses.replace(found.machine, is_cpu=False, memory_bytes=gpu.memory_bytes)
         need = device_memory(
-            job, known, found.memory.target, is_cpu=on.is_cpu, available=on.memory_bytes
+            job, known, found.memory.target, is_cpu=False, available=gpu.memory_bytes
         )
         needed = need.needed
         if need.fits and gpu.peak_flops:

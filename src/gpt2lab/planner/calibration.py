@@ -211,7 +211,7 @@ def this_machine(
         name, gpu = processor.cpu_name(), None
         available = machine.available_memory()
         memory = available / world_size if available else None
-        title = f"this machine's CPU, {machine.cores()} cores"
+        title = f"this machine's CPU, {processor.cores()} cores"
     else:
         name = device or seen.gpus[0].name
         gpu = hardware.recognise(name)
@@ -221,10 +221,12 @@ def this_machine(
     kind = Kind(name, world_size, used, job.dtype, job.compiled, job.parallel)
     same = [record for record in records if record.get("device") == name]
     if on_cpu:
-        cores = min(used or 1, machine.cores())
+        cores = min(used or 1, processor.cores())
         speed = cores * machine.core_flops()
         prior = timing.processor(speed, hardware, bf16=job.dtype == "bf16" and seen.native_bf16)
-        note = f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {machine.cores()} cores"
+        note = (
+            f"a numpy matmul at {speed / 1e9:,.0f} GFLOP/s on {cores} of {processor.cores()} cores"
+        )
     elif gpu is not None and gpu.peak_flops is not None and gpu.bandwidth is not None:
         prior = timing.roofline(gpu, hardware, compiled=job.compiled)
         note = f"hardware.json version {hardware.version}"
@@ -265,4 +267,4 @@ def _threads(world_size: int) -> int:
     typed = os.environ.get("OMP_NUM_THREADS", "")
     if typed.isdigit():
         return int(typed)
-    return 1 if world_size > 1 else machine.cores()
+    return 1 if world_size > 1 else processor.cores()

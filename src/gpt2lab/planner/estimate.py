@@ -320,14 +320,11 @@ def loss_of(job: Job) -> Interval | None:
     return predicted_loss(job.parameters, sum(effective_tokens(*part) for part in parts))
 
 
-def predicted_loss(
-    parameters: int, tokens: float, unique_tokens: float | None = None
-) -> Interval | None:
+def predicted_loss(parameters: int, tokens: float) -> Interval | None:
     """Return nats/token of a GPT-2 trained with AdamW on FineWeb, or None where the law says nothing."""
     if parameters < _SMALLEST or tokens < 1:
         return None
-    D = effective_tokens(tokens, unique_tokens)
-    value = _E + _A / parameters**_ALPHA + _B / D**_BETA + _FINEWEB_OFFSET
+    value = _E + _A / parameters**_ALPHA + _B / tokens**_BETA + _FINEWEB_OFFSET
     return Interval(value, value - _BAND, value + _BAND)
 
 

@@ -93,11 +93,7 @@ def score_forecast(
             _learn(run_dir, log, others=None if world_size > 1 else others)
         actual = complete(run_dir, log)
         if actual is not None:
-            inside = "inside" if actual["inside_interval"] else "outside"
-            say(
-                f"forecast {fmt.duration(36 * actual['time_accuracy'] * actual['hours'])}, "
-                f"actual {fmt.duration(3600 * actual['hours'])}: {inside} its 80 % interval"
-            )
+            say(f"forecast {reports.describe_actual(actual)}")
 
 
 def complete(run_dir: Path, log: Log) -> dict[str, Any] | None:

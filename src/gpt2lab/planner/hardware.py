@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import itertools
 import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.schema import Config
@@ -68,13 +69,8 @@ class Link:
 
     def rate(self, num_bytes: float) -> float:
         """Return the bus bandwidth for one message, bytes/s, linear between the measured sizes."""
-        points = self.busbw
-        if num_bytes <= points[0][0]:
-            return points[0][1]
-        for (small, low), (large, high) in itertools.pairwise(points):
-            if num_bytes <= large:
-                return low + (high - low) * (num_bytes - small) / (large - small)
-        return points[-1][1]
+        sizes, rates = zip(*self.busbw, strict=True)
+        return float(np.interp(num_bytes, sizes, rates))
 
 
 @dataclass(frozen=True)

@@ -164,14 +164,6 @@ def _known(cell: str) -> str | None:
     return None if cell in ("", "[N/A]", "N/A", "[Not Supported]") else cell
 
 
-def cores() -> int:
-    """Return the cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
-
-
 def available_memory() -> float | None:
     """Return the bytes that can be used without swapping, None where the system does not say."""
     return _meminfo().get("MemAvailable")

@@ -53,16 +53,15 @@ def _title(estimate: Estimate) -> str:
 def _source(estimate: Estimate) -> str:
     """Say where the speed comes from, and how far to trust it."""
     machine, spread = estimate.machine, math.exp(Z80 * estimate.sigma)
-    text = {
+    source = machine.rates.source
+    priors = {
         "roofline-prior": "roofline of data sheet and measured matmul, not calibrated",
         "cpu-matmul": "this CPU's matmul alone, UNCALIBRATED",
-        "calibrated": "calibrated",
-        "probe": "measured just now",
-    }.get(machine.rates.source, machine.rates.source)
+    }
     note = f" ({machine.note})" if machine.note else ""
-    is_prior = machine.rates.source in ("roofline-prior", "cpu-matmul")
-    hint = "; --measure narrows it" if is_prior else ""
-    return f"{'source':<12} {text}{note}: 80 % interval x/÷ {spread:.2f}{hint}"
+    hint = "; --measure narrows it" if source in priors else ""
+    said = f"{priors.get(source, source)}{note}: 80 % interval x/÷ {spread:.2f}"
+    return f"{'source':<12} {said}{hint}"
 
 
 def describe(
@@ -194,6 +193,15 @@ def _verdict(estimate: Estimate, window: Window) -> str:
     }[judged]
     budget = f"{fmt.duration(window.seconds)} less {fmt.duration(window.margin)}"
     return _row("window", judged.upper().replace("_", " "), budget, meaning)
+
+
+def describe_actual(actual: Mapping[str, Any]) -> str:
+    """Write what a finished run was forecast to take and took, given the `actual` of its estimate.json."""
+    inside = "inside" if actual.get("inside_interval") else "outside"
+    return (
+        f"{fmt.duration(36 * actual['time_accuracy'] * actual['hours'])}, "
+        f"actual {fmt.duration(3600 * actual['hours'])}: {inside} its 80 % interval"
+    )
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters, training_flops_per_token
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.reports import blank
+from gpt2lab.planner.reports import blank, describe_actual
 from gpt2lab.planner.timing import Interval, total
 from gpt2lab.runs import history
 from gpt2lab.runs.history import read_json
@@ -180,7 +180,6 @@ class RunClock:
     ) -> None:
         """`began`: monotonic clock; `expected_seconds`: upper bound of the forecast for the full run."""
         self.progress = Progress(last_step=last_step, frequencies=frequencies(config))
-        self._last_step = last_step
         self._began, self._expected = began, expected_seconds
         hours = config.length.max_hours
         self._limit = None if hours is None else 3600 * hours
@@ -221,7 +220,7 @@ class RunClock:
         track = "" if on_track is None else f" | {'on track' if on_track else 'BEHIND'}"
         pace = self.progress.step_seconds() or math.inf
         return (
-            f"progress {step / self._last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
+            f"progress {step / self.progress.last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
             f"remaining {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}) | "
             f"{3600 / pace:,.0f} steps/h{track}"
         )
@@ -337,15 +336,16 @@ def describe(remaining: Remaining, now: float) -> str:
         f"remaining    {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}, 80 %), "
         f"of it {fmt.duration(remaining.events_seconds)} evaluations, samples and checkpoints"
     )
-    lines.append(f"finished     {_clock(now + left.value)}, if it runs from now on without a pause")
+    end = fmt.moment(now + left.value)
+    lines.append(f"finished     {end}, if it runs from now on without a pause")
     tokens = remaining.config.batch.total_batch_size
     rows = [
         [
             f"{at / remaining.last_step:.0%}",
             f"{at:,}",
             fmt.count(at * tokens),
-            _clock(now + span.value),
-            f"{_clock(now + span.low)[5:]} ... {_clock(now + span.high)[5:]}",
+            fmt.moment(now + span.value),
+            f"{fmt.moment(now + span.low)[5:]} ... {fmt.moment(now + span.high)[5:]}",
         ]
         for at, span in remaining.milestones
     ]
@@ -357,15 +357,7 @@ def _score(remaining: Remaining) -> list[str]:
     actual = (remaining.estimated or {}).get("actual")
     if not isinstance(actual, dict) or actual.get("time_accuracy") is None:
         return []
-    inside = "inside" if actual.get("inside_interval") else "outside"
-    return [
-        f"forecast     {fmt.duration(36 * actual['time_accuracy'] * actual['hours'])}, "
-        f"actual {fmt.duration(3600 * actual['hours'])}: {inside} its 80 % interval"
-    ]
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+    return [f"forecast     {describe_actual(actual)}"]
 
 
 def as_json(remaining: Remaining, now: float) -> dict[str, Any]:

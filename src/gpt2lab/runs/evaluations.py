@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +40,22 @@ def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
     replace_durably(path, json.dumps(content, indent=2) + "\n")
 
 
-def _current_tasks(run_dir: Path, log: Log) -> Iterator[tuple[int, Tasks]]:
-    """Yield (step, tasks), the newest first, along the steps that led to the newest weights."""
-    for path in sorted((run_dir / FOLDER).glob("step_*.json"), reverse=True):
-        found = read_json(path) or {}
-        if not {"step", "attempt", "tasks"} <= found.keys():
-            continue
-        # A start from an earlier step may have passed this one again, to other weights.
-        if found["attempt"] == attempt_of(log, found["step"]):
-            yield found["step"], found["tasks"]
-
-
 def newest_tasks(
     run_dir: Path, log: Log, only_step: int | None = None
 ) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Return {name: (step, numbers)} of each task's newest evaluation, or of its evaluation at one step."""
+    """Return {name: (step, numbers)} of each task's newest evaluation, or of its evaluation at one step.
+
+    Only evaluations along the steps that led to the newest weights count.
+    """
     found: dict[str, tuple[int, dict[str, Any]]] = {}
-    for step, tasks in _current_tasks(run_dir, log):
-        if only_step in (None, step):
-            for name, numbers in tasks.items():
-                found.setdefault(name, (step, numbers))
+    for path in sorted((run_dir / FOLDER).glob("step_*.json")):
+        content = read_json(path) or {}
+        if not {"step", "attempt", "tasks"} <= content.keys():
+            continue
+        step = content["step"]
+        # A start from an earlier step may have passed this one again, to other weights.
+        if only_step in (None, step) and content["attempt"] == attempt_of(log, step):
+            found |= {name: (step, numbers) for name, numbers in content["tasks"].items()}
     return dict(sorted(found.items()))
 
 

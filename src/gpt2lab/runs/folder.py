@@ -18,7 +18,7 @@ from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
-from gpt2lab.errors import ConfigError, FolderLostError, InUseError
+from gpt2lab.errors import ConfigError, FolderLostError, InUseError, system_errors_as
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
 from gpt2lab.runs.lock import LOCK, holder_of, lock
@@ -35,7 +35,9 @@ class RunFolder:
         self.path = path
         self.facts: dict[str, Any] = {}  # of this start, in every status
         self._status: dict[str, Any] = {"state": "running", "step": 0}  # as it was asked for last
-        try:
+        with system_errors_as(
+            ConfigError, path, what="cannot write there", fix="choose another --checkpoint_dir"
+        ):
             new = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
             # A power cut that spares a checkpoint must spare the way to it.
@@ -43,10 +45,6 @@ class RunFolder:
                 with contextlib.suppress(PermissionError):  # it may be another user's
                     sync_folder(folder.parent)
             self._lock: IO[str] = open(path / LOCK, "a+")  # noqa: SIM115 - held until the process ends
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot write there ({error.strerror}); choose another --checkpoint_dir"
-            ) from error
         try:
             lock(self._lock)
         except OSError as error:

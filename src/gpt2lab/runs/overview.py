@@ -40,8 +40,11 @@ class RunStatus:
 
 def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
     """Return the status of every run in a folder, the one that wrote last at the end."""
-    folders = catalog.run_folders(checkpoint_dir)
-    runs = [path for path in folders if _is_run(path)]
+    runs = [
+        folder
+        for folder in catalog.run_folders(checkpoint_dir)
+        if (folder / "config.json").is_file() or is_run(folder)
+    ]
     return [read_run(run) for run in sorted(runs, key=_last_write)]
 
 
@@ -128,10 +131,6 @@ def _cells(run: RunStatus) -> dict[str, str]:
 def as_json(runs: list[RunStatus]) -> dict[str, Any]:
     """Return the runs as one object."""
     return {"runs": [dataclasses.asdict(run) for run in runs]}
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or is_run(folder)
 
 
 def _last_write(run_dir: Path) -> float:

@@ -21,7 +21,7 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, data_name, is_path, resolved, to_flat
-from gpt2lab.errors import ConfigError
+from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.runs import charts, curves, history, overview, summary
@@ -74,11 +74,9 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     Raises: ConfigError if a folder is not a run's or `out` cannot be written; GPT2LabError if metrics are damaged.
     """
     page = render(*run_dirs)
-    try:
+    with system_errors_as(ConfigError, out, what="cannot be written"):
         # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark.
         replace_durably(out, page.encode("utf-8", "replace"))
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from error
 
 
 def render(*run_dirs: Path) -> str:
@@ -105,7 +103,7 @@ def render(*run_dirs: Path) -> str:
         script=script,
         script_hash=_hash(script),
         version=__version__,
-        written=_clock(time.time()),
+        written=fmt.moment(time.time()),
         runs=runs,
         charts=charts.charts_of(drawn) if drawn else [],
         accuracy=_accuracy(runs),
@@ -154,7 +152,7 @@ def _hash(text: str) -> str:
 def _title(config: Config, log: Log) -> str:
     model = config.model
     trained = f"{fmt.count(count_parameters(model))} parameters, context {model.context_length}"
-    begun = f", begun {_clock(log.events[0]['time'])}" if log.events else ""
+    begun = f", begun {fmt.moment(log.events[0]['time'])}" if log.events else ""
     return f"{model.model}, {trained}, on {data_name(config)}{begun}"
 
 
@@ -316,7 +314,7 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
         starts.append(
             {
                 "number": begin["attempt"],
-                "when": _clock(begin["time"]),
+                "when": fmt.moment(begin["time"]),
                 "from_step": begin["step"],
                 "to_step": begin["step"] if to_step is None else to_step,
                 "world_size": begin["world_size"],
@@ -353,7 +351,7 @@ def _setting(value: Any) -> str:
 def _checkpoint(info: catalog.CheckpointInfo) -> tuple[str, ...]:
     kind = ", ".join(dict.fromkeys([info.kind, *info.labels]))
     loss, size = fmt.number(info.val_loss), fmt.num_bytes(info.num_bytes)
-    return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, _clock(info.created)
+    return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, fmt.moment(info.created)
 
 
 def _warning(event: Event) -> tuple[str, str, str]:
@@ -361,7 +359,7 @@ def _warning(event: Event) -> tuple[str, str, str]:
         message = f"went back from step {event['spike_step']:,} to step {event['step']:,}"
     else:
         message = event["message"]
-    return f"{event['step']:,}", _clock(event["time"]), message
+    return f"{event['step']:,}", fmt.moment(event["time"]), message
 
 
 def _environment(facts: Event) -> list[tuple[str, str]]:
@@ -375,7 +373,3 @@ def _environment(facts: Event) -> list[tuple[str, str]]:
 
 def _hours(value: float) -> str:
     return fmt.duration(3600 * value)
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))

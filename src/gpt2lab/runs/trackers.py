@@ -11,7 +11,7 @@ import netrc
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -239,7 +239,7 @@ class Library:
 
     label: str
     module: str
-    open: type[WandB] | type[Trackio] | type[MLflow]
+    open: Callable[[], Tracker]
 
     def is_installed(self) -> bool:
         """Tell whether the library is installed, without importing it."""

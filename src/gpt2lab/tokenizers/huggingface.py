@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import read_regular
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
@@ -103,10 +103,8 @@ def read_huggingface(path: Path, end_token: str | None) -> Tokenizer:
 
     Raises: DataError.
     """
-    try:
+    with system_errors_as(DataError, path):
         content = read_regular(path, at_most=_LARGEST_FILE)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
     return of_json(content, end_token, str(path))
 
 

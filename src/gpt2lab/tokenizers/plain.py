@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab.errors import DataError
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import read_regular
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.json_form import byte_alphabet, json_without_merges
@@ -204,10 +204,8 @@ def _checked(characters: list[Any], path: Path) -> CharactersTokenizer:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with system_errors_as(DataError, path):
         return read_regular(path, at_most=_LARGEST_FILE)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
 
 
 def _check_memo(content: bytes) -> None:

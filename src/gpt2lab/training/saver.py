@@ -19,7 +19,7 @@ import torch
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog, store
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.manifest import folder_name
+from gpt2lab.checkpoint.manifest import Draft, folder_name
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.errors import (
@@ -227,7 +227,7 @@ class Saver:
         """Leave a save to the writer process, started at the first save; return False if that has failed."""
         assert self.folder is not None
         assert self._buffer is not None
-        draft = store.draft(self.run_dir, **self._facts_of(save, content, rng_states))
+        draft = self._draft(save, content, rng_states)
         try:
             if self._writer is None:
                 self._writer = Writer(self._buffer.shared, lock=self.folder.lock)
@@ -268,7 +268,7 @@ class Saver:
                 self.logger.flush()
             save = _Save(state, "emergency", [label], began)
             states = [rng.capture(self.runtime.device)]
-            store.save(self.run_dir, **self._facts_of(save, content, states))
+            store.save(self.run_dir, self._draft(save, content, states))
             catalog.set_label(folder.path, label, state.step)
             if self.mirror is not None:
                 self.mirror.notify_saved()
@@ -357,7 +357,7 @@ class Saver:
         error: OSError | None = None
         try:
             with self.signals.committing():
-                store.save(self.run_dir, **self._facts_of(save, content, rng_states))
+                store.save(self.run_dir, self._draft(save, content, rng_states))
         except OSError as caught:
             error = caught
         return self._conclude(save, error, ended=None)
@@ -393,17 +393,18 @@ class Saver:
             self.logger.warn(f"after the checkpoint of step {state.step}: {error}", state.step)
         return None
 
-    def _facts_of(
+    def _draft(
         self, save: _Save, content: store.Content, rng_states: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        return {
-            "kind": save.kind,
-            "content": content,
-            "state": save.state,
-            "rng_states": rng_states,
-            "facts": self.facts,
-            "files": self.tokenizer_files,
-        }
+    ) -> Draft:
+        return store.draft(
+            self.run_dir,
+            kind=save.kind,
+            content=content,
+            state=save.state,
+            rng_states=rng_states,
+            facts=self.facts,
+            files=self.tokenizer_files,
+        )
 
     def _retain(self, keep: int, keep_emergency: int) -> None:
         catalog.retain(

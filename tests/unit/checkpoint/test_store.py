@@ -33,9 +33,10 @@ def test_files_are_those_of_safetensors_own_library(tmp_path: Path) -> None:
     }
     tensors["large"] = torch.randn(3, 2**20)
     content = store.Content(tensors, {})
-    folder = store.save(
+    drafted = store.draft(
         tmp_path, kind="rolling", content=content, state=TrainState(), rng_states=[], facts={}
     )
+    folder = store.save(tmp_path, drafted)
     files = json.loads((folder / "manifest.json").read_text())["files"]
     for name, expected in (("model", tensors), ("optim", {})):
         bytes_ = safetensors.torch.save(expected)

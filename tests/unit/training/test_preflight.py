@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import launch
 from gpt2lab import fmt, paths
 from gpt2lab.commands import preflight, trials
 from gpt2lab.config.command_line import parse
+from gpt2lab.config.settings import override
+from gpt2lab.training.resolve import resolve
 from whole_run import Run
 
 Usage = namedtuple("Usage", "total used free")
@@ -155,6 +160,23 @@ def test_a_model_too_large_for_the_memory_is_a_no_go_before_it_is_built(
     assert list(failures(told)) == ["memory"]
     assert "not even one sequence at a time fits" in failures(told)["memory"]
     assert told["checks"][-1]["name"] == "memory"
+
+
+def test_the_memory_of_a_gpu_that_nobody_measured_is_compared_too(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = "0, A New GPU, 20000, 10000, 0, 600.1, 13.0, [N/A], [N/A], [N/A], GPU-1"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{row}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    start = resolve(parse(run.flags), world_size=1, set_aside=False)
+    config = override(start.config, {"dtype": "bf16", "compile": "off"})  # as on such a machine
+    runtime: Any = SimpleNamespace(device=torch.device("cuda"))
+    check = preflight._memory(dataclasses.replace(start, config=config), runtime)
+    assert check.result == "ok"
+    assert check.numbers["available_bytes"] == 10_000 * 2**20
 
 
 def test_a_stop_longer_than_the_launchers_patience_is_answered_with_the_flag(

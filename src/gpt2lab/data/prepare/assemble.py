@@ -18,8 +18,8 @@ from gpt2lab.data.prepare import write
 from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
 from gpt2lab.data.shards import open_shard, shard_name
-from gpt2lab.errors import DataError
-from gpt2lab.files import sha256_of, staged_folder, write_durably
+from gpt2lab.errors import DataError, system_errors_as
+from gpt2lab.files import is_count, sha256_of, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
@@ -91,14 +91,12 @@ def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
         raise DataError(
             f"{partial}: is there already; the unfinished preparation of {target.name}, or delete it"
         )
-    try:
-        with staged_folder(target) as staging:
-            manifest = _merge_into(staging, by_number)
-            faultpoint("merge.before_rename", 0)
-    except OSError as error:
-        raise DataError(
-            f"{target}: cannot be written ({error.strerror}); nothing was kept"
-        ) from error
+    with (
+        system_errors_as(DataError, target, what="cannot be written", fix="nothing was kept"),
+        staged_folder(target) as staging,
+    ):
+        manifest = _merge_into(staging, by_number)
+        faultpoint("merge.before_rename", 0)
     return manifest
 
 
@@ -182,9 +180,6 @@ def check_prepared(folder: Path, manifest: dict[str, Any]) -> None:
 
     Raises: DataError.
     """
-
-    def is_count(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
     def counts(value: Any, *keys: str) -> bool:
         return isinstance(value, dict) and all(is_count(value.get(key)) for key in keys)

@@ -29,7 +29,7 @@ from gpt2lab.data.manifest import (
     write_manifest,
 )
 from gpt2lab.data.shards import RAW_SUFFIX, measure_shard, names_on_disk, open_shard
-from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.errors import ConfigError, DataError, system_errors_as
 from gpt2lab.files import create_durably, sha256_of, sweep_temporaries
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
 from gpt2lab.tokenizers.huggingface import CONFIG_FILE, TOKENIZER_FILE
@@ -363,10 +363,8 @@ def _measure(
     """Read every byte once; hashing releases Python's lock, so threads use all cores."""
 
     def measure(file: TokenFile) -> _Measured:
-        try:
+        with system_errors_as(DataError, file.path, what="cannot be read"):
             return _measure_file(file, end_of_text, tokenizer)
-        except OSError as error:
-            raise DataError(f"{file.path}: cannot be read ({error.strerror})") from error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(measure, files)

@@ -30,7 +30,8 @@ from gpt2lab.data.prepare.sources import Source
 from gpt2lab.data.prepare.split import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
 from gpt2lab.data.shards import JOURNAL
-from gpt2lab.errors import DataError
+from gpt2lab.distributed import processor
+from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -254,22 +255,22 @@ def _write(
 
     Raises: DataError.
     """
-    try:
-        with _Staging(folder, request, plan) as staging:
-            finished, split, cut = _divide(plan, run, staging.folder, source)
-            manifest = assemble(
-                finished,
-                staging.new_whole(),
-                dataset=source.dataset,
-                origin=source.origin,
-                request=request,
-                split=split,
-                tokenizer=plan.tasks[0].tokenizer,
-                cut=cut,
-            )
-            staging.complete()
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error.strerror})") from error
+    with (
+        system_errors_as(DataError, folder, what="cannot be written"),
+        _Staging(folder, request, plan) as staging,
+    ):
+        finished, split, cut = _divide(plan, run, staging.folder, source)
+        manifest = assemble(
+            finished,
+            staging.new_whole(),
+            dataset=source.dataset,
+            origin=source.origin,
+            request=request,
+            split=split,
+            tokenizer=plan.tasks[0].tokenizer,
+            cut=cut,
+        )
+        staging.complete()
     return manifest, cut
 
 
@@ -361,9 +362,7 @@ def _default_workers(plan: Plan) -> int:
     text_bytes = plan.expected * plan.tasks[0].tokenizer.bytes_per_token
     if text_bytes < _WORTH_WORKERS:
         return 1
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return processor.cores()
 
 
 def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
@@ -423,13 +422,11 @@ class _Staging:
 
         Raises: DataError if it belongs to another request, is in use, or cannot be written.
         """
-        try:
+        with system_errors_as(
+            DataError, self._partial, what="cannot be written", fix="choose another --out"
+        ):
             self._partial.mkdir(parents=True, exist_ok=True)
             self._lock = open(self._partial / "lock", "a")
-        except OSError as error:
-            raise DataError(
-                f"{self._partial}: cannot be written ({error.strerror}); choose another --out"
-            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
