@@ -12,6 +12,7 @@ import torch
 from benchmarks import changes
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.errors import CheckError
+from launch import REPOSITORY
 from whole_run import Run
 
 MODERN = ("--positions=rotary", "--norm=rmsnorm", "--qk_norm=rmsnorm", "--activation=relu2")
@@ -59,3 +60,13 @@ def test_a_growing_batch_takes_all_samples_once_in_their_order() -> None:
     assert [number for numbers in micro for number in numbers] == list(range(12))
     assert [batch.num_targets for _, _, batch in grown] == [2, 2, 2, 2, 4, 4, 8]
     assert [m.is_last for m in grown[-1][2].micro_batches] == [False, False, False, True]
+
+
+def test_the_page_shows_the_runs_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = REPOSITORY / "docs"
+    file = docs / "fewer_tokens" / "changes.jsonl"
+    flags = json.loads(file.read_text().splitlines()[0])["flags"]
+    assert changes.main([str(file), *flags]) == 0  # all runs are there: none is trained
+    page = (docs / "ablations.md").read_text()
+    assert capsys.readouterr().out.strip() in page
+    assert " ".join(flags) in " ".join(page.replace("\\\n", " ").split())
