@@ -509,6 +509,13 @@ def test_a_rate_changed_at_a_resume_is_named_at_its_step(own: Path) -> None:
     assert "a resume after step 8 changed max_lr, min_lr; replay the steps before and" in line
 
 
+def test_a_floor_that_a_resume_kept_though_its_peak_moved_is_kept_in_a_replay(own: Path) -> None:
+    words = ("--resume=8", "--allow_change=max_lr", "--max_lr=0.02", "--stop_after_steps=10")
+    flags = [flag for flag in flags_of(own, "clean", "clean") if "max_lr" not in flag]
+    pretrain(parse([*flags, *words, "--min_lr=0.001"]))  # what it was: a tenth of the peak before
+    assert "every bit as logged" in call("replay.py", own, "clean", "--steps=10")
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)

@@ -194,7 +194,8 @@ def _open(
     record = history.record_of_start(run_dir, attempt)
     saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
     values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
-    values["max_lr"] = wanted["max_lr"]  # a start with another optimizer must name its rate
+    # As typed: a start with another optimizer must name its rate, and a floor that is not named follows the peak.
+    values |= {name: wanted[name] for name in ("max_lr", "min_lr")}
     begun = [event for event in log.of_kind("begin") if event["attempt"] == attempt]
     if begun:  # by epochs or tokens, other data would mean another length
         values["max_steps"] = begun[-1]["max_steps"]
