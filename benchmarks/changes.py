@@ -319,20 +319,30 @@ def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> 
     return {"tokens": tokens, "processor_seconds": round(seconds, 1), "val_loss": measured.val_loss}
 
 
+def read_runs(path: Path, flags: list[str]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Read the runs that OUT.jsonl has, by change and seed.
+
+    Raises: CheckError if it is another file, or of other flags.
+    """
+    try:
+        runs = [files.parse_json(line) for line in path.read_text().splitlines()]
+        found = {(run["change"], run["seed"]): run for run in runs}
+        is_same = all(run["flags"] == flags for run in runs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckError(f"{path}: no file of runs that this program wrote") from error
+    if not is_same:
+        raise CheckError(f"{path} holds runs of other flags; name another file")
+    return found
+
+
 def main(argv: list[str]) -> int:
     """Train what is missing, then compare."""
     flags_of_runs: list[str] = []
     flags = run_tyro(Flags, argv, passed_on=flags_of_runs)
     changes: list[ChangeName] = list(dict.fromkeys(("none", *flags.changes)))
-    runs: dict[tuple[str, int], dict[str, Any]] = {}
     if not flags.out.parent.is_dir():
         raise CheckError(f"{flags.out.parent}: no such folder")
-    if flags.out.exists():
-        for line in flags.out.read_text().splitlines():
-            run = files.parse_json(line)
-            if run["flags"] != flags_of_runs:
-                raise CheckError(f"{flags.out} holds runs of other flags; name another file")
-            runs[run["change"], run["seed"]] = run
+    runs = read_runs(flags.out, flags_of_runs) if flags.out.exists() else {}
     runtime = Runtime()
     for change in changes:
         torch._dynamo.reset()  # one change's code does not count as a recompilation of another's

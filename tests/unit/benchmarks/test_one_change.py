@@ -16,7 +16,7 @@ from launch import REPOSITORY
 from whole_run import Run
 
 MODERN = ("--positions=rotary", "--norm=rmsnorm", "--qk_norm=rmsnorm", "--activation=relu2")
-TOKENS = 12 * 128
+TOKENS = 4 * 128
 
 
 def test_each_change_moves_the_loss_and_none_is_the_trainers(
@@ -25,7 +25,7 @@ def test_each_change_moves_the_loss_and_none_is_the_trainers(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(changes, "TAIL", 0.5)  # a hundredth of 12 steps is the last alone
+    monkeypatch.setattr(changes, "TAIL", 0.5)  # a hundredth of 4 steps is the last alone
     run = Run(tiny_data, tmp_path, *MODERN, "--optimizer=muon", f"--max_tokens={TOKENS}")
     run.train()
     trained = run.events("eval")[-1]["val_loss"]
@@ -47,6 +47,8 @@ def test_each_change_moves_the_loss_and_none_is_the_trainers(
     assert "| untied_head | not decided | 1 |" in capsys.readouterr().out
     with pytest.raises(CheckError, match="holds runs of other flags; name another file"):
         changes.main([*argv, "--max_lr=0.02"])
+    with pytest.raises(CheckError, match="no file of runs that this program wrote"):
+        changes.main([str(run.path / "metrics.jsonl"), *run.flags])
 
 
 def test_a_growing_batch_takes_all_samples_once_in_their_order() -> None:
