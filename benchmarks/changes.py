@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -196,13 +196,11 @@ class CautiousMuon(Muon):
 class NorMuon(Muon):
     """Muon whose rows are divided by the root of their mean square (arXiv:2510.05491), the size kept."""
 
-    def _update(self, rows: int, columns: int, entries: Any) -> None:
-        updates = self._orthogonal([parameter for parameter, _ in entries], rows, columns)
-        scale = 0.2 * math.sqrt(max(rows, columns))
-        for (parameter, group), update in zip(entries, updates, strict=True):
-            lr, decay = group["lr"], group["weight_decay"]
-            parameter.mul_(1 - lr * decay)
-            parameter.add_(self._by_row(parameter, update), alpha=-lr * scale)
+    def _orthogonal(
+        self, parameters: list[nn.Parameter], rows: int, columns: int
+    ) -> Sequence[Tensor]:
+        updates = super()._orthogonal(parameters, rows, columns)
+        return [self._by_row(p, update) for p, update in zip(parameters, updates, strict=True)]
 
     def _by_row(self, parameter: nn.Parameter, update: Tensor) -> Tensor:
         state, squares = self.state[parameter], update.square().mean(dim=1, keepdim=True)
