@@ -72,3 +72,24 @@ def test_the_page_shows_the_runs_of_the_file(capsys: pytest.CaptureFixture[str])
     page = (docs / "ablations.md").read_text()
     assert capsys.readouterr().out.strip() in page
     assert " ".join(flags) in " ".join(page.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds", "shown"),
+    [
+        ("changes", "12345", "0.0295 (0.016 to 0.043) in five"),
+        ("normuon_longer", "123", "it is 0.0232 (0.014 to 0.032; 3 seeds"),
+        ("normuon_mini", "12345", "0.0315 (0.014 to 0.049; 5 seeds"),
+    ],
+)
+def test_the_page_shows_what_normuon_gained(
+    name: str, seeds: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = REPOSITORY / "docs"
+    file = docs / "fewer_tokens" / f"{name}.jsonl"
+    flags = json.loads(file.read_text().splitlines()[0])["flags"]
+    changes.main([str(file), "--changes", "normuon", "--seeds", *seeds, *flags])
+    row = capsys.readouterr().out.strip().splitlines()[-1].split(" | ")
+    gain, high, low = (number.lstrip("-") for number in (row[3], *row[4].split(" to ")))
+    assert f"{gain} ({low} to {high}" in shown
+    assert shown in " ".join((docs / "ablations.md").read_text().split())
