@@ -2,10 +2,10 @@
 
 PYTHONPATH=src python -m benchmarks.changes OUT.jsonl --changes untied_head soft_cap --seeds 1 2 3 --model modern-micro
 
-The changes are not in the program; docs/ablations.md has what they brought. Flags that are not of this program go to
-every run, as in `ablate`. Each run adds a line to OUT.jsonl as it ends; runs that are in it are not repeated. At the
-end all are compared with `none`, seed by seed. All is done in one process, so that what is compiled serves all seeds;
-nothing is saved but the losses.
+All but NorMuon are not in the program; docs/ablations.md has what they brought. Flags that are not of this program
+go to every run, as in `ablate`. Each run adds a line to OUT.jsonl as it ends; runs that are in it are not repeated. At
+the end all are compared with `none`, seed by seed. All is done in one process, so that what is compiled serves all
+seeds; nothing is saved but the losses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -193,31 +193,12 @@ class CautiousMuon(Muon):
             parameter.mul_(1 - lr * decay * shrinks).add_(update, alpha=-lr * scale)
 
 
-class NorMuon(Muon):
-    """Muon whose rows are divided by the root of their mean square (arXiv:2510.05491), the size kept."""
-
-    def _orthogonal(
-        self, parameters: list[nn.Parameter], rows: int, columns: int
-    ) -> Sequence[Tensor]:
-        updates = super()._orthogonal(parameters, rows, columns)
-        return [self._by_row(p, update) for p, update in zip(parameters, updates, strict=True)]
-
-    def _by_row(self, parameter: nn.Parameter, update: Tensor) -> Tensor:
-        state, squares = self.state[parameter], update.square().mean(dim=1, keepdim=True)
-        state["steps"] = state.get("steps", 0) + 1
-        mean = state.setdefault("squares", torch.zeros_like(squares)).lerp_(squares, 0.05)
-        even = update / (mean / (1 - 0.95 ** state["steps"])).sqrt().clamp(min=1e-10)
-        return even * (update.norm() / even.norm().clamp(min=1e-10))
-
-
 def change_muon(change: ChangeName, muon: torch.optim.Optimizer) -> None:
     """Change how the matrices of the blocks are updated."""
     if not isinstance(muon, Muon):
         raise ConfigError(f"--changes {change} needs --optimizer muon")
     if change == "cautious_decay":
         muon.__class__ = CautiousMuon
-    elif change == "normuon":
-        muon.__class__ = NorMuon
     else:  # joined_qkv: one matrix instead of three
         for group in muon.param_groups:
             group["parts"] = 1
@@ -268,7 +249,9 @@ def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> 
     """Train to the end and return what OUT.jsonl keeps."""
     command = parse(flags)
     values = command.values | {"seed": seed, "run_name": None}  # a new one: no folder is made
-    if change == "growing_batch":
+    if change == "normuon":
+        values["optimizer"] = "normuon"
+    elif change == "growing_batch":
         if command.given("max_tokens") is None:
             raise ConfigError("--changes growing_batch needs the run's length as --max_tokens")
         batch = command.fresh().batch
@@ -282,7 +265,7 @@ def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> 
     if change in OF_THE_MODEL:
         OF_THE_MODEL[change](model)
     parts = pretrain.build(start, runtime, model, PRETRAINING)
-    if change in ("cautious_decay", "normuon", "joined_qkv"):
+    if change in ("cautious_decay", "joined_qkv"):
         change_muon(change, parts.optimizers[-1])
     average = TailAverage(model, steps) if change == "tail_average" else None
     batches = parts.batches.loader.batches(0)

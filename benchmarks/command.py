@@ -137,7 +137,7 @@ class StepOverhead:
     """Time what a step costs a rank's CPU outside the model, in each parallel mode, on gloo."""
 
     mode: tuple[Parallel, ...] = option(("ddp", "zero1", "fsdp"), "parallel modes, in turns")
-    optimizer: Optimizer = option("adamw", "adamw | muon")
+    optimizer: Optimizer = option("adamw", "adamw | muon | normuon")
     layers: tuple[int, ...] = option((12, 48), "of GPT-2 124M and XL: 148 and 580 parameters")
     processes: int = option(2, "ranks, of one thread each")
     steps: int = option(30, "steps that are timed")

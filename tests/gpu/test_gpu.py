@@ -133,7 +133,7 @@ def test_modes_of_sharing_agree_on_gpus(world: int, tmp_path: Path) -> None:
     done = launch.train(words, world=world, program=MODES, **extra)
     assert done.returncode == 0, done.stderr
     for mode in ("zero1", "zero1 scattered", "fsdp", "fsdp offloaded"):
-        for optimizer in ("adamw", "muon"):
+        for optimizer in ("adamw", "muon", "normuon"):
             assert done.stdout.count(f"{mode} agrees with {optimizer}") == world
 
 

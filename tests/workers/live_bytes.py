@@ -43,7 +43,7 @@ CASES = [
     (shape(4, 128, 4, 128, 512), 4, 2, "bf16", "adamw"),
     (shape(2, 128, 4, 128, 4096), 6, 2, "fp32", "adamw"),
     (modern(shape(4, 128, 4, 128, 512)), 6, 2, "bf16", "adamw"),
-    (modern(shape(4, 256, 4, 32, 512)), 2, 1, "fp32", "muon"),
+    (modern(shape(4, 256, 4, 32, 512)), 2, 1, "fp32", "normuon"),
 ]
 MODES = [(parallel, "fp32") for parallel in get_args(Parallel)] + [("fsdp", "bf16")]
 runtime = Runtime()

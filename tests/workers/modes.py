@@ -25,6 +25,7 @@ from gpt2lab.config.schema import ModelConfig, OptimConfig, Parallel, SystemConf
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.model.counts import count_rows
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.training.ranks import check_drift
@@ -35,6 +36,7 @@ CONFIG = ModelConfig(n_layer=2, n_head=1, n_embd=7, context_length=2, vocab_size
 OPTIM = {
     "adamw": OptimConfig(weight_decay=0.5),
     "muon": OptimConfig(weight_decay=0.5, optimizer="muon"),
+    "normuon": OptimConfig(weight_decay=0.5, optimizer="normuon"),
 }
 
 
@@ -148,7 +150,7 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
         total = sum(value.numel() for name, value in expected.items() if "/" in name)
         assert held < 0.8 * total or runtime.world_size == 1, "this process holds all of the state"
         if mode == "zero1 scattered":
-            check_traffic(here)
+            check_traffic(here, optimizer)
         if mode == "fsdp offloaded":
             assert all(p.to_local().device.type == "cpu" for p in here.model.parameters())
 
@@ -163,7 +165,7 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
         sys.stdout.write(f"{mode} agrees with {optimizer}\n")
 
 
-def check_traffic(trained: Trained) -> None:
+def check_traffic(trained: Trained, optimizer: str) -> None:
     """Compare what a step sends with what it must: each gradient to the rank that needs it, each new weight to all."""
     world = trained.runtime.world_size
     padded = sum(
@@ -171,8 +173,10 @@ def check_traffic(trained: Trained) -> None:
     )
     with Traffic() as traffic:
         trained.step(4)
-    loss_and_norm = 4 + 8
-    sent = {"reduce_scatter": padded, "all_gather": padded, "all_reduce": loss_and_norm}
+    numbers = 4 + 8  # loss and norm
+    if optimizer == "normuon":
+        numbers += 4 * count_rows(CONFIG)
+    sent = {"reduce_scatter": padded, "all_gather": padded, "all_reduce": numbers}
     assert dict(traffic.bytes) == sent, traffic.bytes
 
 

@@ -30,7 +30,7 @@ ModelName = Literal[
 
 Parallel = Literal["ddp", "zero1", "fsdp"]
 ActivationCheckpointing = Literal["none", "block", "selective"]
-Optimizer = Literal["adamw", "muon"]
+Optimizer = Literal["adamw", "muon", "normuon"]
 AttentionBackend = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 T = TypeVar("T")
@@ -156,12 +156,14 @@ class OptimConfig:
     """The optimizer and its learning rate."""
 
     optimizer: Optimizer = guarded(
-        "adamw", "muon: Muon for the matrices of the blocks, AdamW for all other weights"
+        "adamw",
+        "muon: Muon for the matrices of the blocks, AdamW for all other weights; normuon: Muon whose updates have rows "
+        "of even size",
     )
     max_lr: float = guarded(6e-4, "peak learning rate", above=0)
     muon_lr: float | None = guarded(
         None,
-        "muon only: peak learning rate of its matrices, scaled to match AdamW; default max_lr",
+        "muon and normuon: peak learning rate of their matrices, scaled to match AdamW; default max_lr",
         above=0,
     )
     min_lr: float | None = guarded(None, "final learning rate; default max_lr / 10", least=0)
@@ -182,6 +184,11 @@ class OptimConfig:
         "warn",
         "on a loss 6 standard deviations above the last 128: warn, skip the update, or rewind and skip the data",
     )
+
+    @property
+    def has_muon(self) -> bool:
+        """Tell whether Muon, in either form, trains the matrices of the blocks."""
+        return self.optimizer != "adamw"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpt2lab.distributed.sharding import row_range, rows_of
+from gpt2lab.distributed.sharding import local_rows, row_range, rows_of
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.muon import Muon, orthogonalize
 
@@ -56,19 +56,38 @@ class ShardedMuon(Muon):
     """Muon over rows: one rank makes a matrix orthogonal; the others send it their rows, and it returns the update.
 
     The matrices travel once each way in all, 2/W of what gathering them on every rank would send. Momentum stays with
-    the rows. On a CPU the weights are bit by bit Muon's, on GPUs up to the order of sums in products of fewer matrices.
+    the rows; NorMuon's averages, a number for each row, are whole on every rank. On a CPU the weights are bit by bit
+    Muon's, on GPUs up to the order of sums in products of fewer matrices.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], mesh: DeviceMesh, gradient: Gradient = gradient_rows
+        self,
+        groups: list[dict[str, Any]],
+        mesh: DeviceMesh,
+        *,
+        even_rows: bool,
+        gradient: Gradient = gradient_rows,
     ) -> None:
         """`groups`: those of a fresh Muon, with sharded weights."""
-        super().__init__(groups, lr=groups[0]["lr"], gradient=gradient)
+        super().__init__(groups, lr=groups[0]["lr"], even_rows=even_rows, gradient=gradient)
         self._mesh = mesh
         self._owners = _owners(self.param_groups, mesh.size())
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         return rows_of(tensor)
+
+    def _all_rows(
+        self, parameters: list[nn.Parameter], numbers: list[torch.Tensor]
+    ) -> torch.Tensor:
+        lengths = [len(parameter) for parameter in parameters]
+        whole = numbers[0].new_zeros(sum(lengths))
+        for of_parameter, own in zip(torch.split(whole, lengths), numbers, strict=True):
+            local_rows(of_parameter, self._mesh).copy_(own)
+        dist.all_reduce(whole)  # one rank's number and zeros: no rounding
+        return whole
+
+    def _own_rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        return local_rows(numbers, self._mesh)
 
     def _orthogonal(
         self, parameters: list[nn.Parameter], rows: int, columns: int
@@ -127,6 +146,6 @@ def _owners(groups: list[dict[str, Any]], world_size: int) -> dict[nn.Parameter,
 def sharded(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> torch.optim.Optimizer:
     """Return the same optimizer, fresh and of sharded weights, over this rank's rows."""
     if isinstance(optimizer, Muon):
-        return ShardedMuon(optimizer.param_groups, mesh)
+        return ShardedMuon(optimizer.param_groups, mesh, even_rows=optimizer.even_rows)
     assert isinstance(optimizer, torch.optim.AdamW)
     return ShardedAdamW(optimizer.param_groups)

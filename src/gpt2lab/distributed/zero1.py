@@ -62,7 +62,7 @@ def _sharded(
         groups.append({**group, "params": [own for _, own in pairs], "param_names": in_order})
         pairs_of_groups.append(pairs)
     if isinstance(optimizer, Muon):
-        return _sharded_muon(groups, pairs_of_groups, mesh)
+        return _sharded_muon(groups, pairs_of_groups, mesh, optimizer.even_rows)
     assert isinstance(optimizer, torch.optim.AdamW)
     buckets = [
         [Bucket(pairs, mesh, gradients_stay=gradients_stay) for pairs in divide(each)]
@@ -72,7 +72,10 @@ def _sharded(
 
 
 def _sharded_muon(
-    groups: list[dict[str, Any]], pairs_of_groups: list[Pairs], mesh: DeviceMesh
+    groups: list[dict[str, Any]],
+    pairs_of_groups: list[Pairs],
+    mesh: DeviceMesh,
+    even_rows: bool,
 ) -> ShardedMuon:
     pairs = [pair for each in pairs_of_groups for pair in each]
     full = {own: parameter for parameter, own in pairs}
@@ -86,7 +89,7 @@ def _sharded_muon(
         for bucket in buckets:
             bucket.send(bucket.weights())
 
-    result = ShardedMuon(groups, mesh, gradient)
+    result = ShardedMuon(groups, mesh, even_rows=even_rows, gradient=gradient)
     result.register_step_post_hook(exchange)
     return result
 

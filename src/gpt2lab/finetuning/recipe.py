@@ -49,10 +49,10 @@ class FineTuning:
         optim, typed = config.optim, command.typed
         if tuning.lora_r:
             check_lora_targets(config.model, tuning)
-            if optim.optimizer == "muon" and "optimizer" in typed:
+            if optim.has_muon and "optimizer" in typed:
                 raise ConfigError(
-                    "--optimizer muon: is for the matrices of the blocks, which are frozen beside adapters; "
-                    "leave it out"
+                    f"--optimizer {optim.optimizer}: is for the matrices of the blocks, which are frozen beside "
+                    "adapters; leave it out"
                 )
         elif idle := sorted({"lora_alpha", "lora_targets"} & command.values.keys()):
             raise ConfigError(

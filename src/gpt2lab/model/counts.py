@@ -63,14 +63,20 @@ def training_flops_per_token(config: Config) -> int:
 def checkpoint_bytes(config: Config) -> int:
     """Return the tensor bytes of one checkpoint: weights and optimizer state, fp32.
 
-    AdamW keeps two moments of each trained weight; Muon keeps one, for the matrices of the blocks. The files are
-    larger by their headers and state: about 200 bytes a tensor and 10 kB a rank.
+    AdamW keeps two moments of each trained weight; Muon keeps one, for the matrices of the blocks, and NorMuon a number
+    for each of their rows. The files are larger by their headers and state: about 200 bytes a tensor and 10 kB a rank.
     """
     model = config.model
     if config.tuning.lora_r:
         return 4 * count_parameters(model) + 12 * count_adapters(model, config.tuning)
-    in_blocks = 12 * model.n_layer * model.n_embd**2 if config.optim.optimizer == "muon" else 0
-    return 12 * count_parameters(model) - 4 * in_blocks
+    in_blocks = 12 * model.n_layer * model.n_embd**2 if config.optim.has_muon else 0
+    rows = count_rows(model) if config.optim.optimizer == "normuon" else 0
+    return 12 * count_parameters(model) - 4 * in_blocks + 4 * rows
+
+
+def count_rows(model: ModelConfig) -> int:
+    """Count the rows of the matrices of all blocks, of which NorMuon keeps a number each: 9 L C."""
+    return 9 * model.n_layer * model.n_embd
 
 
 # Rows plus columns of each matrix of a block, in units of C.

@@ -1,7 +1,7 @@
-"""Muon: momentum with orthogonalized updates, for the matrices of the blocks, batched over equal shapes.
+"""Muon and NorMuon: momentum with orthogonalized updates, for the matrices of the blocks, batched over equal shapes.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon). A test compares it with torch.optim.Muon, which handles one
-matrix at a time, at the cost of a hundred small kernels a step.
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon), Li et al. 2025 (arXiv:2510.05491). A test compares Muon with
+torch.optim.Muon, which handles one matrix at a time, at the cost of a hundred small kernels a step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import nn
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 MOMENTUM = 0.95
+ROW_MOMENTUM = 0.95  # NorMuon's
+_TINY = 1e-20  # for rows without a gradient
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -42,6 +44,9 @@ class Muon(torch.optim.Optimizer):
     A group's `parts` is the number of equally shaped matrices stacked in each of its parameters. The learning rate is
     comparable to AdamW's: an update of shape (r, c) is scaled by 0.2 sqrt(max(r, c)), to the size of AdamW's updates.
     Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2.
+
+    With `even_rows` it is NorMuon, the norm of an update kept as in modded-nanogpt: no neuron's weights move much
+    further than another's.
     """
 
     def __init__(
@@ -49,9 +54,11 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         *,
         lr: float,
+        even_rows: bool = False,
         gradient: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: parameter.grad,
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "parts": 1})
+        self.even_rows = even_rows
         self._gradient = gradient
 
     @torch.no_grad()
@@ -70,7 +77,10 @@ class Muon(torch.optim.Optimizer):
         self, rows: int, columns: int, entries: list[tuple[nn.Parameter, dict[str, Any]]]
     ) -> None:
         """Update the parameters whose matrices have one shape; memory is freed before the next shape."""
-        updates = self._orthogonal([parameter for parameter, _ in entries], rows, columns)
+        parameters = [parameter for parameter, _ in entries]
+        updates = self._orthogonal(parameters, rows, columns)
+        if self.even_rows:
+            self._even_rows(parameters, updates, rows)
         scale = 0.2 * math.sqrt(max(rows, columns))
         for (parameter, group), update in zip(entries, updates, strict=True):
             lr, decay = group["lr"], group["weight_decay"]
@@ -86,6 +96,38 @@ class Muon(torch.optim.Optimizer):
         updates = orthogonalize(stack.view(-1, rows, columns)).reshape(-1, columns)
         return torch.split(updates, [len(parameter) for parameter in parameters])
 
+    def _even_rows(
+        self, parameters: list[nn.Parameter], updates: Sequence[torch.Tensor], rows: int
+    ) -> None:
+        """Divide the rows of updates by their norm, the root of an average over steps; each matrix keeps its own norm.
+
+        The average begins at 0 and needs no correction: a factor of all rows of a matrix changes nothing.
+        """
+        squares = self._all_rows(parameters, [_squares_of_rows(update) for update in updates])
+        lengths = [len(parameter) for parameter in parameters]
+        averages = []
+        for parameter, now in zip(parameters, torch.split(squares, lengths), strict=True):
+            state = self.state[parameter]
+            if "row_squares" not in state:
+                state["row_squares"] = torch.zeros_like(now)
+            averages.append(state["row_squares"].lerp_(now, 1 - ROW_MOMENTUM))
+        squares = squares.view(-1, rows)
+        average = torch.cat(averages).view(-1, rows).clamp(min=_TINY)
+        size = squares.sum(1, True) / (squares / average).sum(1, True).clamp(min=_TINY)
+        factors = (size / average).sqrt().flatten()
+        for update, factor in zip(updates, torch.split(factors, lengths), strict=True):
+            update.mul_(self._own_rows(factor)[:, None])
+
+    def _all_rows(
+        self, parameters: list[nn.Parameter], numbers: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return numbers (n,) of all rows of the parameters from those that this rank has of its own rows."""
+        return torch.cat(numbers)
+
+    def _own_rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return those of a parameter's rows that this rank updates: all."""
+        return numbers
+
     def _direction(self, parameter: nn.Parameter) -> torch.Tensor:
         """Add the gradient to the momentum, and return the Nesterov direction."""
         state, gradient = self.state[parameter], self._gradient(parameter)
@@ -98,3 +140,8 @@ class Muon(torch.optim.Optimizer):
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds of a weight or its momentum: all of it."""
         return tensor
+
+
+def _squares_of_rows(update: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each row of (rows, columns), (rows,) float32."""
+    return torch.linalg.vector_norm(update, dim=1, dtype=torch.float32).square()

@@ -25,7 +25,7 @@ def build_optimizers(
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden: dict[str, nn.Parameter] = {}
-    if config.optimizer == "muon":
+    if config.has_muon:
         in_blocks = [(name, p) for name, p in named if name.startswith("blocks.")]
         hidden = {name: p for name, p in in_blocks if name.endswith(tuple(_PARTS))}
     rest = [p for name, p in named if name not in hidden]
@@ -47,7 +47,8 @@ def build_optimizers(
             {"params": alike[end], "parts": parts, "weight_decay": decay, "lr_scale": scale}
             for end, parts in _PARTS.items()
         ]
-        optimizers.append(Muon(muon_groups, lr=config.max_lr))
+        even_rows = config.optimizer == "normuon"
+        optimizers.append(Muon(muon_groups, lr=config.max_lr, even_rows=even_rows))
     assert_partition(optimizers, [p for _, p in named])
     return optimizers
 

@@ -27,6 +27,7 @@ from gpt2lab.model.counts import (
     count_block_parameters,
     count_matmul_parameters,
     count_parameters,
+    count_rows,
 )
 
 Dtype = Literal["fp32", "bf16"]
@@ -161,8 +162,9 @@ class StepMemory:
         self.params = 4 * (N + adapters) // share  # that a rank always holds
         self.around = around = 4 * (N - L * self.in_block)  # weights outside the blocks
         self.shard = 4 * trained // share  # gradients that a rank holds after their reduction
-        muon = 12 * C * C * L if optimizer == "muon" else 0  # weights with one moment
-        self.optimizer = (8 * trained - 4 * muon) // (1 if parallel == "ddp" else W)
+        muon = 12 * C * C * L if optimizer != "adamw" else 0  # weights with one moment
+        rows = count_rows(model) if optimizer == "normuon" else 0
+        self.optimizer = (8 * trained - 4 * muon) // (1 if parallel == "ddp" else W) + 4 * rows
         # Of Muon: four times the matrices of one shape, a third of all; sharded, a rank's share of them.
         self.rounds = 4 * 4 * muon // 3 // (1 if parallel == "ddp" else W)
         # Gradients alive during the forward pass.

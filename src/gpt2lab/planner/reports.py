@@ -361,7 +361,7 @@ def formulas(found: Estimate, known: Hardware) -> list[str]:
         )
     for kind, units, rate in zip(KINDS, job.work, on.rates.seconds_per_unit, strict=True):
         text.append(f"  {kind:<10} {units:.4g} x {rate:.4g} s = {units * rate * 1000:,.2f} ms")
-    if job.config.optim.optimizer == "muon":
+    if job.config.optim.has_muon:
         text.append(f"  of matmul, Muon's 5 rounds: 5 x 60 L CCC = {muon_flops(model):.4g} FLOP")
     if found.communication_seconds and on.link is not None:
         text.append(_communication(found, on.link.title))

@@ -78,7 +78,7 @@ def work(
     streamed = 4 / 3 if recompute != "none" else 1.0
     return (
         6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens
-        + (muon_flops(model) / updaters if optimizer == "muon" else 0.0),
+        + (muon_flops(model) / updaters if optimizer != "adamw" else 0.0),
         12.0 * twice * L * C * T * tokens,
         streamed * tokens * C * L,
         1.0 * tokens * model.vocab_size,

@@ -41,7 +41,7 @@ class StepLog:
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak_flops = peak * self._runtime.world_size if peak else None
         optim = self._start.config.optim
-        self._muon_scale = muon_scale(optim) if optim.optimizer == "muon" else None
+        self._muon_scale = muon_scale(optim) if optim.has_muon else None
 
     def record(
         self,

@@ -102,7 +102,7 @@ def test_two_processes_train_as_one(mode: str, by_two: Runs, alone: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 def test_zero1_trains_as_ddp_bit_by_bit(optimizer: str, by_two: Runs) -> None:
     """The update of a number, or of a matrix, needs no other one, so who makes it cannot matter."""
     one, other = by_two("ddp", optimizer)[0], by_two("zero1", optimizer)[0]
@@ -220,13 +220,13 @@ def test_a_run_wanders_through_modes_and_worlds(
 
 
 @pytest.mark.slow
-def test_muon_wanders_through_modes_and_worlds(
+def test_normuon_wanders_through_modes_and_worlds(
     by_two: Runs, tiny_data: Path, tmp_path: Path
 ) -> None:
-    """2 x ddp, 4 x fsdp, one process, 2 x zero1: the owners of matrices change, their momentum goes along."""
-    muon, run = "--optimizer=muon", tmp_path / "run"
+    """2 x ddp, 4 x fsdp, one process, 2 x zero1: the owners of matrices change, momentum and averages go along."""
+    muon, run = "--optimizer=normuon", tmp_path / "run"
     pretrain(parse([*flags(tiny_data, tmp_path / "alone"), muon]))
-    shutil.copytree(by_two("ddp", "muon")[0], run)
+    shutil.copytree(by_two("ddp", "normuon")[0], run)
     fsdp = ("--parallel=fsdp", "--mini_batch_size=1", "--stop_after_steps=10")
     train(tiny_data, tmp_path, muon, "--resume=5", *fsdp, world=4)
     pretrain(parse([*flags(tiny_data, tmp_path), muon, "--resume=latest", "--stop_after_steps=15"]))
@@ -244,7 +244,7 @@ def test_steps_norms_rejections_and_files_are_those_of_ddp(tmp_path: Path) -> No
     done = launch.train_in_forks([str(tmp_path)], world=3, program=WORKERS / "modes.py")
     assert done.returncode == 0, done.stderr
     for mode in ("zero1", "zero1 scattered", "fsdp", "fsdp offloaded"):
-        for optimizer in ("adamw", "muon"):
+        for optimizer in ("adamw", "muon", "normuon"):
             assert done.stdout.count(f"{mode} agrees with {optimizer}") == 3
 
 

@@ -83,6 +83,48 @@ def test_matrices_in_one_parameter_are_each_made_orthogonal() -> None:
     assert torch.equal(whole.detach(), torch.cat([part.detach() for part in parts]))
 
 
+def test_normuon_divides_rows_by_their_mean_square_and_keeps_each_matrix_s_norm() -> None:
+    """Against the paper's formula written out for one matrix after the other, its average corrected for its begin."""
+    shapes = [(8, 8), (24, 8), (32, 8), (8, 32)]
+    parameters = [nn.Parameter(value) for value in matrices(shapes, 1)]
+    wanted = [p.detach().clone() for p in parameters]
+    groups = [{"params": [p], "parts": 3 if len(p) == 24 else 1} for p in parameters]
+    own = Muon(groups, lr=0.02, even_rows=True)
+    momentum = [torch.zeros(shape) for shape in shapes]
+    averages = [torch.zeros(len(p), 1) for p in parameters]
+    for step in range(1, 4):
+        gradients = matrices(shapes, 20 + step)
+        gradients[2] *= torch.linspace(1, 9, 32)[:, None]
+        gradients[2][5] = 0.0  # a row that never gets a gradient
+        for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            parameter.grad = gradient.clone()
+            momentum[i] = 0.95 * momentum[i] + 0.05 * gradient
+            direction = 0.05 * gradient + 0.95 * momentum[i]
+            rows = len(gradient) // groups[i]["parts"]
+            for first in range(0, len(gradient), rows):
+                part = slice(first, first + rows)
+                update = orthogonalize(direction[None, part])[0]
+                averages[i][part].mul_(0.95).add_(0.05 * update.square().mean(1, keepdim=True))
+                mean = averages[i][part] / (1 - 0.95**step)
+                even = update / mean.sqrt().clamp(min=1e-10)
+                even *= update.norm() / even.norm()
+                wanted[i][part] -= 0.02 * 0.2 * max(even.shape) ** 0.5 * even
+        before = [p.detach().clone() for p in parameters]
+        own.step()
+    for parameter, value in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=1e-4, atol=1e-6)
+    moved = [p.detach() - start for p, start in zip(parameters, before, strict=True)]
+    assert bool((moved[2][5] == 0).all())
+    assert all(bool(change.isfinite().all()) for change in moved)
+
+
+def test_normuon_without_any_gradient_moves_nothing() -> None:
+    parameter = nn.Parameter(torch.ones(4, 8))
+    parameter.grad = torch.zeros(4, 8)
+    Muon([{"params": [parameter]}], lr=0.1, even_rows=True).step()
+    assert torch.equal(parameter.detach(), torch.ones(4, 8))
+
+
 def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
     model = build_model(ModelConfig(**SHAPE, qk_norm="rmsnorm"), seed=1, device=CPU)
     config = OptimConfig(optimizer="muon", max_lr=0.01, muon_lr=0.03)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2lab.config.schema import ModelConfig, OptimConfig, SystemConfig
+from gpt2lab.config.schema import ModelConfig, OptimConfig, Optimizer, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -379,10 +379,10 @@ class CountsReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
 @pytest.mark.parametrize("grad_clip", [0.0, 1.0])
 def test_a_step_reads_two_numbers_and_waits_for_nothing_else(
-    optimizer: Literal["adamw", "muon"], grad_clip: float, strategy: Strategy
+    optimizer: Optimizer, grad_clip: float, strategy: Strategy
 ) -> None:
     """The loss and the norm, one after the other, before the update: however many micro-batches there are."""
     model = build_model(MODEL, seed=1337, device=CPU)
