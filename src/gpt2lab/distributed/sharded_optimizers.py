@@ -79,9 +79,8 @@ class ShardedMuon(Muon):
     def _all_rows(
         self, parameters: list[nn.Parameter], numbers: list[torch.Tensor]
     ) -> torch.Tensor:
-        lengths = [len(parameter) for parameter in parameters]
-        whole = numbers[0].new_zeros(sum(lengths))
-        for of_parameter, own in zip(torch.split(whole, lengths), numbers, strict=True):
+        whole = numbers[0].new_zeros(len(parameters), len(parameters[0]))
+        for of_parameter, own in zip(whole, numbers, strict=True):
             local_rows(of_parameter, self._mesh).copy_(own)
         dist.all_reduce(whole)  # one rank's number and zeros: no rounding
         return whole

@@ -45,8 +45,8 @@ class Muon(torch.optim.Optimizer):
     comparable to AdamW's: an update of shape (r, c) is scaled by 0.2 sqrt(max(r, c)), to the size of AdamW's updates.
     Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2.
 
-    With `even_rows` it is NorMuon, the norm of an update kept as in modded-nanogpt: no neuron's weights move much
-    further than another's.
+    With `even_rows` it is NorMuon, the norm of a parameter's update kept as in modded-nanogpt: no neuron's weights move
+    much further than another's.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class Muon(torch.optim.Optimizer):
         parameters = [parameter for parameter, _ in entries]
         updates = self._orthogonal(parameters, rows, columns)
         if self.even_rows:
-            self._even_rows(parameters, updates, rows)
+            for length in dict.fromkeys(map(len, parameters)):
+                chosen = [i for i, parameter in enumerate(parameters) if len(parameter) == length]
+                self._even_rows([parameters[i] for i in chosen], [updates[i] for i in chosen])
         scale = 0.2 * math.sqrt(max(rows, columns))
         for (parameter, group), update in zip(entries, updates, strict=True):
             lr, decay = group["lr"], group["weight_decay"]
@@ -96,33 +98,28 @@ class Muon(torch.optim.Optimizer):
         updates = orthogonalize(stack.view(-1, rows, columns)).reshape(-1, columns)
         return torch.split(updates, [len(parameter) for parameter in parameters])
 
-    def _even_rows(
-        self, parameters: list[nn.Parameter], updates: Sequence[torch.Tensor], rows: int
-    ) -> None:
-        """Divide the rows of updates by their norm, the root of an average over steps; each matrix keeps its own norm.
+    def _even_rows(self, parameters: list[nn.Parameter], updates: Sequence[torch.Tensor]) -> None:
+        """Divide the rows of updates of one shape by their norms, the roots of averages; each update keeps its norm.
 
-        The average begins at 0 and needs no correction: a factor of all rows of a matrix changes nothing.
+        The averages begin at 0 and need no correction: a factor of all rows changes nothing.
         """
         squares = self._all_rows(parameters, [_squares_of_rows(update) for update in updates])
-        lengths = [len(parameter) for parameter in parameters]
         averages = []
-        for parameter, now in zip(parameters, torch.split(squares, lengths), strict=True):
-            state = self.state[parameter]
-            if "row_squares" not in state:
-                state["row_squares"] = torch.zeros_like(now)
-            averages.append(state["row_squares"].lerp_(now, 1 - ROW_MOMENTUM))
-        squares = squares.view(-1, rows)
-        average = torch.cat(averages).view(-1, rows).clamp(min=_TINY)
+        for parameter in parameters:
+            if "row_squares" not in self.state[parameter]:
+                self.state[parameter]["row_squares"] = torch.zeros_like(squares[0])
+            averages.append(self.state[parameter]["row_squares"])
+        torch._foreach_lerp_(averages, squares.unbind(), 1 - ROW_MOMENTUM)
+        average = torch.stack(averages).clamp(min=_TINY)
         size = squares.sum(1, True) / (squares / average).sum(1, True).clamp(min=_TINY)
-        factors = (size / average).sqrt().flatten()
-        for update, factor in zip(updates, torch.split(factors, lengths), strict=True):
+        for update, factor in zip(updates, (size / average).sqrt().unbind(), strict=True):
             update.mul_(self._own_rows(factor)[:, None])
 
     def _all_rows(
         self, parameters: list[nn.Parameter], numbers: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Return numbers (n,) of all rows of the parameters from those that this rank has of its own rows."""
-        return torch.cat(numbers)
+        """Return numbers (n, rows) of all rows of n parameters from those that this rank has of its own rows."""
+        return torch.stack(numbers)
 
     def _own_rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return those of a parameter's rows that this rank updates: all."""
