@@ -47,7 +47,12 @@ class Muon(torch.optim.Optimizer):
 
     With `even_rows` it is NorMuon, the norm of an update kept as in modded-nanogpt: no neuron's weights move much
     further than another's.
+
+    Where the attribute `found_inf` is 1.0, a () tensor on the weights' device, a step leaves every bit of weights and
+    state as it was, as AdamW's fused kernel does; nothing waits for the device.
     """
+
+    found_inf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
+        self._rejected = None if self.found_inf is None else self.found_inf.bool()
         by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -84,7 +90,15 @@ class Muon(torch.optim.Optimizer):
         scale = 0.2 * math.sqrt(max(rows, columns))
         for (parameter, group), update in zip(entries, updates, strict=True):
             lr, decay = group["lr"], group["weight_decay"]
-            self._held(parameter).mul_(1 - lr * decay).add_(update, alpha=-lr * scale)
+            weight = self._held(parameter)
+            self._assign(weight, weight.mul(1 - lr * decay).add_(update, alpha=-lr * scale))
+
+    def _assign(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        """Put new numbers into a tensor, unless the update is rejected: then they may be NaN."""
+        if self._rejected is None:
+            tensor.copy_(new)
+        else:
+            torch.where(self._rejected, tensor, new, out=tensor)
 
     def _orthogonal(
         self, parameters: list[nn.Parameter], rows: int, columns: int
@@ -105,14 +119,15 @@ class Muon(torch.optim.Optimizer):
         """
         squares = self._all_rows(parameters, [_squares_of_rows(update) for update in updates])
         lengths = [len(parameter) for parameter in parameters]
-        averages = []
-        for parameter, now in zip(parameters, torch.split(squares, lengths), strict=True):
-            state = self.state[parameter]
-            if "row_squares" not in state:
-                state["row_squares"] = torch.zeros_like(now)
-            averages.append(state["row_squares"].lerp_(now, 1 - ROW_MOMENTUM))
+        for parameter in parameters:
+            if "row_squares" not in self.state[parameter]:
+                self.state[parameter]["row_squares"] = squares.new_zeros(len(parameter))
+        held = [self.state[parameter]["row_squares"] for parameter in parameters]
+        average = torch.cat(held).lerp_(squares, 1 - ROW_MOMENTUM)
+        for tensor, new in zip(held, torch.split(average, lengths), strict=True):
+            self._assign(tensor, new)
         squares = squares.view(-1, rows)
-        average = torch.cat(averages).view(-1, rows).clamp(min=_TINY)
+        average = average.view(-1, rows).clamp(min=_TINY)
         size = squares.sum(1, True) / (squares / average).sum(1, True).clamp(min=_TINY)
         factors = (size / average).sqrt().flatten()
         for update, factor in zip(updates, torch.split(factors, lengths), strict=True):
@@ -134,7 +149,9 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = self._held(state["momentum_buffer"]).lerp_(gradient, 1 - MOMENTUM)
+        held = self._held(state["momentum_buffer"])
+        momentum = held.lerp(gradient, 1 - MOMENTUM)
+        self._assign(held, momentum)
         return gradient.lerp(momentum, MOMENTUM)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
