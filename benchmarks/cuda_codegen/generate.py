@@ -68,7 +68,8 @@ def take_steps(case: Case) -> dict[str, Any]:
             ids = torch.zeros(2, case.micro_batch, case.model.context_length, dtype=torch.int64)
         how = strategy.Strategy(runtime, system)
         trained = how.prepare(model)
-        optimizers = build_optimizers(model, OptimConfig(), device=runtime.device)
+        optim = OptimConfig(optimizer=case.optimizer)
+        optimizers = build_optimizers(model, optim, device=runtime.device)
         micro = [MicroBatch(x.clone(), x.clone(), i, i == 1) for i, x in enumerate(ids)]
         batch = GlobalBatch(tuple(micro), 2 * ids[0].numel(), 0, 0, 2 * case.micro_batch, None)
         after: list[int] = []

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from benchmarks.cuda_codegen.device import CARDS, Architecture, build
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.presets import preset
-from gpt2lab.config.schema import ModelConfig, ModelName
+from gpt2lab.config.schema import ModelConfig, ModelName, Optimizer
 from gpt2lab.errors import ConfigError
 
 Kernel = Literal["cudnn", "flash", "efficient"]
@@ -40,6 +40,7 @@ class Case:
     machine_code: bool = False  # also registers, stack and spills
     preset: ModelName = "gpt2"
     by_region: bool = False  # compiled as a deep model is
+    optimizer: Optimizer = "adamw"
 
     @property
     def model(self) -> ModelConfig:

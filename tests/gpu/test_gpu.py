@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import launch
 from gpt2lab.checkpoint import store
-from gpt2lab.config.schema import AttentionBackend, ModelConfig, OptimConfig, SystemConfig
+from gpt2lab.config.schema import (
+    AttentionBackend,
+    ModelConfig,
+    OptimConfig,
+    Optimizer,
+    SystemConfig,
+)
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import open_data
@@ -167,13 +173,15 @@ def test_resume_is_bit_identical_in_deterministic_mode(
     assert launch.parameter_hash(resumed, 20) == launch.parameter_hash(straight, 20)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
 def test_pipelined_steps_are_those_one_by_one_in_deterministic_mode(
-    tiny_data: Path, tmp_path: Path
+    optimizer: str, tiny_data: Path, tmp_path: Path
 ) -> None:
     """Also around an update that is not finite, which the GPU rejects by itself."""
     runs = []
     for order in ("0", "1"):
-        flags = _flags(tiny_data, tmp_path / order, "--deterministic", "--compile=off")
+        more = ("--deterministic", "--compile=off", f"--optimizer={optimizer}")
+        flags = _flags(tiny_data, tmp_path / order, *more)
         program = launch.WORKERS / "pipelined.py"
         done = launch.train(flags, program=program, PIPELINED=order, BAD_RANK="0")
         assert done.returncode == 0, done.stderr
@@ -304,7 +312,8 @@ def test_a_growing_text_starts_no_kernel_of_cudnn(alone: Runtime) -> None:
 # -- speed, memory -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimizer", "waits"), [("adamw", 0), ("adamw", 1), ("muon", 1)])
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+@pytest.mark.parametrize("waits", [0, 1])
 def test_a_step_waits_for_the_gpu_only_where_the_host_decides(
     optimizer: Any, waits: int, alone: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
@@ -29,7 +29,7 @@ from gpt2lab.model.counts import count_rows
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.training.ranks import check_drift
-from gpt2lab.training.train_step import StepStats, train_step
+from gpt2lab.training.train_step import StepStats, is_finite, train_step
 
 # Rows that neither 2 nor 3 processes can share evenly, and fewer rows than processes: the positions.
 CONFIG = ModelConfig(n_layer=2, n_head=1, n_embd=7, context_length=2, vocab_size=11)
@@ -49,6 +49,7 @@ class Trained:
         system = SystemConfig(
             dtype="fp32", parallel=cast(Parallel, parallel), fsdp_offload=more == "offloaded"
         )
+        self.is_offloaded = system.fsdp_offload
         self.strategy = Strategy(runtime, system)
         if more == "scattered":  # as always on GPUs
             self.strategy._scatters = True
@@ -58,22 +59,28 @@ class Trained:
         self.optimizers = self.strategy.shard_optimizer_state(self.model, optimizers)
         self.strategy.warm_up_reducer(self.wrapped, batch_size=1, context_length=2)
 
-    def step(self, number: int, *, accepted: bool = True, clip: float = 0.1) -> StepStats:
+    def step(
+        self, number: int, *, rejected_by: Literal["host", "device"] | None = None
+    ) -> StepStats:
         rank, world = self.runtime.rank, self.runtime.world_size
         micro = []
         for index in (rank, rank + world):
             generator = torch.Generator().manual_seed(100 * number + index)
             ids = torch.randint(0, 11, (1, 3), generator=generator).to(self.runtime.device)
             micro.append(MicroBatch(ids[:, :-1], ids[:, 1:], index, index >= world))
+        # Divided by NaN, the loss and all gradients are NaN.
+        targets: Any = math.nan if rejected_by == "device" else 4 * world
+        # As in training; None: the device decides.
+        accept = is_finite if self.is_offloaded else None
         return train_step(
             self.wrapped,
             self.optimizers,
-            GlobalBatch(tuple(micro), 4 * world, 0, 0, 2 * world, None, 0.0),
+            GlobalBatch(tuple(micro), targets, 0, 0, 2 * world, None, 0.0),
             1e-2,
             strategy=self.strategy,
-            grad_clip=clip,
+            grad_clip=0.1,
             seed=number,
-            accept=lambda loss, norm: accepted and math.isfinite(norm),
+            accept=accept if rejected_by != "host" else lambda loss, norm: False,
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -126,11 +133,14 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
         here = Trained(runtime, mode, optimizer)
         for number, other in zip((1, 2, 3), stats, strict=True):
             before = here.weights()
-            here.step(number, accepted=False)  # a rejected update leaves nothing behind
+            here.step(number, rejected_by="host")  # a rejected update leaves nothing behind
             compare(here.weights(), before)
             found = here.step(number)
             assert math.isclose(found.loss, other.loss, rel_tol=1e-6)
             assert math.isclose(found.grad_norm, other.grad_norm, rel_tol=1e-5)
+            before = here.weights()
+            assert not here.step(number, rejected_by="device").updated
+            compare(here.weights(), before)
         compare(here.weights(), expected, exact=False)
         check_drift(here.model, runtime, 3)
         with contextlib.ExitStack() as entered:

@@ -47,7 +47,12 @@ class Muon(torch.optim.Optimizer):
 
     With `even_rows` it is NorMuon, the norm of a parameter's update kept as in modded-nanogpt: no neuron's weights move
     much further than another's.
+
+    Where the attribute `found_inf` is 1.0, a () tensor on the weights' device, a step leaves every bit of weights and
+    state as it was, as AdamW's fused kernel does; nothing waits for the device.
     """
+
+    found_inf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
+        self._rejected = None if self.found_inf is None else self.found_inf.bool()
         by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, dict[str, Any]]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -86,7 +92,15 @@ class Muon(torch.optim.Optimizer):
         scale = 0.2 * math.sqrt(max(rows, columns))
         for (parameter, group), update in zip(entries, updates, strict=True):
             lr, decay = group["lr"], group["weight_decay"]
-            self._held(parameter).mul_(1 - lr * decay).add_(update, alpha=-lr * scale)
+            weight = self._held(parameter)
+            self._assign(weight, weight.mul(1 - lr * decay).add_(update, alpha=-lr * scale))
+
+    def _assign(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        """Put new numbers into a tensor, unless the update is rejected: then they may be NaN."""
+        if self._rejected is None:
+            tensor.copy_(new)
+        else:
+            torch.where(self._rejected, tensor, new, out=tensor)
 
     def _orthogonal(
         self, parameters: list[nn.Parameter], rows: int, columns: int
@@ -104,13 +118,15 @@ class Muon(torch.optim.Optimizer):
         The averages begin at 0 and need no correction: a factor of all rows changes nothing.
         """
         squares = self._all_rows(parameters, [_squares_of_rows(update) for update in updates])
-        averages = []
+        held = []
         for parameter in parameters:
             if "row_squares" not in self.state[parameter]:
                 self.state[parameter]["row_squares"] = torch.zeros_like(squares[0])
-            averages.append(self.state[parameter]["row_squares"])
-        torch._foreach_lerp_(averages, squares.unbind(), 1 - ROW_MOMENTUM)
-        average = torch.stack(averages).clamp(min=_TINY)
+            held.append(self.state[parameter]["row_squares"])
+        averages = torch.stack(held).lerp_(squares, 1 - ROW_MOMENTUM)
+        for tensor, new in zip(held, averages.unbind(), strict=True):
+            self._assign(tensor, new)
+        average = averages.clamp(min=_TINY)
         size = squares.sum(1, True) / (squares / average).sum(1, True).clamp(min=_TINY)
         for update, factor in zip(updates, (size / average).sqrt().unbind(), strict=True):
             update.mul_(self._own_rows(factor)[:, None])
@@ -131,7 +147,9 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = self._held(state["momentum_buffer"]).lerp_(gradient, 1 - MOMENTUM)
+        held = self._held(state["momentum_buffer"])
+        momentum = held.lerp(gradient, 1 - MOMENTUM)
+        self._assign(held, momentum)
         return gradient.lerp(momentum, MOMENTUM)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -65,8 +65,10 @@ def assert_partition(
 
 
 def can_reject_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether `reject_on_device` works: for AdamW with the fused kernel, of full or of sharded weights."""
-    return isinstance(optimizer, AdamW) and all(group["fused"] for group in optimizer.param_groups)
+    """Tell whether `reject_on_device` works: for Muon and fused AdamW, of full or of sharded weights."""
+    if isinstance(optimizer, AdamW):
+        return all(group["fused"] for group in optimizer.param_groups)
+    return isinstance(optimizer, Muon)
 
 
 def reject_on_device(
@@ -74,7 +76,7 @@ def reject_on_device(
 ) -> None:
     """Let the next `step` change nothing if one of the numbers, each (), is not finite.
 
-    The fused kernel decides, as for torch.amp.GradScaler: nothing waits for the device. The step counts stay too.
+    The device decides, as for torch.amp.GradScaler: nothing waits for it. The optimizer's state stays too.
     """
     are_finite = torch.isfinite(torch.stack(numbers)).all()
     for optimizer in optimizers:

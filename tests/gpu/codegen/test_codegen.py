@@ -23,7 +23,7 @@ TENSORS = {layers: 4 + 12 * layers for layers in (2, 4)}  # of parameters
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:
-    by_region = Case(2, 64, by_region=True)
+    by_region = Case(2, 64, by_region=True, optimizer="normuon")
     return report.generate("sm_90", [Case(2, 64, machine_code=True), Case(4, 64), by_region])
 
 
@@ -35,7 +35,7 @@ def counted(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def by_region(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return two layers, compiled as those of a deep model."""
+    """Return two layers, compiled as those of a deep model, with NorMuon."""
     return cases[2]
 
 
@@ -45,8 +45,9 @@ def test_the_step_is_two_graphs_compiled_once(counted: list[dict[str, Any]]) -> 
         assert (case["graph_breaks"], case["recompiles"]) == (0, 0)
 
 
-def test_a_pipelined_step_never_waits_for_the_card(counted: list[dict[str, Any]]) -> None:
-    for case in counted:
+def test_a_pipelined_step_never_waits_for_the_card(cases: list[dict[str, Any]]) -> None:
+    assert {case["case"]["optimizer"] for case in cases} == {"adamw", "normuon"}
+    for case in cases:
         assert case["waits"] == []
 
 

@@ -120,6 +120,46 @@ def test_normuon_without_any_gradient_moves_nothing() -> None:
     assert torch.equal(parameter.detach(), torch.ones(4, 8))
 
 
+class Weights:
+    """Three weights, one of three matrices, and their optimizer."""
+
+    def __init__(self, *, even_rows: bool) -> None:
+        self.shapes = [(8, 8), (24, 8), (8, 32)]
+        self.parameters = [nn.Parameter(value) for value in matrices(self.shapes, 1)]
+        groups = [{"params": [p], "parts": 3 if len(p) == 24 else 1} for p in self.parameters]
+        self.optimizer = Muon(groups, lr=0.02, even_rows=even_rows)
+
+    def step(self, gradients: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        self.optimizer.found_inf = found_inf
+        self.optimizer.step()
+
+    def bits(self) -> list[list[int]]:
+        """Return all of weights and state; unlike -0.0 and 0.0, equal ones have the same bits."""
+        state = [v for p in self.parameters for v in self.optimizer.state[p].values()]
+        return [v.detach().view(torch.int32).tolist() for v in (*self.parameters, *state)]
+
+
+@pytest.mark.parametrize("even_rows", [False, True])
+def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_rejections(
+    even_rows: bool,
+) -> None:
+    here, plain = Weights(even_rows=even_rows), Weights(even_rows=even_rows)
+    for number in (1, 2, 3):
+        gradients = matrices(here.shapes, number)
+        here.step(gradients, torch.zeros(()))
+        plain.step(gradients, None)
+        assert here.bits() == plain.bits()
+        for each in (here, plain):
+            first = each.parameters[0]
+            for value in (first.detach(), each.optimizer.state[first]["momentum_buffer"]):
+                value[0, number] = -0.0
+        for bad in (math.nan, math.inf, 1.0):
+            here.step([torch.full(shape, bad) for shape in here.shapes], torch.ones(()))
+            assert here.bits() == plain.bits()
+
+
 def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
     model = build_model(ModelConfig(**SHAPE, qk_norm="rmsnorm"), seed=1, device=CPU)
     config = OptimConfig(optimizer="muon", max_lr=0.01, muon_lr=0.03)

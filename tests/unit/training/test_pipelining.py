@@ -30,7 +30,7 @@ from gpt2lab.distributed.strategy import Mark, Numbers, Strategy
 from gpt2lab.errors import GPT2LabError, NonFiniteError
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.adamw import AdamW
-from gpt2lab.optim.optimizers import build_optimizers, can_reject_on_device, reject_on_device
+from gpt2lab.optim.optimizers import build_optimizers, reject_on_device
 from gpt2lab.planner.run_clock import Progress
 from gpt2lab.runs import history
 from gpt2lab.training.health import why_host_decides
@@ -144,9 +144,13 @@ def both(tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bo
 def test_log_and_checkpoints_are_those_of_steps_one_by_one(
     both: Both, on_steps: Callable[[OnStep], None], spoil: Callable[..., OnStep]
 ) -> None:
-    """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite."""
+    """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite.
+
+    NorMuon trains the blocks' matrices, AdamW the rest.
+    """
     on_steps(spoil(1, 6, 10, 11, 17))
     flags = ("--max_steps=26", "--eval_freq=8", "--checkpoint_freq=5", "--epoch_checkpoints=on")
+    flags = (*flags, "--optimizer=normuon")
     both.train(*flags, "--stop_after_steps=13")
     both.train(*flags, "--resume=latest")
     both.assert_equal()
@@ -242,7 +246,7 @@ def test_two_ranks_decide_alike(both: Both, parallel: str) -> None:
     """Also where one of them alone has a gradient that is not finite."""
     for run, pipelined in zip(both.runs, "01", strict=True):
         flags = [*run.flags, "--max_steps=12", "--eval_freq=5", "--drift_check_freq=4"]
-        flags.append(f"--parallel={parallel}")
+        flags += [f"--parallel={parallel}", "--optimizer=normuon"]  # and AdamW of what it leaves
         done = launch.train_in_forks(
             flags,
             world=2,
@@ -324,7 +328,7 @@ def test_an_update_rejected_by_the_optimizer_changes_nothing_and_counts_no_step(
     [
         (Config(), None),
         (Config(optim=OptimConfig(on_spike="skip")), "on_spike skip"),
-        (Config(optim=OptimConfig(optimizer="muon")), "Muon cannot reject updates on the device"),
+        (Config(optim=OptimConfig(optimizer="muon")), None),
         (Config(system=SystemConfig(reduce="exact")), "reduce exact"),
         (Config(system=SystemConfig(fsdp_offload=True)), "fsdp_offload"),
         (Config(log=LogConfig(histogram_freq=5)), "histograms of gradients"),
@@ -341,11 +345,13 @@ def test_the_host_decides_where_the_device_cannot(
     assert why_host_decides(config, optimizers, Runtime()) == reason
 
 
-def test_only_the_fused_kernel_can_reject() -> None:
+def test_the_host_decides_where_an_optimizer_cannot_reject(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "runs_ahead", True)
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    assert can_reject_on_device(AdamW(parameters, fused=True))
-    assert not can_reject_on_device(AdamW(parameters))
-    assert not can_reject_on_device(torch.optim.SGD(parameters, lr=0.1))
+    assert why_host_decides(Config(), [AdamW(parameters, fused=True)], Runtime()) is None
+    for unable in (AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)):
+        reason = f"{type(unable).__name__} cannot reject updates on the device"
+        assert why_host_decides(Config(), [unable], Runtime()) == reason
 
 
 # -- a device that hangs ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from gpt2lab.errors import TornUpdateError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.model.loss import cross_entropy_sum, token_losses
 from gpt2lab.optim.optimizers import assert_partition, build_optimizers, set_learning_rate
-from gpt2lab.training.train_step import StepStats, train_step
+from gpt2lab.training.train_step import StepStats, is_finite, train_step
 from tiny import make_tokens
 
 CPU = torch.device("cpu")
@@ -381,15 +381,15 @@ class CountsReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("optimizer", get_args(Optimizer))
 @pytest.mark.parametrize("grad_clip", [0.0, 1.0])
-def test_a_step_reads_two_numbers_and_waits_for_nothing_else(
-    optimizer: Optimizer, grad_clip: float, strategy: Strategy
+@pytest.mark.parametrize(("accept", "reads"), [(is_finite, 2), (None, 0)])
+def test_a_step_waits_only_for_the_loss_and_the_norm_and_only_where_the_host_decides(
+    optimizer: Optimizer, grad_clip: float, accept: Any, reads: int, strategy: Strategy
 ) -> None:
-    """The loss and the norm, one after the other, before the update: however many micro-batches there are."""
+    """One after the other, before the update: however many micro-batches there are."""
     model = build_model(MODEL, seed=1337, device=CPU)
     optimizers = build_optimizers(model, OptimConfig(optimizer=optimizer), device=CPU)
     for batch in golden_batches():
         with CountsReads() as counted:
-            train_step(
-                model, optimizers, batch, 1e-3, strategy=strategy, grad_clip=grad_clip, seed=1
-            )
-        assert counted.reads == 2
+            how: Any = {"strategy": strategy, "grad_clip": grad_clip, "seed": 1}
+            train_step(model, optimizers, batch, 1e-3, accept=accept, **how)
+        assert counted.reads == reads
