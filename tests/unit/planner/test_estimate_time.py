@@ -188,6 +188,15 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not (tmp_path / "runs").exists()
 
 
+def test_memory_check_rejects_what_it_does_not_answer(tmp_path: Path) -> None:
+    words = ["--gpu=H100", "--deadline=12h", f"--report={tmp_path / 'r.json'}", "--explain"]
+    code, said, error = call("memory_check.py", *words)
+    assert (code, said, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: --deadline and --report and --explain: for ")
+    assert "estimate" in error
+    assert call("memory_check.py", "--gpu=H100", "--price=3", "--json").returncode == 0
+
+
 @pytest.mark.parametrize("typed", [["--model=modern-small"], ["--model=gpt2", "--optimizer=muon"]])
 def test_the_loss_of_what_is_not_gpt2_is_not_predicted_as_gpt2s(
     tmp_path: Path, typed: list[str]
