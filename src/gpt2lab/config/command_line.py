@@ -74,7 +74,7 @@ def argument(help: str) -> Any:
 
 
 # A model to load: its help, the same in every command.
-TARGET = "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2"
+TARGET = "a run (name or folder), a checkpoint's folder, a Hugging Face folder, or hf:NAME"
 
 
 @dataclass(frozen=True)
