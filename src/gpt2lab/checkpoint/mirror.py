@@ -113,7 +113,7 @@ def connect(url: str, run: str, *, must_exist: bool = True) -> Mirror:
     if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^@?#]+", url) is None or "::" in url:
         raise ConfigError(
             f"checkpoint_mirror {url!r}: not a plain URL; write s3://BUCKET/PATH, gs://BUCKET/PATH or "
-            f"file:///FOLDER, without user, password or options"
+            f"file:///FOLDER, without user, password or options; None is no mirror"
         )
     if protocol in _LOCAL and not url.startswith(f"{protocol}:///"):
         raise ConfigError(f"checkpoint_mirror {url}: needs an absolute path, {protocol}:///FOLDER")
