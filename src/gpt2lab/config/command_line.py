@@ -477,6 +477,8 @@ def _unknown(name: str, known: Collection[str]) -> str:
     """Answer a flag that is not among the known ones."""
     ours = _LENGTHS.get(name)
     hint = fmt.did_you_mean(name, known, "see --help", flag="--")
+    if name == "fsdp_offload":
+        hint = "what it moves to the CPU's memory is not counted; leave it out, for fsdp without it"
     return f"unknown flag --{name}: {f'here it is --{ours}' if ours in known else hint}"
 
 

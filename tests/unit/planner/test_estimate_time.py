@@ -150,6 +150,7 @@ REFUSALS = {
     "run of another name": (["--run_name=nobody"], 2, "nobody"),
     "measure elsewhere": (["--measure", "--gpu=H100"], 2, "--measure"),
     "sharing alone": (["--gpu=H100", "--parallel=fsdp"], 2, "--gpus"),
+    "offloaded weights": (["--gpu=H100", "--gpus=8", "--fsdp_offload"], 2, "is not counted"),
     "bf16 without fsdp": (["--gpu=H100", "--gpus=8", "--fsdp_param_dtype=bf16"], 2, "fsdp"),
     "bf16 gathered for fp32": (
         ["--gpu=H100", "--gpus=8", "--parallel=fsdp", "--fsdp_param_dtype=bf16", "--dtype=fp32"],
