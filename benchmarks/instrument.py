@@ -1,6 +1,6 @@
 """Runs any PyTorch training script and looks inside; a program of its own, which knows nothing of the script.
 
-instrument.py memory|profile RESULT.json SCRIPT [FLAGS...]
+instrument.py memory|profile|memory+profile RESULT.json SCRIPT [FLAGS...]
 
 `memory`: the peak of live tensor bytes over the first three optimizer steps. `profile`: seconds by operator of two
 later ones. The process ends as soon as that is known; steps are told by torch's own hook on optimizers.
@@ -30,25 +30,30 @@ def main(what: str, result: str, script: str, *flags: str) -> None:
     sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).parent)
     torch._inductor.config.cpp.enable_kernel_profile = True  # compiled kernels by name
-    steps, profiler = 0, _profiler(memory=what == "memory")
-    began = 0.0
-    if what == "memory" and not torch.cuda.is_available():
-        profiler.start()
+    steps, began, last = 0, 0.0, _MEMORY_STEPS
+    found: dict[str, Any] = {}
+    memory, profiler = _profiler(memory=True), _profiler(memory=False)
+    if "profile" in what:
+        last = _PROFILE_FROM + _PROFILE_STEPS
+    if "memory" in what and not torch.cuda.is_available():
+        memory.start()
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal steps, began
         steps += 1
-        if what == "memory" and steps == _MEMORY_STEPS:
+        if "memory" in what and steps == _MEMORY_STEPS:
             if not torch.cuda.is_available():  # a GPU's allocator knows its peak
-                profiler.stop()
-            _leave(result, {"peak_live_bytes": _peak_bytes(profiler)})
-        if what == "profile" and steps == _PROFILE_FROM:
+                memory.stop()
+            found["peak_live_bytes"] = _peak_bytes(memory)
+        if "profile" in what and steps == _PROFILE_FROM:
             profiler.start()
             began = _now()
-        if what == "profile" and steps == _PROFILE_FROM + _PROFILE_STEPS:
+        if "profile" in what and steps == last:
             seconds = (_now() - began) / _PROFILE_STEPS
             profiler.stop()
-            _leave(result, {"step_seconds": seconds, "operators": _operators(profiler)})
+            found.update(step_seconds=seconds, operators=_operators(profiler))
+        if steps == last:
+            _leave(result, found)
 
     register_optimizer_step_post_hook(after_step)
     runpy.run_path(script, run_name="__main__")

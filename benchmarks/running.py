@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.contestants import Contestant, Step
 from gpt2lab.errors import CheckError
@@ -137,10 +137,8 @@ def end_contestants_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def measure_inside(
-    contestant: Contestant, what: Literal["memory", "profile"], *, limit_seconds: float
-) -> dict[str, Any]:
-    """Run the contestant with instrument.py around it and return what that found.
+def measure_inside(contestant: Contestant, what: str, *, limit_seconds: float) -> dict[str, Any]:
+    """Run the contestant with instrument.py around it and return what that found: memory, profile, memory+profile.
 
     Raises: CheckError.
     """

@@ -134,10 +134,9 @@ def _compare_at(
         entries = [race.Entry(c, []) for c in contestants]
         _race(entries, plan, clock, say)
         ran = [entry for entry in entries if entry.runs]
-        if plan.memory:
-            for entry in ran:
-                inside = _inside(entry, "memory", plan, clock, say)
-                entry.live_bytes = inside["peak_live_bytes"] if inside else None
+        inside = _look_inside(ran, plan, clock, say)
+        for entry in ran:
+            entry.live_bytes = inside.get(entry.name, {}).get("peak_live_bytes")
         rows = race.summarize(
             ran,
             matmul={"fp32": best.matmul_fp32, "bf16": best.matmul_bf16},
@@ -156,7 +155,7 @@ def _compare_at(
             "left_out": [e.name for e in entries if not (e.runs or e.failed)],
         }
         if plan.profile:
-            result["profile"] = _profiles(ran, plan, clock, say)
+            result["profile"] = _profiles(ran, inside, say)
     return result
 
 
@@ -198,26 +197,26 @@ def _race(entries: list[race.Entry], plan: Plan, clock: _Clock, say: Callable[[s
         say(f"  {turn}: {rate:,.0f} tokens/s{kernel}{predicted}")
 
 
-def _inside(
-    entry: race.Entry,
-    what: Literal["memory", "profile"],
-    plan: Plan,
-    clock: _Clock,
-    say: Callable[[str], None],
-) -> dict[str, Any] | None:
-    """Look inside a process of the contestant; None where it failed or there was no time."""
-    if not clock.allows(1):
-        say(f"  {what} of {entry.name}: left out, {clock.left:.0f} s are left of --total_seconds")
-        return None
-    _empty(entry.contestant)
-    try:
+def _look_inside(
+    entries: Sequence[race.Entry], plan: Plan, clock: _Clock, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Look inside one more process of each contestant; left out is what failed or had no time."""
+    found = {}
+    what = "+".join(name for name in ("memory", "profile") if getattr(plan, name))
+    for entry in entries if what else ():
+        if not clock.allows(1):
+            left = f"{clock.left:.0f} s are left of --total_seconds"
+            say(f"  {what} of {entry.name}: left out, {left}")
+            continue
+        _empty(entry.contestant)
         limit = min(plan.limit_seconds, clock.left)
-        return measure_inside(entry.contestant, what, limit_seconds=limit)
-    except CheckError as error:
-        if clock.left == math.inf:
-            raise
-        say(f"  {what} of {entry.name}: failed: {error}")
-        return None
+        try:
+            found[entry.name] = measure_inside(entry.contestant, what, limit_seconds=limit)
+        except CheckError as error:
+            if clock.left == math.inf:
+                raise
+            say(f"  {what} of {entry.name}: failed: {error}")
+    return found
 
 
 def _contestants(plan: Plan, name: SizeName, folder: Path) -> list[Contestant]:
@@ -245,18 +244,18 @@ def _empty(contestant: Contestant) -> None:
 
 
 def _profiles(
-    entries: Sequence[race.Entry], plan: Plan, clock: _Clock, say: Callable[[str], None]
+    entries: Sequence[race.Entry], inside: Mapping[str, dict[str, Any]], say: Callable[[str], None]
 ) -> dict[str, Any]:
     found = {}
     for entry in entries:
-        inside = _inside(entry, "profile", plan, clock, say)
-        if inside is None:
+        if entry.name not in inside:
             continue
-        seconds = split_operators(inside["operators"], inside["step_seconds"], entry.data_seconds)
-        found[entry.name] = {"seconds": seconds, "operators": inside["operators"]}
+        seen = inside[entry.name]
+        seconds = split_operators(seen["operators"], seen["step_seconds"], entry.data_seconds)
+        found[entry.name] = {"seconds": seconds, "operators": seen["operators"]}
         say(describe_split(entry.name, seconds))
         if entry is entries[0]:
-            say(longest_operators(inside["operators"]))
+            say(longest_operators(seen["operators"]))
     return found
 
 

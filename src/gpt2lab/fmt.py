@@ -53,6 +53,11 @@ def number_of(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def steps(first: int, last: int) -> str:
+    """Name the steps from the first to the last: `step 9`, `steps 9 to 12`."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def duration(seconds: float | None) -> str:
     """Write seconds in the two largest units: 18_120 -> '5h 02m'; None -> 'n/a'."""
     if seconds is None:

@@ -12,3 +12,7 @@ from gpt2lab import fmt
 )
 def test_sizes_round_into_the_next_unit(number: int, text: str) -> None:
     assert fmt.num_bytes(number) == text
+
+
+def test_one_step_is_no_range() -> None:
+    assert (fmt.steps(9, 9), fmt.steps(9, 12)) == ("step 9", "steps 9 to 12")

@@ -19,13 +19,15 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
+import threading
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
@@ -58,10 +60,12 @@ _OWNER, _OF_RUN, _METRICS, _FORECAST = (
 )
 _COPY = re.compile(r"step_[0-9]{8,}-[0-9a-f]{8}")
 _BLOCK = 4 * 1024 * 1024
+ANSWER_SECONDS = 60.0  # for the answer to one question, or one block of a download
 _BUCKETS = ("s3", "s3a", "gs", "gcs")  # protocols whose path begins with a bucket, which must exist
 _LOCAL = ("file", "local")
 
 Tick = Callable[[], None]  # called after every block; an error from it ends the copy
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def connect(url: str, run: str, *, must_exist: bool = True) -> Mirror:
     if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^@?#]+", url) is None or "::" in url:
         raise ConfigError(
             f"checkpoint_mirror {url!r}: not a plain URL; write s3://BUCKET/PATH, gs://BUCKET/PATH or "
-            f"file:///FOLDER, without user, password or options"
+            f"file:///FOLDER, without user, password or options; None is no mirror"
         )
     if protocol in _LOCAL and not url.startswith(f"{protocol}:///"):
         raise ConfigError(f"checkpoint_mirror {url}: needs an absolute path, {protocol}:///FOLDER")
@@ -140,6 +144,26 @@ class Mirror:
         self._protocol = url.partition("://")[0]
         self._is_local = self._protocol in _LOCAL
         self._known: dict[str, Copy] = {}  # what was read once: a name means one content
+
+    @staticmethod
+    def in_time(act: Callable[..., T], *args: Any) -> T:
+        """Return the result of `act(*args)`, or raise its error, or TimeoutError: a file system may wait forever."""
+        answers: list[T | Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(act(*args))
+            except Exception as error:
+                answers.append(error)
+
+        thread = threading.Thread(target=ask, name="mirror", daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
+        if not answers:
+            raise TimeoutError(f"no answer in {ANSWER_SECONDS:.0f} s")
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -433,14 +457,17 @@ class Mirror:
         return final
 
     def _download(self, remote: str, path: Path, most: int, step: int) -> None:
-        with self.fs.open(remote, "rb") as source, open(path, "xb") as file:
-            left = most + 1
-            while left > 0 and (block := source.read(min(_BLOCK, left))):
-                file.write(block)
-                left -= len(block)
-                faultpoint(f"mirror.download.{path.name}", step)
-            file.flush()
-            os.fsync(file.fileno())
+        source, left = self.in_time(self.fs.open, remote, "rb"), most + 1
+        try:
+            with open(path, "xb") as file:
+                while left > 0 and (block := self.in_time(source.read, min(_BLOCK, left))):
+                    file.write(block)
+                    left -= len(block)
+                    faultpoint(f"mirror.download.{path.name}", step)
+                file.flush()
+                os.fsync(file.fileno())
+        finally:  # beside, because it waits for a read that hangs
+            threading.Thread(target=source.close, daemon=True).start()
 
     def _about(self, copy: Copy, staging: Path) -> dict[str, Any]:
         file = JsonFile(staging / _OF_RUN, CheckpointError)
@@ -459,12 +486,10 @@ class Mirror:
     def _restore_log(self, copy: Copy, staging: Path, run_dir: Path) -> None:
         """Put the copy's log in place, unless the one there goes on from it."""
         log, there = staging / METRICS, run_dir / METRICS
+        packed = staging / _METRICS
+        self._download(f"{self._root}/{copy.name}/{_METRICS}", packed, sys.maxsize, copy.step)
         try:
-            with (
-                self.fs.open(f"{self._root}/{copy.name}/{_METRICS}", "rb") as remote,
-                gzip.GzipFile(fileobj=remote) as source,
-                open(log, "xb") as file,
-            ):
+            with gzip.open(packed) as source, open(log, "xb") as file:
                 shutil.copyfileobj(source, file, _BLOCK)
                 file.flush()
                 os.fsync(file.fileno())

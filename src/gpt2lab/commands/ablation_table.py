@@ -17,7 +17,7 @@ from gpt2lab.evaluation import over_seeds
 from gpt2lab.evaluation.over_seeds import Comparison
 from gpt2lab.evaluation.results import Results, file_of_step, read_results
 from gpt2lab.evaluation.uncertainty import t_half_width
-from gpt2lab.files import replace_durably
+from gpt2lab.files import is_number, replace_durably
 from gpt2lab.runs import history
 
 
@@ -89,7 +89,7 @@ def read_curve(run_dir: Path) -> Curve:
     tokens = dict(zip(taken, log.column("tokens").astype(int).tolist(), strict=True))
     spent = itertools.accumulate(log.column("step_seconds").tolist())
     seconds = dict(zip(taken, spent, strict=True))
-    kept = [s for s in sorted(evals) if s in seconds and evals[s]["val_loss"] is not None]
+    kept = [s for s in sorted(evals) if s in seconds and is_number(evals[s].get("val_loss"))]
     if not kept:
         raise CheckError(f"{run_dir}: no validation loss was logged")
     return Curve(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.commands.train import recipe_named
 from gpt2lab.data.documents import find_documents
 from gpt2lab.data.mixture import Mixture, require_same_data, training_order, with_data_at
@@ -58,7 +58,7 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     event, numbers = log.step(step), log.numbers
     if event is None:
         taken = (
-            f"it has steps {numbers[0]} to {numbers[-1]}" if len(numbers) else "it has taken none"
+            f"it has {fmt.steps(numbers[0], numbers[-1])}" if len(numbers) else "it has taken none"
         )
         raise ConfigError(f"{run_dir}: no step {step}; {taken}")
     begun = [e for e in log.of_kind("begin") if e["attempt"] == event["attempt"]]

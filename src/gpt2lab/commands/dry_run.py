@@ -10,7 +10,7 @@ from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
-from gpt2lab.planner.auto import describe_memory, memory_here
+from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, memory_here
 from gpt2lab.planner.job import describe
 from gpt2lab.runs.console import Console
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -25,6 +25,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         return 0
     plan = start.plan
     need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
+    offloaded = start.config.system.fsdp_offload
     if command.actions.json:
         facts = {
             "run_dir": str(start.run_dir),
@@ -41,7 +42,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
             "checkpoint_bytes": plan.checkpoint_bytes,
             "disk_bytes": plan.disk_bytes,
             "memory": {
-                "needed_bytes": round(need.needed),
+                "needed_bytes": None if offloaded else round(need.needed),
                 "available_bytes": None if need.available is None else round(need.available),
                 "fits": need.fits,
                 "largest_mini_batch_size": need.largest_micro_batch,
@@ -62,7 +63,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
     for line in start.describe_sources():
         say(f"{'source':<14} {line}")
     say(describe(plan, start.config))
-    say(f"{'memory':<14} {describe_memory(need)}")
+    say(f"{'memory':<14} {NOT_COUNTED if offloaded else describe_memory(need)}")
     if start.initial:
         say(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
     if start.checkpoint:

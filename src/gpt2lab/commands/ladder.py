@@ -431,7 +431,7 @@ def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
 def _results(family: Family, out: Path) -> dict[str, Any]:
     """Fit, score what was predicted and has been run, and write ladder.json."""
     found = _read(family, out)
-    prediction, scored = history.read_json(out / ladder.PREDICTION), None
+    prediction, scored = ladder.read_prediction(out), None
     if prediction is not None and family.top is not None:
         scored = _score(family, out, prediction)
     rates = _rates(family, out, found)

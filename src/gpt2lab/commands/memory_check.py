@@ -1,6 +1,6 @@
 """Compare what a run needs at its peak, by category, with the memory that is free here.
 
-Takes the flags of gpt2lab estimate.
+Takes the flags of gpt2lab estimate that describe a run to come.
 
 gpt2lab memory-check --model gpt2 --mini_batch_size 32
 gpt2lab memory-check --model gpt2-xl --gpu H100
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import run_tyro
+from gpt2lab.errors import ConfigError
 from gpt2lab.planner import hardware, reports
 from gpt2lab.planner.ask import Ask, Predictor, check
 from gpt2lab.planner.memory import PARTS
@@ -20,6 +21,12 @@ from gpt2lab.planner.reports import GIB
 _COMMON = (  # flags of the short help
     *("model", "gpu", "gpus", "mini_batch_size", "context_length", "parallel"),
     *("activation_checkpointing", "data_dir", "json"),
+)
+# What `gpt2lab estimate` does besides predicting one run to come.
+_IDLE = (
+    *("run_name", "measure", "seconds", "find_batch_size", "max_batch", "deadline", "margin"),
+    *("start", "compare", "scaling", "lr_rule", "report", "explain", "list_gpus", "accuracy"),
+    "self_test",
 )
 
 
@@ -30,6 +37,11 @@ def main(argv: list[str]) -> int:
     """
     ask = run_tyro(Ask, argv, about=__doc__, common=_COMMON)
     check(ask)
+    idle = [f"--{name}" for name in _IDLE if getattr(ask, name) != getattr(Ask(), name)]
+    if idle:
+        raise ConfigError(
+            f"{' and '.join(idle)}: for {paths.command('estimate')}; memory-check looks at memory alone"
+        )
     predictor = Predictor(ask, hardware.load())
     profile = hardware.find_profile(ask.profile, predictor.hardware)
     job = predictor.job(profile)

@@ -23,7 +23,7 @@ from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckpointError, DataError, GPT2LabError
-from gpt2lab.planner.auto import memory_here
+from gpt2lab.planner.auto import NOT_COUNTED, memory_here
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -151,6 +151,8 @@ def _memory(start: Start, runtime: Runtime) -> Check:
     config = override(start.config, {"device": runtime.device.type})
     need = memory_here(config, start.plan, train_tokens=start.data.tokens("train"))
     numbers = {"needed_bytes": need.needed, "available_bytes": need.available}
+    if config.system.fsdp_offload:
+        return Check("memory", "warning", NOT_COUNTED)
     needed = f"{fmt.num_bytes(need.needed)} a rank predicted"
     if need.available is None:
         return Check("memory", "warning", f"{needed}; what is free is not known here", numbers)

@@ -126,7 +126,7 @@ class Replayed:
         """Write it for people."""
         first, last = self.shown[0].event["step"], self.shown[-1].event["step"]
         lines = [
-            f"{paths.for_people(self.run)}, steps {first} to {last} from the checkpoint of step "
+            f"{paths.for_people(self.run)}, {fmt.steps(first, last)} from the checkpoint of step "
             f"{self.from_step}{f', {self.change}' if self.change else ''}",
             *self.notes,
         ]
@@ -169,7 +169,7 @@ class Replayed:
             )
         if begin == end:
             return "no step before the change was taken, so none was compared with the log"
-        which = f"step {begin}" if begin == end - 1 else f"steps {begin} to {end - 1}"
+        which = fmt.steps(begin, end - 1)
         if self.rounding is None:
             return f"{which}: batch, rate, loss and gradient norm are every bit as logged"
         return (

@@ -74,7 +74,7 @@ def argument(help: str) -> Any:
 
 
 # A model to load: its help, the same in every command.
-TARGET = "a run (name or folder), a checkpoint's folder, or a Hugging Face GPT-2"
+TARGET = "a run (name or folder), a checkpoint's folder, a Hugging Face folder, or hf:NAME"
 
 
 @dataclass(frozen=True)
@@ -477,6 +477,8 @@ def _unknown(name: str, known: Collection[str]) -> str:
     """Answer a flag that is not among the known ones."""
     ours = _LENGTHS.get(name)
     hint = fmt.did_you_mean(name, known, "see --help", flag="--")
+    if name == "fsdp_offload":
+        hint = "what it moves to the CPU's memory is not counted; leave it out, for fsdp without it"
     return f"unknown flag --{name}: {f'here it is --{ours}' if ours in known else hint}"
 
 

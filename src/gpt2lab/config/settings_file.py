@@ -38,7 +38,7 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
     Raises: ConfigError naming the file, and every line that cannot be used.
     """
     text = _read_text(path)
-    values = _parse(path, text)
+    values = _with_none(_parse(path, text))
     if problems := [_with_line(name, text, what) for name, what in _problems(values).items()]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
@@ -54,7 +54,7 @@ def read_values(values: dict[str, Any]) -> dict[str, Any]:
 
     Raises: ConfigError naming every one that cannot be used.
     """
-    plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+    plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     if problems := _problems(plain):
         raise ConfigError("; ".join(problems.values()))
     return from_working_directory(plain)
@@ -67,6 +67,12 @@ def read_dict(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:
     """
     found, unused = read_values(values), _of_other_recipe(recipe)
     return {name: value for name, value in found.items() if name not in unused}
+
+
+def _with_none(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a file with `None` as on the command line: TOML has no null."""
+    optional = {name for name, (_, leaf) in LEAVES.items() if "None" in str(leaf.type)}
+    return {n: None if v == "None" and n in optional else v for n, v in values.items()}
 
 
 def _problems(values: dict[str, Any]) -> dict[str, str]:

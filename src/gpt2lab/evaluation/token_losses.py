@@ -170,7 +170,8 @@ def find_token_losses(name: str, checkpoint_dir: Path) -> TokenLosses:
         if (place / FACTS).exists():
             return read_token_losses(place)
     raise DataError(
-        f"{name}: holds no token losses; keep them with {paths.command('evaluate')} {name} --keep_token_losses"
+        f"{name}: holds no token losses (training keeps them at its end alone, not at a stop); "
+        f"keep them with {paths.command('evaluate')} {name} --keep_token_losses"
     )
 
 

@@ -33,6 +33,7 @@ from gpt2lab.planner.machine import Seen, look, named, total_memory
 from gpt2lab.planner.reports import GIB
 
 MAX_BATCH = 128  # largest mini batch that a search tries
+NOT_COUNTED = "not counted: --fsdp_offload keeps weights and optimizer state in the CPU's memory"
 PRESET_MAX_BATCH = 64  # sequences; more only takes memory, once every matmul fills the card
 _ENOUGH = 4  # sequences from which recomputing costs more than a larger mini batch saves
 # The cheapest in time first.
@@ -65,7 +66,8 @@ def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
         hardware.load(),
         MEMORY_TARGET,
         is_cpu=seen.is_cpu,
-        available=seen.free_memory(ranks),
+        # Of offloaded weights nobody has counted what a GPU holds: at most what it holds of others.
+        available=None if config.system.fsdp_offload else seen.free_memory(ranks),
     )
 
 

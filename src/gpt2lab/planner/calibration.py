@@ -142,7 +142,8 @@ def read(checkpoint_dir: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             _measured(record)
-        except (ValueError, KeyError, TypeError, RecursionError, ZeroDivisionError):
+            sum(one or 0 for one in (record.get("others"), *record.get("ratios", {}).values()))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, ZeroDivisionError):
             continue
         records.append(record)
     return records

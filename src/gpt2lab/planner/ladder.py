@@ -20,16 +20,29 @@ from gpt2lab import paths
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import OPTIONS
 from gpt2lab.errors import CheckError, ConfigError
-from gpt2lab.files import create_durably, replace_durably
+from gpt2lab.files import (
+    NUMBER,
+    OBJECT,
+    SIZE,
+    TEXT,
+    JsonFile,
+    create_durably,
+    list_of,
+    replace_durably,
+)
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit
 from gpt2lab.planner.timing import Interval
-from gpt2lab.runs.history import read_json
 
 FILE, PREDICTION = "ladder.json", "prediction.json"
 _FORMAT = "gpt2lab-ladder/1"
 # What the jobs that a ladder speaks of must share with its rungs, besides the data: a size is what may differ.
 SHARED = (*OPTIONS, "context_length", "vocab_size", "optimizer")
+_RUNG = {"parameters": SIZE, "tokens": SIZE, "losses": list_of(NUMBER, "a list of numbers")}
+_PREDICTED = {
+    **{"written": TEXT, "time": NUMBER, "inputs_sha256": TEXT, "parameters": SIZE, "tokens": SIZE},
+    **{"seeds": SIZE, "loss": OBJECT},
+}
 _FAR = (
     10.0  # times the compute of the most expensive rung, from which a loss is said to be far away
 )
@@ -95,19 +108,20 @@ def read_ladder(folder: Path) -> Ladder:
 
     Raises: ConfigError if there is none.
     """
-    found = read_json(folder / FILE)
-    if found is None or found.get("format") != _FORMAT:
+    file = JsonFile(folder / FILE, ConfigError, "fit the ladder again")
+    found = file.read() if file.path.exists() else {}
+    if found.get("format") != _FORMAT:
         raise ConfigError(
             f"{paths.for_people(folder)} holds no ladder that was fitted: "
             f"{paths.command('ladder')} fit FILE writes {FILE} there"
         )
-    try:
-        rungs = [
-            Rung(row["parameters"], row["tokens"], tuple(row["losses"])) for row in found["rungs"]
-        ]
-        return Ladder(str(found["name"]), found["settings"], fit(rungs))
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / FILE}: damaged ({error!r}); fit the ladder again") from error
+    rules = {"name": TEXT, "settings": OBJECT, "rungs": list_of(OBJECT, "a list of objects")}
+    file.check(found, rules)
+    file.check(found["settings"], {"data": TEXT, "data_name": TEXT}, where="settings: ")
+    for row in found["rungs"]:
+        file.check(row, _RUNG, where="rungs: ")
+    rungs = [Rung(row["parameters"], row["tokens"], tuple(row["losses"])) for row in found["rungs"]]
+    return Ladder(found["name"], found["settings"], fit(rungs))
 
 
 def find_ladder(name: str, checkpoint_dir: Path) -> Ladder:
@@ -120,14 +134,28 @@ def find_ladder(name: str, checkpoint_dir: Path) -> Ladder:
     return read_ladder(folder if (folder / FILE).is_file() else named)
 
 
+def read_prediction(folder: Path) -> dict[str, Any] | None:
+    """Return what the top rung was predicted to come to, None if nothing was.
+
+    Raises: ConfigError if the file is damaged.
+    """
+    fix = "put back what was written, or run the ladder in a new folder (--out)"
+    file = JsonFile(folder / PREDICTION, ConfigError, fix)
+    if not file.path.exists():
+        return None
+    found = file.read()
+    file.check(found, _PREDICTED)
+    file.check(found["loss"], dict.fromkeys(("value", "low", "high"), NUMBER), where="loss: ")
+    return found
+
+
 def write_prediction(folder: Path, ladder: Ladder, point: Point) -> dict[str, Any]:
     """Write what the top rung will come to, once; return it, or the one that is there.
 
-    Raises: CheckError if the one that is there was made from other losses; OSError.
+    Raises: CheckError if the one that is there was made from other losses; ConfigError if it is damaged; OSError.
     """
     path, inputs = folder / PREDICTION, inputs_hash(ladder.fit.rungs, ladder.settings)
-    found = read_json(path)
-    if found is not None:
+    if (found := read_prediction(folder)) is not None:
         same = (inputs, point.parameters, point.tokens, point.seeds)
         if tuple(found.get(k) for k in ("inputs_sha256", "parameters", "tokens", "seeds")) != same:
             raise CheckError(

@@ -65,13 +65,14 @@ class Evaluator:
         Raises: NonFiniteError.
         """
         began = time.monotonic()
+        # Without a better loss an evaluation may be the last long before the last step.
+        may_be_last = state.step == self.progress.last_step or self.is_over(state)
         announced = f"{self.place(state)} | evaluating {self.val_tokens:,} tokens"
         with self.logger.waiting(announced), self.strategy.full_model(self.model) as model:
             result = self.validation.measure(
                 model,
                 interrupted=self.control.is_interrupted,
-                keep_token_losses=self.config.eval.keep_token_losses
-                and state.step == self.progress.last_step,
+                keep_token_losses=self.config.eval.keep_token_losses and may_be_last,
             )
         if result is None:
             return None

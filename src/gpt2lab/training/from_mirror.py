@@ -6,11 +6,9 @@ import errno
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
@@ -27,12 +25,9 @@ from gpt2lab.runs.log_index import Event
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import Signals, launcher_grace_seconds
 
-LOOK_SECONDS = 60.0  # for an answer at the start; a mirror that hangs must not
 WAIT_SECONDS = 600.0  # for the last copy, at an end that nobody asked for
 _GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL: torchrun's, Slurm's and Kubernetes' default
 _MARGIN_SECONDS = 10.0  # to end in, of that
-
-T = TypeVar("T")
 
 
 def url_of(command: Command, typed: str | None, checkpoint: CheckpointInfo | None) -> str | None:
@@ -52,7 +47,7 @@ def fetch_newer(
     """
     mirror = connect(url, run_dir.name)
     try:
-        (copies, problems), owner = _in_time(lambda: (mirror.list_copies(), mirror.owner()))
+        (copies, problems), owner = mirror.in_time(lambda: (mirror.list_copies(), mirror.owner()))
         own = run_id(run_dir)
         if copies and own is not None and owner != own:
             raise ConfigError(
@@ -119,7 +114,7 @@ def fetch_on_this_machine(start: Start) -> None:
     mirror = connect(url, start.run_dir.name)
     wanted = copy_name(chosen.manifest)
     try:
-        found = [copy for copy in _in_time(mirror.list_copies)[0] if copy.name == wanted]
+        found = [copy for copy in mirror.in_time(mirror.list_copies)[0] if copy.name == wanted]
         if found:
             mirror.fetch(found[0], start.run_dir)
             return
@@ -149,7 +144,7 @@ def check_mirror(start: Start) -> tuple[str, ...]:
     try:
         # A run that begins afresh owns none: it would retire the copies of what it has forgotten.
         own = run_id(start.run_dir) if start.checkpoint else None
-        _in_time(lambda: mirror.require_own(own))
+        mirror.in_time(lambda: mirror.require_own(own))
     except ConfigError:
         raise
     except Exception as error:
@@ -206,26 +201,6 @@ def open_uploader(start: Start) -> Uploader | None:
     if start.checkpoint is not None:  # the last start may have ended before its last copy arrived
         uploader.notify_saved()
     return uploader
-
-
-def _in_time(act: Callable[[], T]) -> T:
-    """Return the result of `act`, or raise its error, or TimeoutError: a file system may wait forever."""
-    answers: list[T | Exception] = []
-
-    def ask() -> None:
-        try:
-            answers.append(act())
-        except Exception as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=ask, name="mirror", daemon=True)
-    thread.start()
-    thread.join(LOOK_SECONDS)
-    if not answers:
-        raise TimeoutError(f"no answer in {LOOK_SECONDS:.0f} s")
-    if isinstance(answers[0], Exception):
-        raise answers[0]
-    return answers[0]
 
 
 def wait_limit(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.config.command_line import Actions, Command
@@ -155,9 +155,8 @@ def open_replay(
     if not len(numbers):
         raise ConfigError(f"{name}: has taken no step")
     if first < 1 or last < first or not {first, last} <= set(numbers.tolist()):
-        raise ConfigError(
-            f"{name}: no steps {first} to {last}; it has steps {numbers[0]} to {numbers[-1]}"
-        )
+        asked, taken = fmt.steps(first, last), fmt.steps(numbers[0], numbers[-1])
+        raise ConfigError(f"{name}: no {asked}; it has {taken}")
     infos = catalog.list_checkpoints(run_dir)[0]
     notes: list[str] = []
     for info in reversed([info for info in infos if info.step < first]):
@@ -367,14 +366,14 @@ class Replay:
         missing = sorted(change.without_samples - set(seen.tolist()))
         if missing:
             raise ConfigError(
-                f"sample {missing[0]:,}: steps {steps[0]} to {steps[-1]} trained on samples "
+                f"sample {missing[0]:,}: {fmt.steps(steps[0], steps[-1])} trained on samples "
                 f"{seen.min():,} to {seen.max():,}"
             )
         for number in sorted(change.without_documents):
             one = Change(without_documents=frozenset({number}))
             if not any(self.mask(step, one).any() for step in steps):
                 raise ConfigError(
-                    f"document {number:,}: steps {steps[0]} to {steps[-1]} have no target of it"
+                    f"document {number:,}: no target of it in {fmt.steps(steps[0], steps[-1])}"
                 )
 
     def take(self, change: Change = UNCHANGED, *, layers: bool = False) -> ReplayedStep:

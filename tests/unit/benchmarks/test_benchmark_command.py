@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import sharing
 from benchmarks.cuda_codegen import report
 from gpt2lab.config.presets import preset
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import checkpoint_bytes
-from launch import REPOSITORY, call, script
+from launch import HANG_SECONDS, REPOSITORY, call, environment, script
+from ranks import run_ranks
 
 
 @pytest.mark.slow
@@ -34,10 +36,20 @@ def test_preparation_and_loading_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parallel_modes_side_by_side(tmp_path: Path) -> None:
+def test_parallel_modes_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are forks; the test below starts them as torchrun does."""
+
+    def measure(worker: Path, words: list[str], *, processes: int, threads: int) -> object:
+        done = run_ranks(
+            worker, words, world=processes, environment=environment(), seconds=HANG_SECONDS
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.partition("result ")[2].partition("\n")[0])
+
+    monkeypatch.setattr(sharing, "run_worker", measure)
     words = ["--model", "gpt2-nano", "--micro_batch", 1, "--micro_steps", 2, "--steps", 1]
     words += ["--json", tmp_path / "p.json"]
-    code, said, error = script("benchmark.py", "parallel", *words)
+    code, said, error = call("benchmark.py", "parallel", *words)
     assert code == 0, error
     numbers = json.loads((tmp_path / "p.json").read_text())
     alone = numbers["alone"][0]["losses"]

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileOpener
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.checkpoint.mirror import connect, copy_name, describe_status
 from gpt2lab.errors import CheckpointError, ConfigError
-from mirrors import FIRST_LINE, commit, contents, copy_to, new_run, steps
+from gpt2lab.training.from_mirror import fetch_newer
+from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -96,6 +99,29 @@ def test_a_damaged_copy_is_never_fetched(
     found, problems = connect(url, "run").list_copies()
     if file == "manifest.json":
         assert (found, len(problems)) == ([], int(damage != "remove"))
+
+
+def test_a_download_that_hangs_is_given_up(
+    run_dir: Path, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a network disk that no longer answers: the weights' first block never comes."""
+    free, read = threading.Event(), LocalFileOpener.read
+
+    def wait(file: LocalFileOpener, length: int = -1) -> bytes:
+        if file.path.endswith("model.safetensors"):
+            free.wait(WAIT)
+        return read(file, length)
+
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path / 'bucket'}"
+    mirror, folder = connect(url, fresh.name), commit(run_dir, 2)
+    copy_to(mirror, folder)
+    monkeypatch.setattr(LocalFileOpener, "read", wait)
+    monkeypatch.setattr("gpt2lab.checkpoint.mirror.ANSWER_SECONDS", 0.2)
+    with pytest.raises(CheckpointError, match=r"no answer in .*no checkpoint; try again, or start"):
+        fetch_newer(url, fresh, None)
+    free.set()
+    assert [path.name for path in fresh.iterdir()] == ["run.lock"]
 
 
 def test_a_damaged_log_in_a_copy_is_found(run_dir: Path, fresh: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gpt2lab.commands.ablation_table import (
     diverged_sentences,
     mean,
     reach,
+    read_curve,
     write_markdown,
     write_table,
 )
@@ -417,3 +418,15 @@ def test_jobs_on_the_cpu_need_no_gpus(
     monkeypatch.setattr(ablate, "_carry_out_one", lambda run, *more, **_: seen.append(more[1]))
     carry_out(runs, say=lambda line: None, jobs=2)
     assert [set(environment) for environment in seen] == [{"OMP_NUM_THREADS"}] * 2
+
+
+@pytest.mark.parametrize("edited", [{}, {"val_loss": "x"}, {"val_loss": [1.0]}])
+def test_an_evaluation_whose_loss_was_edited_away_is_none(
+    edited: dict[str, Any], tmp_path: Path
+) -> None:
+    common = {"time": 1.0, "attempt": 1, "step": 1}
+    events = [{"event": "step", "tokens": 8, "step_seconds": 1.0}, {"event": "eval", **edited}]
+    lines = "".join(json.dumps(event | common) + "\n" for event in events)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    with pytest.raises(CheckError, match="no validation loss was logged"):
+        read_curve(tmp_path)

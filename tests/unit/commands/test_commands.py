@@ -379,3 +379,8 @@ def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) ->
     )
     assert answer.stdout.endswith("100 checkpoints, 30.2 kB\n")
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("name", ["chat", "evaluate", "export_hf", "sample", "serve"])
+def test_help_of_a_target_names_the_hub(name: str) -> None:
+    assert "hf:NAME" in call(f"{name}.py", "--help").stdout

@@ -217,6 +217,11 @@ def test_a_dry_run_compares_the_memory_with_what_is_free(
     assert found["available_bytes"] == 8e9
     assert found["fits"] is True
     assert 0 < found["needed_bytes"] < 8e9
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    offload = ("--parallel=fsdp", "--fsdp_offload")
+    assert memory(*offload).split(maxsplit=1)[1].startswith("not counted: --fsdp_offload keeps")
+    done = call(TRAIN, *flags, "--run_name=o", "--dry_run", "--json", *offload)
+    assert set(json.loads(done.stdout)["memory"].values()) == {None}
 
 
 # -- the launcher ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,27 @@ def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -
         results.score(first, [loss], first["time"] - 1)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda document: {}, "no 'written'"),
+        (lambda document: document | {"time": "now"}, "'time' is 'now', not a number"),
+        (lambda document: document | {"loss": {"value": 3.0}}, "loss: no 'low'"),
+        (lambda document: [document], "not a JSON object"),
+    ],
+)
+def test_a_damaged_prediction_is_one_line(
+    spoil: Callable[[Any], Any], line: str, tmp_path: Path
+) -> None:
+    found, path = small_ladder(), tmp_path / results.PREDICTION
+    point = found.fit.predict(4 * 10**6, 2 * 10**7, seeds=2)
+    path.write_text(json.dumps(spoil(results.write_prediction(tmp_path, found, point))))
+    with pytest.raises(ConfigError, match=rf"prediction.json: {line}; put back what was written"):
+        results.read_prediction(tmp_path)
+    with pytest.raises(ConfigError, match=rf"prediction.json: {line}"):
+        results.write_prediction(tmp_path, found, point)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder of runs with a ladder of modern blocks named mine."""
@@ -365,3 +387,19 @@ def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
     code, _, error = launch.call("estimate_time.py", *argv)
     assert (code, error.count("\n")) == (2, 1)
     assert "holds no ladder that was fitted" in error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('"data_name"', '"name_of_data"', "settings: no 'data_name'"),
+        ('"tokens": 1000000,', '"tokens": "1M",', "rungs: 'tokens' is '1M', not a whole number"),
+        ('"rungs": [', '"rungs": [1,', "'rungs' is .*, not a list of objects"),
+    ],
+)
+def test_a_damaged_ladder_is_one_line(folder: Path, old: str, new: str, line: str) -> None:
+    path = folder / "mine" / results.FILE
+    path.write_text(path.read_text().replace(old, new))
+    code, said, error = estimated(folder, "--model=modern-nano", "--vocab_size=512")
+    assert (code, said, error.count("\n")) == (2, "", 1)
+    assert re.search(rf"ladder.json: {line}.*; fit the ladder again", error), error

@@ -12,7 +12,8 @@ import gpt2lab
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.command_line import parse
-from gpt2lab.config.settings import to_flat
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
@@ -50,6 +51,16 @@ def test_a_file_stands_above_what_a_run_has_saved(tmp_path: Path) -> None:
     flat = to_flat(parse([file, "--seed=4"]).override(saved))
     assert (flat["log_freq"], flat["seed"], flat["n_layer"]) == (7, 4, 4)
     assert (flat["max_steps"], flat["num_epochs"]) == (9, None)
+
+
+def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path: Path) -> None:
+    had = {"track": "wandb", "checkpoint_mirror": "s3://a/b", "hellaswag_path": "x", "min_lr": 1e-5}
+    saved, file = override(Config(), had), "".join(f'{name} = "None"\n' for name in had)
+    for argv in ([f"--{name}=None" for name in had], [write(tmp_path, file)]):
+        flat = to_flat(parse(argv).override(saved))
+        assert [flat[name] for name in had] == [None] * 4
+    with pytest.raises(ConfigError, match="line 1: seed 'None' is not a whole number"):
+        parse([write(tmp_path, 'seed = "None"\n')])
 
 
 def test_paths_in_a_file_are_at_the_working_directory(

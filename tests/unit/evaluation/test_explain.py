@@ -203,6 +203,23 @@ def test_kept_losses_are_those_of_the_evaluation(folder: Path) -> None:
     assert not (folder / "plain" / "token_losses.npy").exists()
 
 
+def test_a_run_that_ends_early_keeps_its_losses_and_one_that_was_stopped_says_how(
+    tiny_flags: list[str], tmp_path: Path
+) -> None:
+    """At a rate of 3 the loss only grows: the run ends after two evaluations without a better one."""
+    flags = [*tiny_flags, "--keep_token_losses", "--max_lr=3", "--sample_freq=0", "--max_steps=9"]
+    flags += ["--eval_freq=1", "--warmup_steps=0", "--grad_clip=0"]
+    pretrain(parse([*flags, "--early_stopping_patience=2", "--run_name=ended"]))
+    (stop,) = events(tmp_path / "runs" / "ended", "stop")
+    assert stop["reason"] == "early stopping"
+    assert find_token_losses("ended", tmp_path / "runs").step == stop["step"] < 9
+    pretrain(parse([*flags, "--stop_after_steps=2", "--run_name=stopped"]))
+    with pytest.raises(
+        DataError, match=r"not at a stop\); keep them with .*evaluate.* stopped --keep"
+    ):
+        find_token_losses("stopped", tmp_path / "runs")
+
+
 def copied(folder: Path, to: Path) -> Path:
     source = folder / "runs" / "both" / "evaluations" / manifest.folder_name(STEPS)
     return Path(shutil.copytree(source, to))
@@ -211,7 +228,7 @@ def copied(folder: Path, to: Path) -> Path:
 def test_other_or_damaged_losses_are_rejected(folder: Path, tmp_path: Path) -> None:
     runs = folder / "runs"
     with pytest.raises(
-        DataError, match=r"^nobody: holds no token losses; keep them with .*evaluate"
+        DataError, match=r"^nobody: holds no token losses .*; keep them with .*evaluate"
     ):
         (tmp_path / "nobody").mkdir()
         find_token_losses("nobody", tmp_path)

@@ -150,6 +150,7 @@ REFUSALS = {
     "run of another name": (["--run_name=nobody"], 2, "nobody"),
     "measure elsewhere": (["--measure", "--gpu=H100"], 2, "--measure"),
     "sharing alone": (["--gpu=H100", "--parallel=fsdp"], 2, "--gpus"),
+    "offloaded weights": (["--gpu=H100", "--gpus=8", "--fsdp_offload"], 2, "is not counted"),
     "bf16 without fsdp": (["--gpu=H100", "--gpus=8", "--fsdp_param_dtype=bf16"], 2, "fsdp"),
     "bf16 gathered for fp32": (
         ["--gpu=H100", "--gpus=8", "--parallel=fsdp", "--fsdp_param_dtype=bf16", "--dtype=fp32"],
@@ -186,6 +187,15 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
         assert "NOT FIT" in out
         assert "to make it fit" in out or "GiB" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_memory_check_rejects_what_it_does_not_answer(tmp_path: Path) -> None:
+    words = ["--gpu=H100", "--deadline=12h", f"--report={tmp_path / 'r.json'}", "--explain"]
+    code, said, error = call("memory_check.py", *words)
+    assert (code, said, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: --deadline and --report and --explain: for ")
+    assert "estimate" in error
+    assert call("memory_check.py", "--gpu=H100", "--price=3", "--json").returncode == 0
 
 
 @pytest.mark.parametrize("typed", [["--model=modern-small"], ["--model=gpt2", "--optimizer=muon"]])
