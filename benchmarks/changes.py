@@ -1,6 +1,6 @@
 """What one change of the blocks, of the head or of training would bring: the trainer's own steps with it, by seed.
 
-PYTHONPATH=src python -m benchmarks.changes OUT.jsonl --changes untied_head soft_cap --seeds 1 2 3 --model modern-micro
+PYTHONPATH=src python -m benchmarks.changes OUT.jsonl --changes untied_head --model modern-micro --optimizer muon
 
 All but NorMuon are not in the program; docs/ablations.md has what they brought. Flags that are not of this program
 go to every run, as in `ablate`. Each run adds a line to OUT.jsonl as it ends; runs that are in it are not repeated. At
@@ -195,8 +195,6 @@ class CautiousMuon(Muon):
 
 def change_muon(change: ChangeName, muon: torch.optim.Optimizer) -> None:
     """Change how the matrices of the blocks are updated."""
-    if not isinstance(muon, Muon):
-        raise ConfigError(f"--changes {change} needs --optimizer muon")
     if change == "cautious_decay":
         muon.__class__ = CautiousMuon
     else:  # joined_qkv: one matrix instead of three
@@ -248,6 +246,10 @@ class TailAverage:
 def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> dict[str, Any]:
     """Train to the end and return what OUT.jsonl keeps."""
     command = parse(flags)
+    if change in ("cautious_decay", "joined_qkv", "normuon") and (
+        command.fresh().optim.optimizer != "muon"
+    ):
+        raise ConfigError(f"--changes {change} needs --optimizer muon")
     values = command.values | {"seed": seed, "run_name": None}  # a new one: no folder is made
     if change == "normuon":
         values["optimizer"] = "normuon"

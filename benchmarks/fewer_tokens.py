@@ -1,12 +1,13 @@
 """How many tokens and seconds one model needs to the last loss of another, from runs that all went to their end.
 
 PYTHONPATH=src python -m benchmarks.fewer_tokens docs/fewer_tokens/embedded_1m.json ...
-PYTHONPATH=src python -m benchmarks.fewer_tokens docs/fewer_tokens/*.json --points FOLDER
+PYTHONPATH=src python -m benchmarks.fewer_tokens docs/fewer_tokens/embedded_*.json --points FOLDER
 
 Each file is an `ablation.json`. Its first setting is the baseline, the others are one model trained for several numbers
 of tokens, the schedule fixed to each. Between two of them the loss is a straight line over the logarithm of the tokens,
 and the seconds one over the tokens.
-With `--points` the ends of all runs become one more such file, for `plot.py --ablation FOLDER`.
+With `--points` the ends of all runs, of one text and tokenizer, become one more such file, for `plot.py --ablation
+FOLDER`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ BASE = [
 ]
 MODERN = [
     *("--model=modern-nano", *SMALL, *CPU, "--total_batch_size=256", "--max_steps=4"),
-    "--max_lr=3e-3",  # the preset's may be tuned again
+    *("--optimizer=muon", "--max_lr=3e-3"),  # the preset's may be tuned again
     *("--eval_freq=2", "--val_tokens=1280", "--sample_freq=0", "--seed=7"),
     *("--data_dir=data", "--checkpoint_dir=runs", "--run_name=modern"),
 ]

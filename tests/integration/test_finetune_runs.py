@@ -203,9 +203,9 @@ def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
     def optim(settings: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(settings[name] for name in ("optimizer", "max_lr", "muon_lr"))
 
-    assert optim(to_flat(preset("modern-micro"))) == ("muon", 3.2e-2, 1e-2)
-    assert optim(begun()) == ("muon", 3.2e-3, 1e-3)
-    assert optim(begun("--max_lr=1e-3", "--muon_lr=2e-3")) == ("muon", 1e-3, 2e-3)
+    assert optim(to_flat(preset("modern-micro"))) == ("normuon", 3.2e-2, 1e-2)
+    assert optim(begun()) == ("normuon", 3.2e-3, 1e-3)
+    assert optim(begun("--max_lr=1e-3", "--muon_lr=2e-3")) == ("normuon", 1e-3, 2e-3)
     assert optim(begun("--lora_r=4"))[:2] == ("adamw", 5e-3)  # half of muon_lr: of the matrices
     with pytest.raises(ConfigError, match="--optimizer muon: is for the matrices of the blocks"):
         begun("--lora_r=4", "--optimizer=muon")

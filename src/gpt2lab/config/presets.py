@@ -29,7 +29,7 @@ _MODERN: dict[str, Any] = {
     "norm": "rmsnorm",
     "qk_norm": "rmsnorm",
     "activation": "relu2",
-    "optimizer": "muon",
+    "optimizer": "normuon",
 }
 
 _GPT2: dict[ModelName, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def preset(name: ModelName, config: Config | None = None, *, optimizer: Any = No
     for all weights gets the rate of the GPT-2 preset of the same shape.
     """
     values: dict[str, Any] = {"model": name, **PRESETS[name]}
-    if optimizer == "adamw" and values.get("optimizer") == "muon":
+    if optimizer == "adamw" and "optimizer" in values:
         twin = preset(_TWINS[name])
         values |= {"max_lr": twin.optim.max_lr, "muon_lr": None}
     return override(config or Config(), values)

@@ -157,8 +157,8 @@ class OptimConfig:
 
     optimizer: Optimizer = guarded(
         "adamw",
-        "muon: Muon for the matrices of the blocks, AdamW for all other weights; normuon: Muon whose updates have rows "
-        "of even size",
+        "muon: Muon for the matrices of the blocks, AdamW for all other weights; normuon: Muon, each row of an update "
+        "divided by its usual norm",
     )
     max_lr: float = guarded(6e-4, "peak learning rate", above=0)
     muon_lr: float | None = guarded(

@@ -1,1 +1,1 @@
-"""AdamW, Muon and the learning-rate schedule."""
+"""AdamW, Muon, NorMuon and the learning-rate schedule."""

@@ -45,8 +45,8 @@ class Muon(torch.optim.Optimizer):
     comparable to AdamW's: an update of shape (r, c) is scaled by 0.2 sqrt(max(r, c)), to the size of AdamW's updates.
     Source: Liu et al. 2025 (Moonlight, arXiv:2502.16982), section 2.2.
 
-    With `even_rows` it is NorMuon, the norm of a parameter's update kept as in modded-nanogpt: no neuron's weights move
-    much further than another's.
+    With `even_rows` it is NorMuon: no neuron's weights move much further than another's. Each parameter's update keeps
+    its norm, where modded-nanogpt keeps that of each matrix.
 
     Where the attribute `found_inf` is 1.0, a () tensor on the weights' device, a step leaves every bit of weights and
     state as it was, as AdamW's fused kernel does; nothing waits for the device.
@@ -65,6 +65,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "parts": 1})
         self.even_rows = even_rows
         self._gradient = gradient
+        self._rejected: torch.Tensor | None = None  # () bool of the step, if the device decides
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

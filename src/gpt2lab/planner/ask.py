@@ -88,7 +88,7 @@ class Ask:
     val_tokens: int | None = option(None, "tokens per validation")
     sample_freq: int | None = option(None, "steps between text samples")
     checkpoint_freq: int | None = option(None, "steps between checkpoints")
-    optimizer: Optimizer | None = option(None, "adamw | muon; default the preset's")
+    optimizer: Optimizer | None = option(None, "adamw | muon | normuon; default the preset's")
     parallel: Parallel | None = option(
         None,
         "ddp: full replica; zero1: optimizer state sharded; fsdp: everything sharded; default ddp",

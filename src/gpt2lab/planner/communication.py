@@ -40,7 +40,7 @@ def step_bytes(
     """Return the bytes of full tensors that a step's collectives sum, gather and scatter.
 
     `param_dtype`: what fsdp gathers the blocks' matrices in. It assumes rows that all ranks share evenly and leaves out
-    scalars such as the loss, and the matrices that Muon shares out. A rank sends and receives `wire_share` of these
+    scalars such as the loss, and what Muon exchanges. A rank sends and receives `wire_share` of these
     bytes.
     """
     gradients = 4 * count_parameters(model)

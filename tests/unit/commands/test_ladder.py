@@ -364,7 +364,10 @@ def test_a_ladder_predicts_the_loss_where_the_public_law_says_nothing(folder: Pa
             "its runs have positions rotary, this job learned",
         ),
         (["--model=modern-nano"], "its runs have vocab_size 512, this job 50304"),
-        (["--model=modern-nano", "--vocab_size=512", "--optimizer=adamw"], "optimizer muon, this"),
+        (
+            ["--model=modern-nano", "--vocab_size=512", "--optimizer=adamw"],
+            "optimizer normuon, this",
+        ),
         (["--model=modern-nano", "--vocab_size=512", "--context_length=64"], "context_length 128"),
         (
             ["--model=modern-nano", "--vocab_size=512", "--data_dir=DATA"],

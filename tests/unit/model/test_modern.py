@@ -162,7 +162,7 @@ def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
     for size in ("n_layer", "n_head", "n_embd", "context_length", "vocab_size"):
         assert getattr(modern, size) == getattr(plain, size)
     assert options_of(plain) == ""
-    assert preset(name).optim.optimizer == "muon"
+    assert preset(name).optim.optimizer == "normuon"
     assert preset(name).optim.max_lr > 5 * preset(twin).optim.max_lr  # GPT-2's are far too low
 
 
