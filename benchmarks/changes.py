@@ -246,10 +246,6 @@ class TailAverage:
 def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> dict[str, Any]:
     """Train to the end and return what OUT.jsonl keeps."""
     command = parse(flags)
-    if change in ("cautious_decay", "joined_qkv", "normuon") and (
-        command.fresh().optim.optimizer != "muon"
-    ):
-        raise ConfigError(f"--changes {change} needs --optimizer muon")
     values = command.values | {"seed": seed, "run_name": None}  # a new one: no folder is made
     if change == "normuon":
         values["optimizer"] = "normuon"
@@ -325,6 +321,9 @@ def main(argv: list[str]) -> int:
     changes: list[ChangeName] = list(dict.fromkeys(("none", *flags.changes)))
     if not flags.out.parent.is_dir():
         raise CheckError(f"{flags.out.parent}: no such folder")
+    of_muon = [c for c in changes if c in ("cautious_decay", "joined_qkv", "normuon")]
+    if of_muon and parse(flags_of_runs).fresh().optim.optimizer != "muon":
+        raise ConfigError(f"--changes {' '.join(of_muon)}: needs --optimizer muon")
     runs = read_runs(flags.out, flags_of_runs) if flags.out.exists() else {}
     runtime = Runtime()
     for change in changes:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import changes
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
-from gpt2lab.errors import CheckError
+from gpt2lab.errors import CheckError, ConfigError
 from launch import REPOSITORY
 from whole_run import Run
 
@@ -49,6 +49,13 @@ def test_each_change_moves_the_loss_and_none_is_the_trainers(
         changes.main([*argv, "--max_lr=0.02"])
     with pytest.raises(CheckError, match="no file of runs that this program wrote"):
         changes.main([str(run.path / "metrics.jsonl"), *run.flags])
+
+
+def test_a_change_of_muon_needs_it_before_anything_is_trained(tmp_path: Path) -> None:
+    out = tmp_path / "changes.jsonl"
+    with pytest.raises(ConfigError, match="--changes normuon: needs --optimizer muon"):
+        changes.main([str(out), "--changes", "soft_cap", "normuon", "--model=modern-nano"])
+    assert not out.exists()
 
 
 def test_a_growing_batch_takes_all_samples_once_in_their_order() -> None:
