@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,9 @@ RAW_SUFFIX = ".bin"
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
 SCAN_LIMIT_BYTES = 2 * 1024**3  # a set without manifest up to this size is read in full first
 _BLOCK = 1 << 22
+# numpy parses headers by ast, which fails in two threads at once up to Python 3.11.7
+# (https://github.com/python/cpython/issues/106905).
+_ONE_HEADER = threading.Lock()
 _ROWS_OF_BYTES = 384  # of a model of bytes: their 257 ids, and rows up to the next multiple of 128
 
 
@@ -223,7 +227,8 @@ def open_shard(path: Path) -> Shard:
         with open_regular(path) as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, _, dtype = read(file)
+            with _ONE_HEADER:
+                shape, _, dtype = read(file)
             offset = file.tell()
     except OSError as error:
         raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from corpora import TEXTS, run_prepare, snapshot, write_jsonl
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.data.loader import Loader
 from gpt2lab.data.order import Order
-from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.data.shards import TokenData, open_data, open_shard
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
@@ -408,6 +410,27 @@ def test_a_damaged_shard_header_is_rejected_or_read_as_before(tmp_path: Path, by
             assert path.name in str(error)
         else:
             assert data.splits["train"][0].tokens == 200
+
+
+def test_headers_are_read_in_many_threads_at_once(tiny_data: Path) -> None:
+    """Python up to 3.11.7 fails when ast, which numpy parses headers with, is in two threads at once."""
+    path = next(tiny_data.glob("*.npy"))
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+
+    def change_thread(*_: object) -> None:
+        time.sleep(0)
+
+    gc.callbacks.append(change_thread)
+    try:
+        gc.set_threshold(3)
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(8) as pool:
+            shards = set(pool.map(open_shard, [path] * 1_000))
+    finally:
+        gc.callbacks.remove(change_thread)
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert shards == {open_shard(path)}
 
 
 def test_a_shard_with_other_content_of_the_same_size_is_named(tmp_path: Path) -> None:
