@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import statistics
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.scaling_law import Law, Rung, fit
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
+from launch import REPOSITORY
 from tiny import CONTEXT, VOCAB
 
 FILE = f"""
@@ -266,6 +270,31 @@ def test_the_top_rung_is_predicted_before_it_is_trained(
     done = launch.call("plot.py", "--ladder", str(out), "--out", str(tmp_path / "l.svg"))
     assert done.returncode == 0, done.stderr
     assert "top rung, trained" in (tmp_path / "l.svg").read_text()
+
+
+PREDICTIONS = sorted((REPOSITORY / "docs" / "ladders").glob("*_prediction.json"))
+
+
+@pytest.mark.parametrize("path", PREDICTIONS, ids=lambda path: path.stem)
+def test_a_committed_prediction_follows_from_its_rungs_and_the_page_tells_the_outcome(
+    path: Path, tmp_path: Path
+) -> None:
+    written = json.loads(path.read_text())
+    actual = path.with_name(path.name.replace("_prediction", "_results"))
+    shutil.copy(actual, tmp_path / "ladder.json")
+    found = results.read_ladder(tmp_path)
+    assert results.inputs_hash(found.fit.rungs, found.settings) == written["inputs_sha256"]
+    point = found.fit.predict(written["parameters"], written["tokens"], seeds=written["seeds"])
+    assert asdict(point.loss) == pytest.approx(written["loss"], rel=1e-4)
+
+    score, at = json.loads(actual.read_text())["score"], written["loss"]
+    assert score["seconds_after_prediction"] > 0
+    assert score["inside_interval"] == (at["low"] <= statistics.mean(score["losses"]) <= at["high"])
+    page = (REPOSITORY / "docs" / "planning.md").read_text()
+    verdict = "inside" if score["inside_interval"] else "**outside**"
+    assert f"| [{score['loss']:.3f}](ladders/{actual.name}), {verdict} |" in page
+    width = score["half_width_percent"]
+    assert f"| {at['value']:.3f} ({at['low']:.3f} ... {at['high']:.3f}), ± {width:.1f} % |" in page
 
 
 # -- the results -------------------------------------------------------------------------------------------------
