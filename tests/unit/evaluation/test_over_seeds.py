@@ -74,7 +74,7 @@ def test_each_error_answers_its_own_question() -> None:
     these seeds. Each interval holds its own truth in 95 % of cases, and the other's far less often.
     """
     rng = np.random.default_rng(4)
-    trials, hits = 400, np.zeros((2, 2))
+    trials, hits = 3000, np.zeros((2, 2))
     for _ in range(trials):
         of_seed, of_document = rng.normal(0, 0.02, 5), rng.normal(0, 0.3, 30)
         losses = of_seed[:, None] + of_document + rng.normal(0, 0.05, (5, 30))
@@ -88,8 +88,8 @@ def test_each_error_answers_its_own_question() -> None:
             assert found.high is not None
             hits[row] += [found.low < truth < found.high for truth in truths]
     rates = hits / trials
-    assert rates[0, 0] == pytest.approx(0.95, abs=0.033)  # three binomial standard errors
-    assert rates[1, 1] == pytest.approx(0.95, abs=0.033)
+    assert rates[0, 0] == pytest.approx(0.95, abs=0.015)
+    assert rates[1, 1] == pytest.approx(0.95, abs=0.015)
     assert rates[0, 1] < 0.6  # documents vary more than seeds here
 
 

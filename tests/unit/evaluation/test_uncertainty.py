@@ -96,10 +96,11 @@ def test_equal_models_differ_beyond_noise_in_one_of_twenty_cases(count: int) -> 
     """Four thousand comparisons of models that are equal: 5 % nominal."""
     rng = np.random.default_rng(count)
     found = [p_of_zero_mean(*documents(rng, count)) for _ in range(4000)]
-    assert 0.03 < np.mean([p is not None and p < 0.05 for p in found]) < 0.07
+    share = np.mean([p is not None and p < 0.05 for p in found])
+    assert share == pytest.approx(0.05, abs=0.01)
 
 
-@pytest.mark.parametrize("count", [40, 150])
+@pytest.mark.parametrize("count", [12, 40, 150])
 def test_the_true_loss_lies_within_two_errors_as_often_as_it_should(count: int) -> None:
     rng = np.random.default_rng(count)
     inside = []
@@ -109,4 +110,4 @@ def test_the_true_loss_lies_within_two_errors_as_often_as_it_should(count: int) 
         assert found.se is not None
         margin = special.stdtrit(found.effective_n - 1, 0.975) * found.se
         inside.append(abs(found.mean - 3) < margin)
-    assert 0.93 < np.mean(inside) < 0.97
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.015)
