@@ -100,14 +100,15 @@ def bisect(folder_a: Path, folder_b: Path, *, data_dir: tuple[str, ...] = ()) ->
     if not count:
         raise GPT2LabError("no step is in the logs of both runs")
     ours, theirs = a.checkpoints(), b.checkpoints()
-    both = [s for s in sorted(ours.keys() & theirs.keys()) if logged is None or s < logged]
-    unequal = None
-    for saved in both:
+    shared = sorted(ours.keys() & theirs.keys())
+
+    def equal_at(saved: int) -> bool:
         for info in (ours[saved], theirs[saved]):
             manifest.verify(info.path)
-        if divergence.hashes_of(ours[saved]) != divergence.hashes_of(theirs[saved]):
-            unequal = saved
-            break
+        return divergence.hashes_of(ours[saved]) == divergence.hashes_of(theirs[saved])
+
+    both = [saved for saved in shared if logged is None or saved < logged]
+    unequal = next((saved for saved in both if not equal_at(saved)), None)
     read = len(both) if unequal is None else both.index(unequal) + 1
     detail = "every byte of weights and optimizer state"
     if not read:
@@ -143,9 +144,14 @@ def bisect(folder_a: Path, folder_b: Path, *, data_dir: tuple[str, ...] = ()) ->
         if logged is not None:
             conclusion.append(f"their logs differ from step {logged} on")
     elif found[0][0] in ("loss", "gradient norm", "update"):
-        equal = max(both, default=None)
-        tensor, conclusion, replays = _replay(a, b, step, equal)
-        found += [] if tensor is None else [("tensor", tensor)]
+        later = next((saved for saved in shared if saved >= step and equal_at(saved)), None)
+        if later is None:
+            tensor, conclusion, replays = _replay(a, b, step, max(both, default=None))
+            found += [] if tensor is None else [("tensor", tensor)]
+        else:
+            conclusion = [
+                f"their checkpoints of step {later} are equal, every byte: only the logs differ"
+            ]
     return Finding(*names, step, found[0][0], found, conclusion, compared, notes, replays)
 
 
