@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from gpt2lab import fmt
 from gpt2lab.checkpoint.hub import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
@@ -86,9 +87,9 @@ def open_source(
         return _python_stdlib()
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(
-            f"{source}: no such file or folder, and not python-stdlib, fineweb-edu or hf:NAME"
-        )
+        known = "and not python-stdlib, fineweb-edu or hf:NAME"
+        hint = fmt.did_you_mean(source, ("python-stdlib", "fineweb-edu"), known)
+        raise DataError(f"{source}: no such file or folder{';' if '?' in hint else ','} {hint}")
     return _local(path, text_column)
 
 
