@@ -466,7 +466,9 @@ def run_tyro(
     strange = [f"unknown flag {word}; see --help" for word in dashed]
     if stray:
         plural = "s" if len(stray) > 1 else ""
-        strange.append(f"unexpected argument{plural} {' '.join(stray)}; see --help")
+        is_file = Path(stray[-1].strip("'")).suffix in (".py", ".toml", ".json")
+        hint = "settings of a file are --config FILE, .toml or .json" if is_file else "see --help"
+        strange.append(f"unexpected argument{plural} {' '.join(stray)}; {hint}")
     if problems := mistakes.line(*strange):
         raise ConfigError(problems)
     check_least(parsed)

@@ -162,6 +162,13 @@ def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path: Path) ->
         assert done.returncode == 2, program
 
 
+def test_ctrl_c_while_python_makes_a_class_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError("Error calling __set_name__ on 'Field' instance")
+    error.__cause__ = KeyboardInterrupt()
+    assert run_command(Mock(side_effect=error)) == 1
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
 def test_an_old_python_is_told_so_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
