@@ -127,6 +127,7 @@ def test_misspelt_data_and_sources_are_answered_with_the_right_ones(
             assert line.endswith("no such data folder; did you mean data/tiny_text?")
     line = line_of(call("prepare_data.py", "python_stdlib", folder=place))
     assert line == "error: python_stdlib: no such file or folder; did you mean python-stdlib?"
+    assert "hf:: no such file or folder, and not " in line_of(call("prepare_data.py", "hf:"))
 
 
 def test_list_and_status_take_a_run_s_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def open_source(
         config = "default" if chosen == "full" else chosen
         name = f"fineweb_edu{suffix}"
         return _hugging_face(FINEWEB_EDU, config, name, "edufineweb", text_column, revision)
-    if source.startswith("hf:"):
+    if source.startswith("hf:") and len(source) > 3:
         plain = _plain("_".join(filter(None, (source[3:], subset))))
         return _hugging_face(source[3:], subset, plain, plain, text_column, revision)
     for flag, value in (("subset", subset), ("revision", revision)):
