@@ -1,4 +1,4 @@
-"""Lets a script import gpt2lab and benchmarks from a plain clone, in any working directory, without an install."""
+"""Lets a script run its verb of gpt2lab from a plain clone, in any working directory, without an install."""
 
 import signal
 import sys
@@ -7,7 +7,11 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`: no traceback of half-loaded modules
 
-_ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(_ROOT / "src"), str(_ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from gpt2lab.commands.entry import run as run  # noqa: E402 - needs the path
+from gpt2lab.commands import entry, verbs
+
+
+def run(verb: str) -> int:
+    """Do what the verb says and return the exit code."""
+    return entry.run(lambda argv: verbs.main([verb, *argv]))

@@ -3,7 +3,6 @@
 import sys
 
 from _bootstrap import run
-from gpt2lab.commands.ablate import main
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run("ablate"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gpt2lab.commands import entry
 from gpt2lab.runs import history
 from ranks import run_ranks
 
@@ -36,15 +35,11 @@ class Done(NamedTuple):
 
 
 def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: str = "") -> Done:
-    """Run a program in this process as its file does: the same `main`, the same errors and exit codes.
+    """Run a program's file in this process: the same errors and exit codes.
 
     A name is that of a script. What needs a process of its own (torch's threads, signals, ranks) uses `train`.
     """
     path = SCRIPTS / program
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     # Streams as a program has them: with an encoding, and bytes beneath.
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     here = Path.cwd()
@@ -54,14 +49,16 @@ def call(program: Path | str, *argv: object, folder: Path | None = None, stdin: 
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
         if folder is not None:
             patch.chdir(folder)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            spec.loader.exec_module(module)
-            try:
-                code = entry.run(module.main)
-            except SystemExit as end:
-                code = int(end.code or 0)
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as end,
+        ):
+            runpy.run_path(str(path), run_name="__main__")
     assert Path.cwd() == here
-    return Done(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+    return Done(
+        int(end.value.code or 0), *(stream.buffer.getvalue().decode() for stream in (out, err))
+    )
 
 
 def ask(program: Path | str, *argv: object, folder: Path, stdin: str = "") -> Any:

@@ -1,6 +1,16 @@
 """gpt2lab: train GPT-2 from scratch; predict the run, keep every step, prove that nothing was lost."""
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 10):  # noqa: UP036 - here, because nothing below loads in an older Python
+    version = "{}.{}".format(*sys.version_info)
+    print(
+        f"error: {sys.executable} is Python {version}, gpt2lab needs 3.10 or newer; "
+        "use .venv/bin/python after `make install PYTHON=python3.12`",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 if TYPE_CHECKING:
     from gpt2lab.commands.api import LanguageModel, Run, estimate, load, open_run, prepare, train

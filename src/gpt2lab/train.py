@@ -6,10 +6,10 @@ import sys
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `run`: no traceback of half-loaded modules
 
+from gpt2lab.commands import verbs
 from gpt2lab.commands.entry import run
-from gpt2lab.commands.train import main
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(lambda argv: verbs.main(["train", *argv])))
 if __name__ != "__mp_main__":  # that of a process which multiprocessing starts
     raise ImportError("an entry point for `python -m`; in Python call gpt2lab.train(...)")

@@ -1,13 +1,13 @@
 """Compare settings of the trainer at equal tokens and seeds, and write a table with errors.
 
+SETTINGS is a file with one setting a line, `name: flags of the trainer`; the first is the baseline. A flag of the
+trainer with several values is a grid: each value with each setting. Each setting and seed is a run of its own: a fresh
+process with the trainer's command line.
+
 gpt2lab ablate settings.txt --out runs/norms --seeds 1 2 3 --max_tokens 1M
 gpt2lab ablate settings.txt --out runs/norms --target 3.5 --max_tokens 1M
 gpt2lab ablate --out runs/rates --max_lr 1e-3 2e-3 4e-3 --max_tokens 1M
 gpt2lab ablate settings.txt --out runs/norms --until_decided --max_tokens 1M
-
-A settings file has one setting a line, `name: flags of the trainer`; the first is the baseline. A flag of the trainer
-with several values is a grid: each value with each setting. Each setting and seed is a run of its own: a fresh process
-with the trainer's command line.
 """
 
 import contextlib

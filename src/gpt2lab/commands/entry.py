@@ -72,6 +72,9 @@ def run(main: Callable[[list[str]], int]) -> int:
         )
         return _leave(2)
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl+C while Python makes a class
+            print("error: interrupted", file=sys.stderr)
+            return 1
         expected = to_gpt2lab_error(error)
         if expected is None and is_out_of_memory(error):
             expected = OutOfMemoryError(

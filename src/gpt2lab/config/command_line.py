@@ -463,10 +463,15 @@ def run_tyro(
         unknown = []
     stray = [repr(word) for word in unknown if not word.startswith("-")]
     dashed = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    strange = [f"unknown flag {word}; see --help" for word in dashed]
-    if stray:
+    strange = [
+        f"unknown flag {word}: {fmt.did_you_mean(word[1:], mistakes.flags, 'see --help', flag='--')}"
+        for word in dashed
+    ]
+    if stray and not dashed:
         plural = "s" if len(stray) > 1 else ""
-        strange.append(f"unexpected argument{plural} {' '.join(stray)}; see --help")
+        is_file = Path(stray[-1].strip("'")).suffix in (".py", ".toml", ".json")
+        hint = "settings of a file are --config FILE, .toml or .json" if is_file else "see --help"
+        strange.append(f"unexpected argument{plural} {' '.join(stray)}; {hint}")
     if problems := mistakes.line(*strange):
         raise ConfigError(problems)
     check_least(parsed)

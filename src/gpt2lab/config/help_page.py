@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
+
+from gpt2lab import paths
 
 SHORT, LONG = {"-h", "--help"}, {"--help-all", "--help_all"}
 _COLUMN = 26  # where the help of a flag begins
@@ -64,9 +67,8 @@ def page(
     if len(members) > 1 and chosen is None:
         rows = [_row(verb, _first_line(member.__doc__)) for verb, member in members.items()]
         usage = f"usage: {name} VERB [flags]"
-        return "\n".join(
-            [usage, "", *_about(about), "", *rows, "", f"{name} VERB --help: its flags"]
-        )
+        lines = [usage, "", *_about(about), "", *rows, "", f"{name} VERB --help: its flags"]
+        return _as_typed("\n".join(lines), name)
     if chosen is not None:
         target, name = members[chosen], f"{name} {chosen}"
         examples = [line for line in about.splitlines() if line.startswith(name)]
@@ -78,7 +80,7 @@ def page(
         )
         if one.name in others
         else one
-        for one in flags_of(target)
+        for one in sorted(flags_of(target), key=lambda one: not one.is_argument)
     ]
     shown = flags
     if common and not everything:
@@ -100,7 +102,16 @@ def page(
         lines += ["", f"{name} --help-all: all {len(flags)} flags"]
     elif any(not flag.kind for flag in shown):
         lines += ["", "--no_NAME turns a switch off again."]
-    return "\n".join(lines)
+    return _as_typed("\n".join(lines), name)
+
+
+def _as_typed(text: str, name: str) -> str:
+    """Call a verb by its file, where that was typed."""
+    verb = f"{name} ".split(" ")[1]
+    file = paths.script(verb)
+    if Path(sys.argv[0]).name != Path(file).name:
+        return text
+    return text.replace(f"-m gpt2lab.{verb}", file).replace(f"gpt2lab {verb}", f"python {file}")
 
 
 def name_in(about: str) -> str | None:

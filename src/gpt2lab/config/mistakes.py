@@ -168,7 +168,11 @@ def _no_verb(argv: list[str], members: Collection[str]) -> str:
     *others, last = members
     verbs = f"{', '.join(others)} or {last}"
     typed = next((word for word in argv if not word.startswith("-")), None)
-    return f"give a verb: {verbs}" if typed is None else f"unknown verb {typed!r}: {verbs}"
+    return (
+        f"give a verb: {verbs}"
+        if typed is None
+        else f"unknown verb {typed!r}: {fmt.did_you_mean(typed, members, verbs)}"
+    )
 
 
 def _wrong_value(what: str) -> str:

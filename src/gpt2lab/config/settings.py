@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from gpt2lab import paths
+from gpt2lab import fmt, paths
 from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import LENGTHS, TRACKERS, Config, ModelConfig, Policy
 from gpt2lab.errors import ConfigError
@@ -129,7 +129,7 @@ def _is_folder_name(name: str) -> bool:
 def wrong_types(values: dict[str, Any]) -> dict[str, str]:
     """Return {setting: problem} of the values of a file that have another type than their setting."""
     return {
-        name: f"{name} {value!r:.60} is not {_type_name(_TYPES[name])}"
+        name: _wrong(name, value, _TYPES[name])
         for name, value in values.items()
         if name in LEAVES
         and not _is_of(value, _TYPES[name])
@@ -141,7 +141,7 @@ def wrong_flags(target: type, values: dict[str, Any]) -> list[str]:
     """Return a line for each JSON value of another type than the field of its name in a dataclass of flags."""
     kinds = get_type_hints(target)
     return [
-        f"{name} {value!r:.60} is not {_type_name(kinds[name])}"
+        _wrong(name, value, kinds[name])
         for name, value in values.items()
         if not _is_of(value, kinds[name])
     ]
@@ -208,6 +208,12 @@ def _can_name_a_file(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
+
+
+def _wrong(name: str, value: Any, kind: Any) -> str:
+    known = get_args(kind) if get_origin(kind) is Literal else ()
+    hint = fmt.did_you_mean(str(value), known)
+    return f"{name} {value!r:.60} is not {_type_name(kind)}{'; ' * bool(hint)}{hint}"
 
 
 def _type_name(kind: Any) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from gpt2lab import fmt, paths
 from gpt2lab.errors import DataError
 from gpt2lab.files import (
     COUNT,
@@ -31,6 +32,16 @@ MANIFEST = "shards.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 SPLITS = ("train", "val")
 ID_BYTES = {"<u2": 2, "<u4": 4}
+
+
+def missing_folder(folder: Path, otherwise: str) -> DataError:
+    """Return the error for a folder that is not there: names a similar one, beside it or in data/, or `otherwise`."""
+    for place in (folder.parent, paths.from_repository(Path("data"))):
+        found = [*place.glob(f"*/{MANIFEST}"), *place.glob("*/*_train_*")]
+        names = {file.parent.name for file in found}
+        if hint := fmt.did_you_mean(folder.name, names, flag=f"{paths.for_people(place)}/"):
+            return DataError(f"{folder}: no such data folder; {hint}")
+    return DataError(f"{folder}: no such data folder; {otherwise}")
 
 
 @dataclass(frozen=True)

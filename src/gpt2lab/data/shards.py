@@ -22,6 +22,7 @@ from gpt2lab.data.manifest import (
     EndOfText,
     end_of_text_of,
     fingerprint_of,
+    missing_folder,
     read_manifest,
     shards_folder,
 )
@@ -124,7 +125,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
             f"--out {paths.for_people(folder)}"
         )
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such data folder; {prepare}")
+        raise missing_folder(folder, prepare)
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     if manifest is None and (folder / JOURNAL).exists():
         raise DataError(

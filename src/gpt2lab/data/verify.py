@@ -17,6 +17,7 @@ from gpt2lab.data.manifest import (
     MANIFEST,
     SPLITS,
     EndOfText,
+    missing_folder,
     read_manifest,
     shards_folder,
     tokenizer_of,
@@ -42,7 +43,7 @@ def verify(folder: Path) -> list[str]:
     Raises: DataError if there is no such folder, or no shards.json to compare with, or it is damaged itself.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder")
+        raise missing_folder(folder, f"{paths.command('prepare')} makes one")
     if not (folder / MANIFEST).exists():
         raise DataError(
             f"{folder}: no {MANIFEST} to compare with; {paths.command('data')} import writes one"
@@ -56,7 +57,7 @@ def verify(folder: Path) -> list[str]:
     # Hashing releases Python's lock, so threads use all cores.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = zip(files, pool.map(lambda f: _find_damage(place, f), files), strict=True)
-        bar = tqdm(results, total=len(files), unit="file", leave=False)
+        bar = tqdm(results, total=len(files), unit="file", leave=False, disable=None)
         problems += [f"{place / file['name']}: {damage}" for file, damage in bar if damage]
     strays = find_strays(folder, manifest)
     return problems + [f"{place / name}: not listed in {MANIFEST}" for name in strays]
@@ -102,7 +103,7 @@ def measure_overlap(data: TokenData) -> float:
     may_occur = np.zeros(1 << _FILTER_BITS, dtype=bool)
     shift = np.uint64(64 - _FILTER_BITS)
     may_occur[distinct >> shift] = True
-    for ids in tqdm(_blocks(data.splits["train"]), unit="block", leave=False):
+    for ids in tqdm(_blocks(data.splits["train"]), unit="block", leave=False, disable=None):
         grams = _hash_ngrams(ids, end)
         grams = grams[may_occur[grams >> shift]]
         if len(grams) and len(distinct):
@@ -178,7 +179,7 @@ def _measure_split(
     tokens = 0
     facts: list[dict[str, Any]] = []
     bounds: list[np.ndarray] = []  # between documents
-    for shard in tqdm(shards, unit="shard", leave=False):
+    for shard in tqdm(shards, unit="shard", leave=False, disable=None):
         if shard.index is not None:
             bounds.append(document_ends(shard) + tokens)
         elif end_of_text.id is not None:

@@ -313,9 +313,12 @@ def learning_rate_line(config: Config, rule: LrRule, *, typed: bool) -> str:
     """Write the learning rates in one line; where nobody typed one, with the rule's flag."""
     found, size = learning_rates(config), config.batch.total_batch_size
     batch = found["reference_batch"]
-    text = f"learning rate {config.optim.max_lr:g} at {size:,} tokens a step"
+    text = f"{'max_lr':<12} {config.optim.max_lr:<14g} "
+    if size == batch:
+        return f"{text}the preset's is {found['none']:g} at these {size:,} tokens a step"
+    text += f"the preset's is {found['none']:g} at {batch:,} tokens a step; at these {size:,} by the rule sqrt "
+    text += f"{found['sqrt']:.2g}, linear {found['linear']:.2g}"
     text += "" if typed else f"; --lr_rule {rule}: --max_lr {found[rule]:.2g}"
-    text += f" (sqrt {found['sqrt']:.2g}, linear {found['linear']:.2g}; reference {found['none']:g} at {batch:,})"
     if size > _SURGE * batch:
         text += f"; above {_SURGE:g} times the reference batch the best rate may fall again"
     return text

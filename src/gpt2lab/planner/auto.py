@@ -73,10 +73,10 @@ def memory_here(config: Config, plan: Plan, *, train_tokens: int) -> MemoryNeed:
 
 def describe_memory(need: MemoryNeed) -> str:
     """Write it for people, with what would fit if it does not."""
-    text = f"{fmt.num_bytes(need.needed)} for each rank"
+    text = f"{need.needed / GIB:.1f} GiB for each rank"
     if need.available is None:
         return text
-    text += f", {fmt.num_bytes(need.available)} free here"
+    text += f", {need.available / GIB:.1f} GiB free here"
     if need.fits:
         return text
     if need.largest_micro_batch:

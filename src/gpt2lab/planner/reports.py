@@ -31,7 +31,7 @@ GIB = 2**30
 
 def _row(name: str, value: str, interval: str = "", note: str = "") -> str:
     """Write one line of the report."""
-    return f"{name:<12} {value:<14} {interval:<21} {note}".rstrip()
+    return f"{name:<12} {value:<14} {interval:<22} {note}".rstrip()
 
 
 def hours(interval: Interval) -> str:
@@ -56,7 +56,7 @@ def _source(estimate: Estimate) -> str:
     source = machine.rates.source
     priors = {
         "roofline-prior": "roofline of data sheet and measured matmul, not calibrated",
-        "cpu-matmul": "this CPU's matmul alone, UNCALIBRATED",
+        "cpu-matmul": "a matrix product on this CPU, not calibrated",
     }
     note = f" ({machine.note})" if machine.note else ""
     hint = "; --measure narrows it" if source in priors else ""
@@ -102,7 +102,9 @@ def _speed(estimate: Estimate) -> list[str]:
 
 def seconds(value: float) -> str:
     """Write a short time span."""
-    return f"{value * 1000:,.0f} ms" if value < 10 else f"{value:,.1f} s"
+    if value < 10:
+        return f"{value * 1000:,.0f} ms"
+    return f"{value:,.1f} s" if value < 100 else f"{value:,.0f} s"
 
 
 def _memory(estimate: Estimate) -> list[str]:
@@ -110,14 +112,14 @@ def _memory(estimate: Estimate) -> list[str]:
     available = "" if need.available is None else f"of {need.available / GIB:.1f}"
     state = parts.params + parts.optimizer + parts.gradients
     shares = [
-        f"state {state / GIB:.1f}",
+        f"weights, moments, gradients {state / GIB:.1f}",
         f"activations {parts.activations / GIB:.1f}",
-        f"head {parts.head / GIB:.1f}",
+        f"logits {parts.head / GIB:.1f}",
         f"bf16 copies {parts.bf16_weights / GIB:.1f}",
         f"overhead {need.overhead / GIB:.1f}",
     ]
     is_eager = estimate.job.compiled and estimate.machine.is_cpu
-    peak = f"peak at {parts.peak_at}{', eager formula' if is_eager else ''}"
+    peak = f"peak at {parts.peak_at}{', as if not compiled' if is_eager else ''}"
     lines = [
         _row("memory", f"{need.needed / GIB:.1f} GiB", available, ", ".join(shares)),
         _row("", "", "", peak),

@@ -217,7 +217,8 @@ class RunClock:
             return None
         self._said = now
         on_track = self.is_on_track(left)
-        track = "" if on_track is None else f" | {'on track' if on_track else 'BEHIND'}"
+        late = "later than the forecast" if self._limit is None else "beyond --max_hours"
+        track = "" if on_track is None else f" | {'on time' if on_track else late}"
         pace = self.progress.step_seconds() or math.inf
         return (
             f"progress {step / self.progress.last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "

@@ -220,15 +220,22 @@ class MetricsLogger:
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Say what will take a while, and every few seconds that it goes on; a terminal shows it in one line."""
+        """Say what will take a while, and that it goes on: in one line of a terminal, ever more rarely in a file."""
         if self._log is None:
             yield
             return
         on_terminal = self._console is not None and self._console.is_terminal
 
+        told = 0.0
+
         def tell(seconds: float) -> None:
+            nonlocal told
             line = f"{text}: {seconds:.0f} s so far"
-            self.show(line) if on_terminal else self.say(line)
+            if on_terminal:
+                self.show(line)
+            elif seconds >= 2 * told:
+                self.say(line)
+                told = seconds
 
         self.show(text) if on_terminal else self.say(text)
         with beats(tell):

@@ -60,7 +60,7 @@ def describe_run(run_dir: Path) -> str:
         words = [paths.program("tensorboard"), "--logdir", paths.for_people(run_dir.parent)]
         lines.append(f"  look at it        {fmt.command_line(words)}")
     else:
-        then = paths.command("tensorboard")
+        then = fmt.command_line(paths.command_words("tensorboard"))
         lines.append(f"  look at it        train with --use_tensorboard, then: {then}")
     newest = history.newest_event(run_dir)
     if samples and newest is not None and newest["event"] == "done":

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from gpt2lab import fmt
 from gpt2lab.errors import DataError
 from gpt2lab.files import parse_json, read_regular
 from gpt2lab.tokenizers.gpt2 import GPT2, UNKNOWN
@@ -40,7 +41,8 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
     else:
         path = Path(name).expanduser()
         if not path.exists():
-            raise DataError(f"{name}: no such tokenizer; known: {TOKENIZER}")
+            hint = fmt.did_you_mean(name, _BUILT_IN, f"known: {TOKENIZER}")
+            raise DataError(f"{name}: no such tokenizer; {hint}")
         found = _open(path, end_token)
     if end_token is not None and end_token != found.end_token:
         raise DataError(f"{name}: its end of text is {found.end_token}; leave out --end_token")

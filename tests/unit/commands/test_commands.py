@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from gpt2lab.config.schema import Config, TuningConfig
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import OutOfMemoryError, PeerError
-from launch import TRAIN, call
+from launch import SCRIPTS, TRAIN, call
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
 
 
@@ -147,10 +148,36 @@ def test_a_report_to_torchrun_is_complete_or_not_there(
 
 
 def test_a_python_without_the_packages_is_told_so_in_one_line(tmp_path: Path) -> None:
-    answer = run(TRAIN, "--dry_run", cwd=tmp_path, python=("-S",))
-    assert answer.returncode == 2
+    programs = [[path] for path in (TRAIN, *SCRIPTS.glob("[!_]*.py"))]
+    for program in [*programs, ["-m", "gpt2lab"], ["-m", "gpt2lab.train"]]:
+        done = subprocess.run(
+            [sys.executable, "-S", *program, "status"],
+            cwd=TRAIN.parent,
+            env=launch.environment(PYTHONPATH=str(TRAIN.parent)),
+            capture_output=True,
+            text=True,
+        )
+        line = r"error: \S+ has no package (tyro|numpy); use .*requirements\.txt.*\n"
+        assert re.fullmatch(line, done.stderr), program
+        assert done.returncode == 2, program
+
+
+def test_ctrl_c_while_python_makes_a_class_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError("Error calling __set_name__ on 'Field' instance")
+    error.__cause__ = KeyboardInterrupt()
+    assert run_command(Mock(side_effect=error)) == 1
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_an_old_python_is_told_so_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 8))
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(TRAIN.parent / "gpt2lab" / "__init__.py"))
+    assert end.value.code == 2
     assert re.fullmatch(
-        r"error: \S+ has no package tyro; use .*requirements\.txt.*\n", answer.stderr
+        r"error: \S+ is Python 3\.8, gpt2lab needs 3\.10 or newer; .*\n", capsys.readouterr().err
     )
 
 

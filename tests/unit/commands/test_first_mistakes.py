@@ -116,6 +116,20 @@ def test_a_preset_s_data_that_are_not_there_are_asked_for(
     assert "other data" not in line_of(call(TRAIN, *words, "--data_dir=nowhere"))
 
 
+def test_misspelt_data_and_sources_are_answered_with_the_right_ones(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "REPOSITORY", place)
+    shutil.copytree(place / "data", place / "data" / "tiny_text")
+    for typed in ("tiny_txet", "data/tiny_txet"):
+        for words in ((TRAIN, "--data_dir"), ("data.py", "verify")):
+            line = line_of(call(*words, typed, folder=place))
+            assert line.endswith("no such data folder; did you mean data/tiny_text?")
+    line = line_of(call("prepare_data.py", "python_stdlib", folder=place))
+    assert line == "error: python_stdlib: no such file or folder; did you mean python-stdlib?"
+    assert "hf:: no such file or folder, and not " in line_of(call("prepare_data.py", "hf:"))
+
+
 def test_list_and_status_take_a_run_s_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = f"--checkpoint_dir={place / 'runs'}"
     assert verbs.main(["list", "tiny", where]) == 0
@@ -208,7 +222,7 @@ def test_a_dry_run_compares_the_memory_with_what_is_free(
         return line
 
     monkeypatch.setattr(auto.Seen, "free_memory", lambda seen, ranks: 8e9)
-    assert memory().endswith("for each rank, 8 GB free here")
+    assert memory().endswith("for each rank, 7.5 GiB free here")
     wide = memory("--n_embd=8192")
     assert "does not fit, not even one sequence at a time; choose a smaller model" in wide
     long = ("--context_length=256", "--total_batch_size=262144", "--mini_batch_size=1024")

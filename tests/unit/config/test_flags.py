@@ -392,6 +392,11 @@ def test_fp16_is_rejected_with_the_reason() -> None:
         (("--model", "hf:gpt2"), "--model hf:gpt2: weights of the Hub are --init_from hf:gpt2"),
         (("stray",), "unexpected argument 'stray'; see --help"),
         (("a", "b"), "unexpected arguments 'a' 'b'; see --help"),
+        (("-resume", "latest"), "unknown flag -resume: did you mean --resume?"),
+        (
+            ("config/train.py",),
+            "unexpected argument 'config/train.py'; settings of a file are --config FILE",
+        ),
         (("--num_workers", "4"), "unknown flag --num_workers: here it is no setting"),
         (("--num_token=4",), "unknown flag --num_token: did you mean --max_tokens?"),
     ],

@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -270,7 +271,9 @@ def test_a_folder_that_holds_something_else_is_rejected_and_kept(
     if change == "another request":
         max_tokens = 500
     before = snapshot(tmp_path)
-    with pytest.raises(DataError, match="out: holds something else already; choose another --out"):
+    what = {"another source": " (another source)", "another request": " (another max_tokens)"}
+    line = f"out: holds something else already{what.get(change, '')}; choose another --out"
+    with pytest.raises(DataError, match=re.escape(line)):
         run_prepare(source, out, max_tokens=max_tokens)
     assert snapshot(tmp_path) == before
 

@@ -58,17 +58,17 @@ def test_long_work_beats_until_it_ends(count: int) -> None:
     assert slept == [4.0] * (count + 1)
 
 
-def test_in_a_file_long_work_is_plain_lines(
+def test_in_a_file_long_work_is_plain_lines_ever_more_rarely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @contextlib.contextmanager
-    def twice(tell: object) -> Iterator[None]:
+    def for_a_minute(tell: object) -> Iterator[None]:
         assert callable(tell)
-        tell(4.0)
-        tell(8.0)
+        for seconds in range(4, 61, 4):
+            tell(float(seconds))
         yield
 
-    monkeypatch.setattr("gpt2lab.runs.logger.beats", twice)
+    monkeypatch.setattr("gpt2lab.runs.logger.beats", for_a_minute)
     logger = MetricsLogger(tmp_path, attempt=1)
     with logger.waiting("compiling the step, about 40s"):
         logger.show("only for a terminal")
@@ -76,8 +76,7 @@ def test_in_a_file_long_work_is_plain_lines(
     logger.close()
     lines = [
         "compiling the step, about 40s",
-        "compiling the step, about 40s: 4 s so far",
-        "compiling the step, about 40s: 8 s so far",
+        *(f"compiling the step, about 40s: {seconds} s so far" for seconds in (4, 8, 16, 32)),
         "compiled",
     ]
     assert capsys.readouterr().out.splitlines() == lines

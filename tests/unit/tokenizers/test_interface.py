@@ -201,6 +201,8 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes, proble
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no such tokenizer; known: gpt2 \| bytes"):
+        open_tokenizer("llama")
+    with pytest.raises(DataError, match=r"no such tokenizer; did you mean gpt2\?"):
         open_tokenizer("gtp2")
     with pytest.raises(DataError, match="holds no tokenizer"):
         open_tokenizer(str(tmp_path))

@@ -108,7 +108,9 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
     for part, manifest in parts:
         for file in manifest["files"]:
             of_split[file["split"]].append((part / file["name"], file))
-    for path, file in tqdm([*of_split["train"], *of_split["val"]], unit="file", leave=False):
+    for path, file in tqdm(
+        [*of_split["train"], *of_split["val"]], unit="file", leave=False, disable=None
+    ):
         open_shard(path)  # a missing one is named
         if sha256_of(path) != file["sha256"]:
             raise DataError(f"{path}: damaged (its sha256 is not the one in {MANIFEST})")

@@ -368,7 +368,7 @@ def _measure(
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(measure, files)
-        return list(tqdm(results, total=len(files), unit="file", leave=False))
+        return list(tqdm(results, total=len(files), unit="file", leave=False, disable=None))
 
 
 def _measure_file(

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -292,7 +293,8 @@ class _Runner:
     def __call__(self, tasks: Sequence[Task], folder: Path) -> list[Finished]:
         """Run the tasks below `folder`; those that are finished are only read."""
         drop_unfinished(folder)
-        with tqdm(total=self._expected, unit="tok", unit_scale=True) as bar:
+        often = 0.1 if sys.stderr.isatty() else 60.0  # seconds: a log needs few lines
+        with tqdm(total=self._expected, unit="tok", unit_scale=True, mininterval=often) as bar:
 
             def on_tokens(count: int) -> None:
                 self.new_tokens += count
@@ -368,8 +370,14 @@ def _default_workers(plan: Plan) -> int:
 def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return False
+    different = ""
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
+        kept = {"tokenizer": None} | (manifest.get("request") or {})
+        names = [name for name in kept if kept[name] != request.get(name)]
+        if "request" in manifest:
+            shown = ", ".join(names).replace("content", "source") or "text in the source"
+            different = f" (another {shown})"
         if manifest.get("request") == request:
             check_prepared(folder, manifest)
         if manifest.get("request") == request and _is_unchanged(source, folder, manifest):
@@ -381,7 +389,7 @@ def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
                 f"choose another --out for a split by document, or move it away"
             )
     raise DataError(
-        f"{folder}: holds something else already; choose another --out, or move it away"
+        f"{folder}: holds something else already{different}; choose another --out, or move it away"
     )
 
 

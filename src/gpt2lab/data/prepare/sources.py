@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from gpt2lab import fmt
 from gpt2lab.checkpoint.hub import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
@@ -76,7 +77,7 @@ def open_source(
         config = "default" if chosen == "full" else chosen
         name = f"fineweb_edu{suffix}"
         return _hugging_face(FINEWEB_EDU, config, name, "edufineweb", text_column, revision)
-    if source.startswith("hf:"):
+    if source.startswith("hf:") and len(source) > 3:
         plain = _plain("_".join(filter(None, (source[3:], subset))))
         return _hugging_face(source[3:], subset, plain, plain, text_column, revision)
     for flag, value in (("subset", subset), ("revision", revision)):
@@ -86,9 +87,9 @@ def open_source(
         return _python_stdlib()
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(
-            f"{source}: no such file or folder, and not python-stdlib, fineweb-edu or hf:NAME"
-        )
+        known = "and not python-stdlib, fineweb-edu or hf:NAME"
+        hint = fmt.did_you_mean(source, ("python-stdlib", "fineweb-edu"), known)
+        raise DataError(f"{source}: no such file or folder{';' if '?' in hint else ','} {hint}")
     return _local(path, text_column)
 
 
