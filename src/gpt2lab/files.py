@@ -324,12 +324,19 @@ class JsonFile:
 
         Raises: `error`.
         """
-        for key in rules:
-            if key not in found:
-                raise self.rejected(f"{where}no {key!r}")
-        for key, (is_fine, wanted) in {**rules, **(optional or {})}.items():
-            if key in found and not is_fine(found[key]):
-                raise self.rejected(f"{where}{key!r} is {found[key]!r:.60}, not {wanted}")
+        if (problem := mismatch(found, rules, optional)) is not None:
+            raise self.rejected(where + problem)
+
+
+def mismatch(found: Mapping[str, Any], rules: Rules, optional: Rules | None = None) -> str | None:
+    """Return what is wrong with an object whose keys must follow `rules`; those of `optional` may be missing."""
+    for key in rules:
+        if key not in found:
+            return f"no {key!r}"
+    for key, (is_fine, wanted) in {**rules, **(optional or {})}.items():
+        if key in found and not is_fine(found[key]):
+            return f"{key!r} is {found[key]!r:.60}, not {wanted}"
+    return None
 
 
 def parse_json(text: bytes | str) -> Any:

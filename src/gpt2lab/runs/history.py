@@ -23,7 +23,8 @@ from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
 from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, TEXT, JsonFile, Rules, or_null
 from gpt2lab.runs import log_index
-from gpt2lab.runs.log_index import NAMED_LINES, Chunk, Event
+from gpt2lab.runs.events import LIMIT, Event, parse_line
+from gpt2lab.runs.log_index import NAMED_LINES, Chunk
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
@@ -162,6 +163,17 @@ class Log:
     def __bool__(self) -> bool:
         return bool(self.events) or self._starts[-1] > 0
 
+    @property
+    def last_begin(self) -> Event | None:
+        """The event with which the last start began; None if it is lost."""
+        return next((e for e in reversed(self.events) if e["event"] == "begin"), None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether the run came to the end that its last start had; later lines may be warnings."""
+        begin = self.last_begin
+        return begin is not None and begin["max_steps"] in self.current("done")
+
     def of_kind(self, *kinds: str) -> list[Event]:
         """Return all events of these kinds but steps, in order."""
         return [event for event in self.events if event["event"] in kinds]
@@ -265,7 +277,7 @@ class Log:
 
     def _follow(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the current steps, ascending, and of each its row."""
-        is_current, end, limit = np.ones(len(steps), bool), len(steps), log_index.LIMIT
+        is_current, end, limit = np.ones(len(steps), bool), len(steps), LIMIT
         for row, event in zip(reversed(self._rows), reversed(self.events), strict=True):
             if event["event"] in ("begin", "resume", "rewind"):
                 is_current[row:end] = steps[row:end] <= limit
@@ -361,7 +373,7 @@ def _read(path: Path, begin: int, end: int) -> bytes:
 def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         with contextlib.suppress(ValueError):
-            yield log_index.parse_line(line)
+            yield parse_line(line)
 
 
 def read_config(run_dir: Path) -> Config:

@@ -141,7 +141,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
         "damaged": [str(error) for error in damaged],
         "environment": _environment(facts),
-        "command": summary.command_to_go_on(run_dir, log) if log.of_kind("begin") else None,
+        "command": summary.command_to_go_on(run_dir, log) if log else None,
     }
 
 
@@ -163,22 +163,24 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
     tiles = []
     if newest is not None:
         first = log.step(int(log.numbers[0])) or {}
-        note = f"{fmt.number(first['loss'])} at step {first['step']:,}"
-        tiles.append(("training loss", fmt.number(newest["loss"]), note))
+        note = f"{fmt.number(first.get('loss'))} at step {first['step']:,}"
+        tiles.append(("training loss", fmt.number(newest.get("loss")), note))
     measured = [event for event in evals.values() if event["val_loss"] is not None]
     if measured:
         last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
-        note = f"± {fmt.number(last['val_loss_se'])}; best {best['val_loss']:.4f} at step {best['step']:,}"
+        note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
         last, (value, name) = scores[max(scores)], curves.REFERENCES["acc_norm"][0]
-        note = (
-            f"acc_norm ± {fmt.number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
-        )
-        tiles.append(("HellaSwag", fmt.number(last["acc_norm"]), note))
+        note = f"acc_norm ± {fmt.number(last.get('acc_norm_se'))} on {last['n']:,} items; {name} {value}"
+        tiles.append(("HellaSwag", fmt.number(last.get("acc_norm")), note))
     if newest is not None:
-        step, goal = newest["step"], log.of_kind("begin")[-1]["max_steps"]
-        tiles.append(("tokens", fmt.count(newest["tokens"]), f"step {step:,} of {goal:,}"))
+        tokens = newest.get("tokens")
+        begin, goal = log.last_begin, ""
+        if begin is not None:
+            goal = f" of {begin['max_steps']:,}"
+        shown = "n/a" if tokens is None else fmt.count(tokens)
+        tiles.append(("tokens", shown, f"step {newest['step']:,}{goal}"))
         rate, mfu = _median(log, "tokens_per_second"), _median(log, "mfu")
         note = "median step" if mfu is None else f"median step; MFU {mfu:.1%}"
         tiles.append(("tokens/s", fmt.number(rate, ",.0f"), note))

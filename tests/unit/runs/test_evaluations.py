@@ -20,6 +20,7 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
     events: list[dict[str, Any]] = []
     for attempt, begin, end in attempts:
         events.append({"event": "begin", "attempt": attempt, "step": begin, "time": 0.0})
+        events[-1] |= {"max_steps": 9, "world_size": 1}
         events += [
             {"event": "step", "attempt": attempt, "step": step, "time": 0.0, "loss": 1.0}
             for step in range(begin + 1, end + 1)

@@ -156,13 +156,13 @@ def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
 def test_current_follows_the_line_that_the_newest_weights_took() -> None:
     events = [
         *[event("step", n, 1) for n in range(1, 8)],
-        event("eval", 6, 1),
+        event("eval", 6, 1, val_loss=1.0),
         event("resume", 4, 2, from_step=4),
         event("step", 5, 2),
         event("resume", 2, 3, from_step=2),
         event("step", 3, 3),
         event("step", 4, 3),
-        event("eval", 4, 3),
+        event("eval", 4, 3, val_loss=1.0),
     ]
     steps = history.current(events, "step")
     assert {n: kept["attempt"] for n, kept in steps.items()} == {1: 1, 2: 1, 3: 3, 4: 3}
