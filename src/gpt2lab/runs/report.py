@@ -287,11 +287,9 @@ def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
         verdict = _verdict(*bounds[1:], median)
         rows.append(Forecast("tokens/s", *bounds, median, verdict, "{:,.0f}".format))
     needed = (document.get("memory") or {}).get("total")
-    known = log.column("peak_memory_bytes")
-    peak = int(np.nanmax(known, initial=0))
-    if needed and peak:
-        share = f"{needed / peak:.0%} of the actual"
-        rows.append(Forecast("memory", needed, None, None, peak, share, fmt.num_bytes))
+    if needed and (peak := log.peak_memory()):
+        share = f"{needed / peak:.0%} of the actual, the most of any start"
+        rows.append(Forecast("peak memory", needed, None, None, peak, share, _gib))
     loss, evals = document.get("loss") or {}, log.current("eval")
     measured = evals[max(evals)]["val_loss"] if evals else None
     if loss.get("value") is not None and measured is not None:
@@ -371,6 +369,10 @@ def _environment(facts: Event) -> list[tuple[str, str]]:
     if isinstance(rows.get("command"), list):
         rows["command"] = " ".join(rows["command"])
     return [(name, str(value)) for name, value in rows.items() if value is not None]
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB"  # as the forecast before a run
 
 
 def _hours(value: float) -> str:

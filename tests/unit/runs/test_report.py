@@ -255,6 +255,22 @@ def test_a_log_without_a_beginning_is_shown(run_dir: Path) -> None:
     assert "4/n/a" in said
 
 
+def test_peak_memory_is_the_most_of_all_starts(run_dir: Path) -> None:
+    """Also of steps that a resume from before them left behind."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "step":
+            left_behind = (event["attempt"], event["step"]) == (1, 3)
+            event["peak_memory_bytes"] = 3 * 2**30 if left_behind else 2**30
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    document = json.loads((run_dir / "estimate.json").read_text())
+    document["memory"] = {**(document.get("memory") or {}), "total": 6 * 2**30}
+    (run_dir / "estimate.json").write_text(json.dumps(document))
+    wanted = "peak memory 6.00 GiB - 3.00 GiB 200% of the actual, the most of any start"
+    assert wanted in text_of(render(run_dir))
+
+
 @pytest.mark.parametrize("last", ["done", "warning"])
 def test_a_complete_run_goes_on_with_more_steps(run_dir: Path, last: str) -> None:
     """A mirror may warn after the end."""
