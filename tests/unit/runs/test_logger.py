@@ -24,8 +24,8 @@ from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs import history
 from gpt2lab.runs.logger import MetricsLogger
-from gpt2lab.training.histograms import Histograms
 from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.run_log import Histograms
 from whole_run import SCALARS
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
