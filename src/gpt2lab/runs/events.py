@@ -87,8 +87,8 @@ def parse_line(line: bytes) -> Event:
 
 def problem_of(value: Any) -> str | None:
     """Return why a value is not an event that readers can use, None if it is."""
-    problem = "no object"
-    if isinstance(value, dict) and (problem := mismatch(value, _ALL)) is None:
+    problem = mismatch(value, _ALL) if isinstance(value, dict) else "no object"
+    if problem is None:
         required, optional = _FORMS.get(value["event"], ({}, {}))
         problem = mismatch(value, required, {**_SOME, **optional})
         if problem is None:

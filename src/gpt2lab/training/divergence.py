@@ -17,8 +17,8 @@ from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import policy_of
 from gpt2lab.data.mixture import missing_folders, with_data_at
 from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log
-from gpt2lab.runs.log_index import Event
 from gpt2lab.training.replay import first_difference, settings_of
 
 

@@ -32,8 +32,8 @@ from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import default_min_lr
 from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log
-from gpt2lab.runs.log_index import Event
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import Recipe
