@@ -415,6 +415,17 @@ def list_of(rule: Rule, name: str) -> Rule:
     return lambda value: isinstance(value, list) and all(map(is_fine, value)), name
 
 
+def object_of(rule: Rule, name: str) -> Rule:
+    """Return the rule of an object whose values follow a rule."""
+    is_fine = rule[0]
+    return lambda value: isinstance(value, dict) and all(map(is_fine, value.values())), name
+
+
+def object_with(rules: Rules, name: str) -> Rule:
+    """Return the rule of an object that has these keys, and values that follow their rules."""
+    return lambda value: isinstance(value, dict) and mismatch(value, rules) is None, name
+
+
 def or_null(rule: Rule) -> Rule:
     """Return the rule of a value that may be null."""
     is_fine, wanted = rule

@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gpt2lab.files import COUNT, NUMBER, SIZE, STRING, Rule, Rules, is_number, mismatch, or_null
+from gpt2lab.files import (
+    COUNT,
+    NUMBER,
+    SIZE,
+    STRING,
+    Rule,
+    Rules,
+    is_number,
+    mismatch,
+    object_of,
+    or_null,
+)
 
 Event = dict[str, Any]
 # A step's fields that readers want of all steps; what is missing becomes NaN.
@@ -18,16 +29,9 @@ LIMIT = 2**32  # of step and attempt
 _LAST_DATE = 95_617_584_000  # Unix seconds of the year 5000; a much later moment has no local time
 
 _NUMBER = or_null(NUMBER)
-
-
-def _object_of(rule: Rule, name: str) -> Rule:
-    is_fine = rule[0]
-    return lambda value: isinstance(value, dict) and all(map(is_fine, value.values())), name
-
-
-_NUMBERS = _object_of(NUMBER, "an object of numbers")
-_LOSSES = or_null(_object_of(_NUMBER, "an object of numbers"))  # of a mixture's sources
-_PAIRS = _object_of(
+_NUMBERS = object_of(NUMBER, "an object of numbers")
+_LOSSES = or_null(object_of(_NUMBER, "an object of numbers"))  # of a mixture's sources
+_PAIRS = object_of(
     (lambda value: isinstance(value, list) and len(value) == 2, ""), "an object of pairs"
 )
 _INTEGER: Rule = (lambda value: type(value) is int and 0 <= value < LIMIT, "a whole number")

@@ -273,9 +273,9 @@ def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
     """Return all that estimate.json and the run both record."""
     document = read_json(run_dir / "estimate.json") or {}
     rows: list[Forecast] = []
-    if not len(log.numbers) or not isinstance(document.get("estimate"), dict):
+    span, rate = document.get("estimate"), document.get("throughput") or {}
+    if not len(log.numbers) or not span:
         return rows
-    span, rate = document["estimate"], document.get("throughput") or {}
     actual = document.get("actual")
     hours = actual["hours"] if actual else log.spent_seconds() / 3600
     bounds = (span["estimated_hours"], span["low_hours"], span["high_hours"])
@@ -293,7 +293,7 @@ def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
     loss, evals = document.get("loss") or {}, log.current("eval")
     measured = evals[max(evals)]["val_loss"] if evals else None
     if loss.get("value") is not None and measured is not None:
-        note = f"forecast for {loss['data']}"
+        note = f"forecast for {loss.get('data', 'this data')}"
         bounds = (loss["value"], loss["low"], loss["high"])
         rows.append(Forecast("validation loss", *bounds, measured, note, "{:.2f}".format))
     return rows

@@ -216,7 +216,7 @@ def test_a_line_damaged_after_it_was_indexed_is_left_out_and_named(
         }
         assert set(log.recorded_after(number + 1)) == {"step"}
         assert "metrics.jsonl: damaged after it was written" in capsys.readouterr().err
-        history._warn_once.cache_clear()
+        history.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])

@@ -18,7 +18,7 @@ import pytest
 import launch
 from gpt2lab.config.command_line import parse
 from gpt2lab.runs.charts import Scale
-from gpt2lab.runs.history import _warn_once
+from gpt2lab.runs.history import warn_once
 from gpt2lab.runs.report import render
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training.pretrain import pretrain
@@ -242,8 +242,28 @@ def test_an_event_of_another_shape_is_left_out_and_named(
     for program in ("report.py", "plot.py"):
         done = call(program, "r", "--checkpoint_dir", run_dir.parent)
         assert (done.returncode, where in done.stderr) == (0, True), done
-        _warn_once.cache_clear()
+        warn_once.cache_clear()
     assert "completed" in text_of(render(run_dir))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("estimate.json", {"estimate": {"estimated_hours": None}}, "'estimate' is "),
+        ("estimate.json", {"estimate": None, "loss": "low"}, "'loss' is 'low'"),
+        ("run.json", {"initial_weights": "x"}, "'initial_weights' is 'x'"),
+        ("evaluations/step_00000004.json", {"step": 4, "attempt": 2, "tasks": 5}, "'tasks' is 5"),
+    ],
+)
+def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(
+    run_dir: Path, name: str, content: dict[str, Any], said: str
+) -> None:
+    (run_dir / "evaluations").mkdir()
+    (run_dir / name).write_text(json.dumps(content))
+    code, _, error = call("report.py", "r", "--checkpoint_dir", run_dir.parent)
+    assert code == 0
+    (line,) = [line for line in error.splitlines() if name in line]
+    assert line.startswith(f"warning: {run_dir / name}: {said}")
 
 
 def test_a_log_without_a_beginning_is_shown(run_dir: Path) -> None:
