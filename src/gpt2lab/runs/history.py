@@ -194,7 +194,11 @@ class Log:
     @property
     def last_begin(self) -> Event | None:
         """The event with which the last start began; None if it is lost."""
-        return next((e for e in reversed(self.events) if e["event"] == "begin"), None)
+        return next(reversed(self.of_kind("begin")), None)
+
+    def begin_of(self, attempt: int) -> Event | None:
+        """Return the event with which a start began; None if it is lost."""
+        return next((e for e in self.of_kind("begin") if e["attempt"] == attempt), None)
 
     @property
     def has_ended(self) -> bool:

@@ -176,9 +176,7 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         tiles.append(("HellaSwag", fmt.number(last.get("acc_norm")), note))
     if newest is not None:
         tokens = newest.get("tokens")
-        begin, goal = log.last_begin, ""
-        if begin is not None:
-            goal = f" of {begin['max_steps']:,}"
+        goal = f" of {begin['max_steps']:,}" if (begin := log.last_begin) else ""
         shown = "n/a" if tokens is None else fmt.count(tokens)
         tiles.append(("tokens", shown, f"step {newest['step']:,}{goal}"))
         rate, mfu = _median(log, "tokens_per_second"), _median(log, "mfu")

@@ -195,9 +195,8 @@ def _open(
     values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
     # As typed: a start with another optimizer must name its rate, and a floor that is not named follows the peak.
     values |= {name: wanted[name] for name in ("max_lr", "min_lr")}
-    begun = [event for event in log.of_kind("begin") if event["attempt"] == attempt]
-    if begun:  # by epochs or tokens, other data would mean another length
-        values["max_steps"] = begun[-1]["max_steps"]
+    if begin := log.begin_of(attempt):  # by epochs or tokens, other data would mean another length
+        values["max_steps"] = begin["max_steps"]
     values |= {"checkpoint_mirror": None, "hellaswag_path": None}
     config = with_data_at(override(info.config(), values), data_dir)
     if data_dir:

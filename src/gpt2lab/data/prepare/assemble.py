@@ -55,20 +55,22 @@ def assemble(
         files = _write(_blocks(ids[:-cut]), folder, dataset, "train", shard_tokens, tokenizer)
         val = _blocks(ids[-cut:])
     files += _write(val, folder, dataset, "val", shard_tokens, tokenizer)
-    return _commit(
-        folder,
-        files,
-        tokenizer,
-        dataset=dataset,
-        origin=origin,
-        request=request,
-        left_out={kind: sum(g.facts[kind] for g in groups) for kind in ("bad", "empty")},
-        split={**split, "held_back_tokens": sum(g.facts["held_back"] for g in groups)},
-        groups=[
+    manifest = {
+        "format": FORMAT,
+        "dataset": dataset,
+        "origin": origin,
+        "request": request,
+        "tokenizer": tokenizer.record(),
+        "documents": sum(file["documents"] for file in files),
+        "left_out": {kind: sum(g.facts[kind] for g in groups) for kind in ("bad", "empty")},
+        "split": {**split, "held_back_tokens": sum(g.facts["held_back"] for g in groups)},
+        "groups": [
             {name: group.facts[name] for name in ("number", "val_tokens", "shares")}
             for group in groups
         ],
-    )
+        "files": files,
+    }
+    return _commit(folder, manifest, tokenizer)
 
 
 def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
@@ -116,49 +118,21 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
         if sum(file["tokens"] for file in files if file["split"] == split) < 2:
             raise DataError(f"no text for the {split} split; prepare with another --val_tokens")
     manifests = [manifest for _, manifest in parts]
-    held_back = sum(m["split"]["held_back_tokens"] for m in manifests)
-    return _commit(
-        folder,
-        files,
-        tokenizer,
-        dataset=dataset,
-        origin=first["origin"],
-        request={**first["request"], "part": [1, 1]},
-        left_out={kind: sum(m["left_out"][kind] for m in manifests) for kind in first["left_out"]},
-        split={**first["split"], "held_back_tokens": held_back},
-        groups=[group for m in manifests for group in m["groups"]],
-    )
-
-
-def _commit(
-    folder: Path,
-    files: list[dict[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    dataset: str,
-    origin: str,
-    request: dict[str, Any],
-    left_out: dict[str, int],
-    split: dict[str, Any],
-    groups: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Write the tokenizer's files and the manifest of a prepared folder, and return the manifest."""
-    for name, content in tokenizer.files.items():
-        write_durably(folder / name, content)
     manifest = {
-        "format": FORMAT,
-        "dataset": dataset,
-        "origin": origin,
-        "request": request,
-        "tokenizer": tokenizer.record(),
+        **first,
+        "request": {**first["request"], "part": [1, 1]},
         "documents": sum(file["documents"] for file in files),
-        "left_out": left_out,
-        "split": split,
-        "groups": groups,
-        "files": sorted(files, key=lambda file: (file["split"], file["name"])),
+        "left_out": {
+            kind: sum(m["left_out"][kind] for m in manifests) for kind in first["left_out"]
+        },
+        "split": {
+            **first["split"],
+            "held_back_tokens": sum(m["split"]["held_back_tokens"] for m in manifests),
+        },
+        "groups": [group for m in manifests for group in m["groups"]],
+        "files": files,
     }
-    write_manifest(folder, manifest)
-    return manifest
+    return _commit(folder, manifest, tokenizer)
 
 
 def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
@@ -314,6 +288,15 @@ def _write(
         writer.finish()
         faultpoint("data.before_manifest", 0)
         return writer.files
+
+
+def _commit(folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the tokenizer's files and, last, the manifest, which is returned."""
+    for name, content in tokenizer.files.items():
+        write_durably(folder / name, content)
+    manifest["files"].sort(key=lambda file: (file["split"], file["name"]))
+    write_manifest(folder, manifest)
+    return manifest
 
 
 def _joined(paths: Sequence[Path]) -> np.ndarray:
