@@ -324,12 +324,19 @@ class JsonFile:
 
         Raises: `error`.
         """
-        for key in rules:
-            if key not in found:
-                raise self.rejected(f"{where}no {key!r}")
-        for key, (is_fine, wanted) in {**rules, **(optional or {})}.items():
-            if key in found and not is_fine(found[key]):
-                raise self.rejected(f"{where}{key!r} is {found[key]!r:.60}, not {wanted}")
+        if (problem := mismatch(found, rules, optional)) is not None:
+            raise self.rejected(where + problem)
+
+
+def mismatch(found: Mapping[str, Any], rules: Rules, optional: Rules | None = None) -> str | None:
+    """Return what is wrong with an object whose keys must follow `rules`; those of `optional` may be missing."""
+    for key in rules:
+        if key not in found:
+            return f"no {key!r}"
+    for key, (is_fine, wanted) in {**rules, **(optional or {})}.items():
+        if key in found and not is_fine(found[key]):
+            return f"{key!r} is {found[key]!r:.60}, not {wanted}"
+    return None
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -406,6 +413,17 @@ def list_of(rule: Rule, name: str) -> Rule:
     """Return the rule of a list whose values follow a rule."""
     is_fine = rule[0]
     return lambda value: isinstance(value, list) and all(map(is_fine, value)), name
+
+
+def object_of(rule: Rule, name: str) -> Rule:
+    """Return the rule of an object whose values follow a rule."""
+    is_fine = rule[0]
+    return lambda value: isinstance(value, dict) and all(map(is_fine, value.values())), name
+
+
+def object_with(rules: Rules, name: str) -> Rule:
+    """Return the rule of an object that has these keys, and values that follow their rules."""
+    return lambda value: isinstance(value, dict) and mismatch(value, rules) is None, name
 
 
 def or_null(rule: Rule) -> Rule:

@@ -20,7 +20,7 @@ from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import GPT2LabError
 
 if TYPE_CHECKING:
-    from gpt2lab.runs.log_index import Event
+    from gpt2lab.runs.events import Event
     from gpt2lab.training.divergence import Side
 
 

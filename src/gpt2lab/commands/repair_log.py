@@ -63,7 +63,7 @@ def remove_damaged_lines(path: Path) -> tuple[list[tuple[int, str]], Path | None
 
     Raises: SaveError if the folder does not take the new file; the log is then what it was.
     """
-    from gpt2lab.runs.log_index import parse_line
+    from gpt2lab.runs.events import parse_line
 
     removed: list[tuple[int, str]] = []
     original = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")

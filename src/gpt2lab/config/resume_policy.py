@@ -22,6 +22,12 @@ def find_changes(saved: Config, now: Config) -> dict[str, list[Any]]:
     }
 
 
+def describe_change(name: str, change: list[Any]) -> str:
+    """Write what a setting was and is; of a fingerprint as much as is shown elsewhere."""
+    before, now = (str(value)[:12] if name == "data" else value for value in change)
+    return f"{before} -> {now}"
+
+
 def reject_changes(
     command: Command, config: Config, changes: dict[str, list[Any]], *, run: str
 ) -> None:
@@ -39,7 +45,7 @@ def reject_changes(
     guarded = [n for n, policy in policies.items() if policy == "guarded" and n not in allowed]
 
     def show(names: list[str]) -> str:
-        return ", ".join(f"{name} {changes[name][0]} -> {changes[name][1]}" for name in names)
+        return ", ".join(f"{name} {describe_change(name, changes[name])}" for name in names)
 
     recounted: list[str] = [name for name in ("total_batch_size", "data") if name in changes]
     if recounted and config.length.max_steps is None:

@@ -72,6 +72,26 @@ class Shard:
         """Bytes of one id."""
         return ID_BYTES[self.dtype]
 
+    def map_ids(self) -> np.ndarray:
+        """Return all ids, (tokens,), by a memory map.
+
+        Raises: DataError.
+        """
+        import numpy as np
+
+        if not self.tokens:
+            return np.empty(0, self.dtype)
+        try:
+            return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
+        except (OSError, ValueError) as error:
+            raise self.rejected(f"cannot be read ({error})") from error
+
+    def rejected(self, problem: str) -> DataError:
+        """Return the error that names the file, the problem and the fix."""
+        error = DataError(f"{self.path}: {problem}; restore the file or prepare the data again")
+        error.is_local = True  # each rank reads windows of its own
+        return error
+
 
 @dataclass(frozen=True)
 class TokenData:
@@ -337,8 +357,6 @@ def _compare(shard: Shard, listed: dict[str, Any], limit: _IdLimit) -> Shard:
 
 def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, ...]:
     """Check the ids of a set without manifest now, if it is small enough to read in full."""
-    import numpy as np
-
     shards = [shard for split in SPLITS for shard in splits[split]]
     total = sum(shard.id_bytes * shard.tokens for shard in shards)
     if total > SCAN_LIMIT_BYTES:
@@ -346,9 +364,5 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, .
             f"ids of {total / 1e9:.1f} GB without {MANIFEST} are checked batch by batch while training",
         )
     for shard in shards:
-        tokens = np.memmap(
-            shard.path, shard.dtype, mode="r", offset=shard.offset, shape=shard.tokens
-        )
-        if shard.tokens:
-            limit.check(shard.path, int(tokens.max()))
+        limit.check(shard.path, int(shard.map_ids().max(initial=0)))
     return ()

@@ -117,14 +117,7 @@ def _blocks(shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:
     for shard in shards:
         for begin in range(0, shard.tokens, _BLOCK):
             end = min(shard.tokens, begin + _BLOCK + NGRAM - 1)
-            yield _open(shard)[begin:end]
-
-
-def _open(shard: Shard) -> np.ndarray:
-    try:
-        return np.memmap(shard.path, shard.dtype, "r", shard.offset, (shard.tokens,))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{shard.path}: cannot be read ({error})") from error
+            yield shard.map_ids()[begin:end]
 
 
 def _hash_ngrams(ids: np.ndarray, end_of_text: int | None) -> np.ndarray:
@@ -183,7 +176,7 @@ def _measure_split(
         if shard.index is not None:
             bounds.append(document_ends(shard) + tokens)
         elif end_of_text.id is not None:
-            places = np.flatnonzero(_open(shard) == end_of_text.id) + tokens
+            places = np.flatnonzero(shard.map_ids() == end_of_text.id) + tokens
             bounds.append(places + 1 if end_of_text.place == "after" else places)
         facts.append(
             measure_shard(shard.path, offset=shard.offset, dtype=shard.dtype, tokenizer=tokenizer)

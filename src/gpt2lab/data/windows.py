@@ -15,7 +15,6 @@ from collections import OrderedDict
 import numpy as np
 
 from gpt2lab.data.shards import Shard, document_ends
-from gpt2lab.errors import DataError
 
 _OPEN_FILES = 64  # a 100B-token set has a thousand shards; a process may open about as many files
 _BLOCK = 1 << 22
@@ -69,18 +68,15 @@ class WindowReader:
             try:
                 count = os.preadv(self._open(shard), [ids.data], begin + id_bytes * offset)
             except OSError as error:
-                raise _shard_error(
-                    self._shards[shard], f"changed while training ({error})"
-                ) from error
+                raise self._shards[shard].rejected(f"changed while training ({error})") from error
             if count != ids.nbytes:
                 problem = f"changed while training (it ends within the window at token {offset})"
-                raise _shard_error(self._shards[shard], problem)
+                raise self._shards[shard].rejected(problem)
             if ids.base is not windows:
                 windows[row] = ids
         if windows.max(initial=0) >= self._id_limit:
             row = int((windows >= self._id_limit).any(axis=1).argmax())
-            raise _shard_error(
-                self._shards[shards[row]],
+            raise self._shards[shards[row]].rejected(
                 f"token id {windows[row].max()} near token {offsets[row]}, ids must be below {self._id_limit}",
             )
         return windows
@@ -100,13 +96,7 @@ class WindowReader:
             if end_of_text is None:
                 places.append(np.empty(0, np.int64))
                 continue
-            try:
-                ids = np.memmap(
-                    shard.path, shard.dtype, "r", offset=shard.offset, shape=(shard.tokens,)
-                )
-            except (OSError, ValueError) as error:
-                raise _shard_error(shard, f"changed while training ({error})") from error
-            places.append(np.flatnonzero(ids == end_of_text))
+            places.append(np.flatnonzero(shard.map_ids() == end_of_text))
         return places
 
     def wait_until_verified(self) -> None:
@@ -251,8 +241,8 @@ class Verifier:
         if now in (before, None):
             return
         if shard.sha256 is None:
-            self._damage = _shard_error(
-                shard, "changed while training, and no shards.json says what it was"
+            self._damage = shard.rejected(
+                "changed while training, and no shards.json says what it was"
             )
         elif before is None or now[:1] == before[:1]:  # its size
             self._verified.discard(shard)
@@ -261,7 +251,7 @@ class Verifier:
             self._verify(shard, "changed while training (its sha256 is not the one in shards.json)")
         else:
             sizes = f"{now[0]} bytes, {before[0]} before"
-            self._damage = _shard_error(shard, f"changed while training ({sizes})")
+            self._damage = shard.rejected(f"changed while training ({sizes})")
         self._raise_damage()
         self._seen[index] = now
 
@@ -290,7 +280,7 @@ class Verifier:
         if digest.hexdigest() == shard.sha256:
             self._verified.add(shard)
         else:
-            self._damage = _shard_error(shard, problem)
+            self._damage = shard.rejected(problem)
 
 
 _Identity = tuple[int, int, int, int]
@@ -303,9 +293,3 @@ def _identify(shard: Shard) -> _Identity | None:
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
-
-
-def _shard_error(shard: Shard, problem: str) -> DataError:
-    error = DataError(f"{shard.path}: {problem}; restore the file or prepare the data again")
-    error.is_local = True  # each rank reads windows of its own
-    return error

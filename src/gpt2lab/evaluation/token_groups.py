@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpt2lab.data.shards import Shard, TokenData
-from gpt2lab.errors import DataError, system_errors_as
+from gpt2lab.data.shards import TokenData
 from gpt2lab.tokenizers.interface import Tokenizer
 
 # -- frequency -------------------------------------------------------------------------------------------------------
@@ -39,20 +38,10 @@ def count_training_tokens(data: TokenData) -> np.ndarray:
     counts = np.zeros(0, np.int64)
     blocks = [(shard, begin) for shard in shards for begin in range(0, shard.tokens, _BLOCK)]
     for shard, begin in blocks[::step]:
-        found = np.bincount(_read_block(shard, begin), minlength=len(counts))
+        found = np.bincount(shard.map_ids()[begin : begin + _BLOCK], minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
     return np.asarray(counts * (1e6 / max(1, counts.sum())))
-
-
-def _read_block(shard: Shard, begin: int) -> np.ndarray:
-    with system_errors_as(DataError, shard.path, fix="restore the file"):
-        return np.fromfile(
-            shard.path,
-            shard.dtype,
-            count=min(_BLOCK, shard.tokens - begin),
-            offset=shard.offset + shard.id_bytes * begin,
-        )
 
 
 def by_frequency(windows: np.ndarray, per_million: np.ndarray) -> np.ndarray:

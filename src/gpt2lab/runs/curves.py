@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 
 from gpt2lab.errors import ConfigError
-from gpt2lab.files import is_number
 from gpt2lab.runs import history
 
 Axis = Literal["step", "tokens", "hours"]
@@ -127,13 +126,13 @@ class _Places:
 
     def measured(self, events: Mapping[int, Mapping[str, Any]], metric: str) -> Curve:
         """Return the evaluations that have a metric, at most 400, with their standard errors."""
-        known = [step for step in sorted(events) if is_number(events[step].get(metric))]
+        known = [step for step in sorted(events) if events[step].get(metric) is not None]
         known = spread(known, _POINTS)
-        errors = [events[step].get(f"{metric}_se") for step in known]
+        errors = [events[step].get(f"{metric}_se") or 0.0 for step in known]
         return Curve(
             self.of(known),
             np.array([events[step][metric] for step in known], float),
-            np.array([error if is_number(error) else 0.0 for error in errors], float),
+            np.array(errors, float),
         )
 
     def _known(self, field: str) -> tuple[np.ndarray | range, np.ndarray]:

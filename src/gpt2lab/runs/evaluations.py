@@ -10,11 +10,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.files import replace_durably
-from gpt2lab.runs.history import Log, read_json
+from gpt2lab.files import COUNT, NUMBER, mismatch, object_of, object_with, or_null, replace_durably
+from gpt2lab.runs.history import Log, read_json, warn_once
 
 FOLDER = "evaluations"
 Tasks = dict[str, dict[str, Any]]
+_NUMBER = or_null(NUMBER)
+_METRIC = object_with({"value": _NUMBER, "se": _NUMBER}, "")
+_TASK = object_with({"n": COUNT, "metrics": object_of(_METRIC, "")}, "")
+_CONTENT = {"step": COUNT, "attempt": or_null(COUNT), "tasks": object_of(_TASK, "tasks' numbers")}
 
 
 def file_of(folder: Path, name: str) -> Path:
@@ -49,8 +53,10 @@ def newest_tasks(
     """
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     for path in sorted((run_dir / FOLDER).glob("step_*.json")):
-        content = read_json(path) or {}
-        if not {"step", "attempt", "tasks"} <= content.keys():
+        content = read_json(path)
+        if content is None or (problem := mismatch(content, _CONTENT)) is not None:
+            if content is not None:
+                warn_once(f"{path}: {problem}; left out")
             continue
         step = content["step"]
         # A start from an earlier step may have passed this one again, to other weights.

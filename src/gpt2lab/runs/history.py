@@ -21,12 +21,30 @@ from gpt2lab.checkpoint.catalog import METRICS, find_folder, list_checkpoints, s
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
-from gpt2lab.files import COUNT, NUMBER, OBJECT, STRING, TEXT, JsonFile, Rules, or_null
+from gpt2lab.files import (
+    COUNT,
+    NUMBER,
+    OBJECT,
+    STRING,
+    TEXT,
+    JsonFile,
+    Rule,
+    Rules,
+    object_with,
+    or_null,
+)
 from gpt2lab.runs import log_index
-from gpt2lab.runs.log_index import NAMED_LINES, Chunk, Event
+from gpt2lab.runs.events import LIMIT, Event, parse_line
+from gpt2lab.runs.log_index import NAMED_LINES, Chunk
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
+
+
+def _numbers(*names: str) -> Rule:
+    words = f"an object with the numbers {', '.join(names)}"
+    return or_null(object_with(dict.fromkeys(names, NUMBER), words))
+
 
 # What is read of a file: keys that it has, and that it may have.
 _FORMS: dict[str, tuple[Rules, ...]] = {
@@ -34,7 +52,17 @@ _FORMS: dict[str, tuple[Rules, ...]] = {
         {"state": TEXT, "step": COUNT},
         {"exit_code": or_null(NUMBER), "reason": or_null(STRING)},
     ),
-    "run.json": ({}, {"environment": OBJECT}),
+    "run.json": ({}, {"environment": OBJECT, "initial_weights": or_null(OBJECT)}),
+    "estimate.json": (
+        {},
+        {
+            "estimate": _numbers("estimated_hours", "low_hours", "high_hours"),
+            "throughput": _numbers("value", "low", "high"),
+            "memory": _numbers("total"),
+            "loss": _numbers("value", "low", "high"),
+            "actual": _numbers("hours"),
+        },
+    ),
 }
 
 
@@ -100,12 +128,13 @@ def read_log(run_dir: Path) -> Log:
     if log.problem and not log:
         raise GPT2LabError(log.problem)
     if log.problem:
-        _warn_once(log.problem)
+        warn_once(log.problem)
     return log
 
 
 @functools.cache
-def _warn_once(problem: str) -> None:
+def warn_once(problem: str) -> None:
+    """Print a warning, once a process."""
     print(f"warning: {problem}", file=sys.stderr)
 
 
@@ -161,6 +190,21 @@ class Log:
 
     def __bool__(self) -> bool:
         return bool(self.events) or self._starts[-1] > 0
+
+    @property
+    def last_begin(self) -> Event | None:
+        """The event with which the last start began; None if it is lost."""
+        return next(reversed(self.of_kind("begin")), None)
+
+    def begin_of(self, attempt: int) -> Event | None:
+        """Return the event with which a start began; None if it is lost."""
+        return next((e for e in self.of_kind("begin") if e["attempt"] == attempt), None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether the run came to the end that its last start had; later lines may be warnings."""
+        begin = self.last_begin
+        return begin is not None and begin["max_steps"] in self.current("done")
 
     def of_kind(self, *kinds: str) -> list[Event]:
         """Return all events of these kinds but steps, in order."""
@@ -265,7 +309,7 @@ class Log:
 
     def _follow(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the current steps, ascending, and of each its row."""
-        is_current, end, limit = np.ones(len(steps), bool), len(steps), log_index.LIMIT
+        is_current, end, limit = np.ones(len(steps), bool), len(steps), LIMIT
         for row, event in zip(reversed(self._rows), reversed(self.events), strict=True):
             if event["event"] in ("begin", "resume", "rewind"):
                 is_current[row:end] = steps[row:end] <= limit
@@ -339,7 +383,7 @@ class Log:
         damaged = log_index.make_chunk(block, chunk.first)
         before = sum(one.lines for one in self._chunks[:number])
         where = ", ".join(f"{before + line:,}" for line, _ in damaged.damaged)
-        _warn_once(
+        warn_once(
             f"{self._run_dir}/{METRICS}: damaged after it was written, near line {where}; left out"
         )
         yield from found
@@ -361,7 +405,7 @@ def _read(path: Path, begin: int, end: int) -> bytes:
 def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         with contextlib.suppress(ValueError):
-            yield log_index.parse_line(line)
+            yield parse_line(line)
 
 
 def read_config(run_dir: Path) -> Config:
@@ -424,12 +468,14 @@ def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file of the run, None if it is missing or damaged."""
+    """Return the JSON object in a file of the run; None if it is missing, or damaged, which is warned of once."""
     file = JsonFile(path, ConfigError)
     try:
         found = file.read()
         required, optional = _FORMS.get(path.name, ({}, {}))
         file.check(found, required, optional)
-    except ConfigError:
+    except ConfigError as error:
+        if path.exists():
+            warn_once(f"{error}; left out")
         return None
     return found

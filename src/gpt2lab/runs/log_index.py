@@ -4,7 +4,7 @@ The log is the truth, and the index a function of it: a row of chunks, one for e
 it does not cover yet are read from the log; chunks that do not fit the log any more are made again. So an index may be
 deleted at any time and need not be flushed. No torch.
 
-A chunk is a line `<crc32 of the rest> <JSON>`, and then each column of its steps, compressed.
+A chunk is a line `<crc32 of the rest, begun with the version> <JSON>`, and then each column of its steps, compressed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,16 @@ import numpy as np
 
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.files import open_regular
+from gpt2lab.runs.events import FLOATS, INTEGERS, Event, parse_line, problem_of
 
 INDEX = "metrics.index"
 BLOCK = 1 << 20  # bytes of the log that a chunk covers, up to the end of a line
 # The log grows by a 64th between two updates by its writer: reading the index costs, too.
 _GROWTH = 64
+_VERSION = 2  # of what counts as an event: an index of another one is made again
 NAMED_LINES = 3  # damaged lines of a chunk that are named; the others are counted
 
-Event = dict[str, Any]
-# A step's fields that readers want of all steps; what is missing or no number becomes NaN.
-FLOATS = (
-    *("time", "loss", "lr", "muon_lr", "grad_norm", "tokens", "tokens_per_second", "mfu"),
-    *("step_seconds", "elapsed_seconds", "cpu_seconds", "peak_memory_bytes"),
-)
-_INTEGERS = ("step", "attempt")
-_COLUMNS = (*_INTEGERS, *FLOATS)
-LIMIT = 2**32  # of step and attempt
+_COLUMNS = (*INTEGERS, *FLOATS)
 # An index may lie in a folder of somebody else's making, so that no link is followed.
 _READ = os.O_RDONLY | os.O_NOFOLLOW
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
@@ -93,34 +87,7 @@ def open_index(run_dir: Path) -> IO[bytes]:
 
 def dtype_of(name: str) -> str:
     """Return numpy's type of a column."""
-    return "<u4" if name in _INTEGERS else "<f8"
-
-
-def parse_line(line: bytes) -> Event:
-    """Return the event of a line.
-
-    Zero bytes before it are lines that a power cut took: they were not flushed, no checkpoint rests on them.
-
-    Raises: ValueError if it is none.
-    """
-    try:
-        event = json.loads(line.rpartition(b"\0")[2])
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from error
-    if not _is_event(event):
-        raise ValueError("not an event of gpt2lab")
-    found: Event = event
-    return found
-
-
-def _is_event(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("event"), str)
-        and isinstance(value.get("time"), int | float)
-        and all(type(value.get(name)) is int for name in _INTEGERS)
-        and all(0 <= value[name] < LIMIT for name in _INTEGERS)
-    )
+    return "<u4" if name in INTEGERS else "<f8"
 
 
 def make_chunk(block: bytes, first: int) -> Chunk:
@@ -242,7 +209,7 @@ def _stored(index: IO[bytes]) -> Iterator[Chunk]:
     while line := index.readline():
         crc, _, body = line.partition(b" ")
         try:
-            if int(crc, 16) != zlib.crc32(body):
+            if int(crc, 16) != zlib.crc32(body, _VERSION):
                 return
             chunk = Chunk(**json.loads(body), at=index.tell())
             is_sound = _is_sound(chunk)
@@ -267,7 +234,7 @@ def _is_sound(chunk: Chunk) -> bool:
         and len(chunk.sizes) == len(chunk.sums) == len(_COLUMNS)
         and chunk.first + chunk.rows < chunk.end
         and all(type(row) is int and 0 <= row <= chunk.rows for row, _ in chunk.events)
-        and all(_is_event(event) for _, event in chunk.events)
+        and all(problem_of(event) is None for _, event in chunk.events)
         and all(type(line) is int and type(what) is str for line, what in chunk.damaged)
     )
 
@@ -295,7 +262,7 @@ def _append(index: IO[bytes], chunk: Chunk) -> Chunk:
     assert chunk.payload is not None
     fields = {name: value for name, value in vars(chunk).items() if name not in ("at", "payload")}
     body = json.dumps(fields).encode() + b"\n"
-    head = b"%08x %s" % (zlib.crc32(body), body)
+    head = b"%08x %s" % (zlib.crc32(body, _VERSION), body)
     at = os.fstat(index.fileno()).st_size + len(head)
     index.write(head + chunk.payload)
     index.flush()

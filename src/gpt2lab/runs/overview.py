@@ -61,7 +61,7 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         problem = "status.json is missing or damaged; the next start writes it again"
     if not (run_dir / "config.json").is_file():
         problem = problem or "config.json is missing; a resume writes it again"
-    evals, begun, newest = log.current("eval"), log.of_kind("begin"), newest or {}
+    evals, begin, newest = log.current("eval"), log.last_begin, newest or {}
     infos, damaged = catalog.list_checkpoints(run_dir)
     if damaged and problem is None:
         problem = f"damaged checkpoint: {damaged[-1]}"
@@ -79,7 +79,7 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         state=state,
         exit_code=status.get("exit_code"),
         step=newest.get("step"),
-        last_step=begun[-1]["max_steps"] if begun else None,
+        last_step=begin["max_steps"] if begin else None,
         loss=newest.get("loss"),
         val_loss=evals[max(evals)]["val_loss"] if evals else None,
         tokens_per_second=newest.get("tokens_per_second"),
@@ -118,7 +118,7 @@ def _cells(run: RunStatus) -> dict[str, str]:
     return {
         "run": run.run_name,
         "state": run.state if not run.exit_code else f"{run.state} ({run.exit_code})",
-        "step": "n/a" if run.step is None else f"{run.step:,}/{run.last_step:,}",
+        "step": "n/a" if run.step is None else f"{run.step:,}/{fmt.number(run.last_step, ',d')}",
         "loss": fmt.number(run.loss),
         "val loss": fmt.number(run.val_loss),
         "tok/s": fmt.number(run.tokens_per_second, ",.0f"),

@@ -141,7 +141,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
         "damaged": [str(error) for error in damaged],
         "environment": _environment(facts),
-        "command": summary.command_to_go_on(run_dir, log) if log.of_kind("begin") else None,
+        "command": summary.command_to_go_on(run_dir, log) if log else None,
     }
 
 
@@ -163,22 +163,22 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
     tiles = []
     if newest is not None:
         first = log.step(int(log.numbers[0])) or {}
-        note = f"{fmt.number(first['loss'])} at step {first['step']:,}"
-        tiles.append(("training loss", fmt.number(newest["loss"]), note))
+        note = f"{fmt.number(first.get('loss'))} at step {first['step']:,}"
+        tiles.append(("training loss", fmt.number(newest.get("loss")), note))
     measured = [event for event in evals.values() if event["val_loss"] is not None]
     if measured:
         last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
-        note = f"± {fmt.number(last['val_loss_se'])}; best {best['val_loss']:.4f} at step {best['step']:,}"
+        note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
         last, (value, name) = scores[max(scores)], curves.REFERENCES["acc_norm"][0]
-        note = (
-            f"acc_norm ± {fmt.number(last['acc_norm_se'])} on {last['n']:,} items; {name} {value}"
-        )
-        tiles.append(("HellaSwag", fmt.number(last["acc_norm"]), note))
+        note = f"acc_norm ± {fmt.number(last.get('acc_norm_se'))} on {last['n']:,} items; {name} {value}"
+        tiles.append(("HellaSwag", fmt.number(last.get("acc_norm")), note))
     if newest is not None:
-        step, goal = newest["step"], log.of_kind("begin")[-1]["max_steps"]
-        tiles.append(("tokens", fmt.count(newest["tokens"]), f"step {step:,} of {goal:,}"))
+        tokens = newest.get("tokens")
+        goal = f" of {begin['max_steps']:,}" if (begin := log.last_begin) else ""
+        shown = "n/a" if tokens is None else fmt.count(tokens)
+        tiles.append(("tokens", shown, f"step {newest['step']:,}{goal}"))
         rate, mfu = _median(log, "tokens_per_second"), _median(log, "mfu")
         note = "median step" if mfu is None else f"median step; MFU {mfu:.1%}"
         tiles.append(("tokens/s", fmt.number(rate, ",.0f"), note))
@@ -271,9 +271,9 @@ def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
     """Return all that estimate.json and the run both record."""
     document = read_json(run_dir / "estimate.json") or {}
     rows: list[Forecast] = []
-    if not len(log.numbers) or not isinstance(document.get("estimate"), dict):
+    span, rate = document.get("estimate"), document.get("throughput") or {}
+    if not len(log.numbers) or not span:
         return rows
-    span, rate = document["estimate"], document.get("throughput") or {}
     actual = document.get("actual")
     hours = actual["hours"] if actual else log.spent_seconds() / 3600
     bounds = (span["estimated_hours"], span["low_hours"], span["high_hours"])
@@ -285,15 +285,13 @@ def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
         verdict = _verdict(*bounds[1:], median)
         rows.append(Forecast("tokens/s", *bounds, median, verdict, "{:,.0f}".format))
     needed = (document.get("memory") or {}).get("total")
-    known = log.column("peak_memory_bytes")
-    peak = int(np.nanmax(known, initial=0))
-    if needed and peak:
-        share = f"{needed / peak:.0%} of the actual"
-        rows.append(Forecast("memory", needed, None, None, peak, share, fmt.num_bytes))
+    if needed and (peak := log.peak_memory()):
+        share = f"{needed / peak:.0%} of the actual, the most of any start"
+        rows.append(Forecast("peak memory", needed, None, None, peak, share, _gib))
     loss, evals = document.get("loss") or {}, log.current("eval")
     measured = evals[max(evals)]["val_loss"] if evals else None
     if loss.get("value") is not None and measured is not None:
-        note = f"forecast for {loss['data']}"
+        note = f"forecast for {loss.get('data', 'this data')}"
         bounds = (loss["value"], loss["low"], loss["high"])
         rows.append(Forecast("validation loss", *bounds, measured, note, "{:.2f}".format))
     return rows
@@ -369,6 +367,10 @@ def _environment(facts: Event) -> list[tuple[str, str]]:
     if isinstance(rows.get("command"), list):
         rows["command"] = " ".join(rows["command"])
     return [(name, str(value)) for name, value in rows.items() if value is not None]
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB"  # as the forecast before a run
 
 
 def _hours(value: float) -> str:

@@ -21,15 +21,17 @@ def describe_run(run_dir: Path) -> str:
     lines = ["", f"run {run_dir.name}"]
     if last is not None:
         first = log.step(int(log.numbers[0])) or {}
+        before, now = (fmt.number(event.get("loss")) for event in (first, last))
         lines.append(
-            f"  training loss     {fmt.number(first['loss'])} at step {first['step']:,} -> {fmt.number(last['loss'])} "
-            f"at step {last['step']:,} ({last['tokens']:,} tokens)"
+            f"  training loss     {before} at step {first['step']:,} -> {now} at step {last['step']:,} "
+            f"({fmt.number(last.get('tokens'), ',d')} tokens)"
         )
     measured = [event for event in evals.values() if event["val_loss"] is not None]
     if measured:
         final = evals[max(evals)]
         best = min(measured, key=lambda event: event["val_loss"])
-        error = "" if final["val_loss_se"] is None else f" +- {final['val_loss_se']:.4f}"
+        se = final.get("val_loss_se")
+        error = "" if se is None else f" +- {se:.4f}"
         lines.append(
             f"  validation loss   {fmt.number(evals[min(evals)]['val_loss'])} at step {min(evals):,} -> "
             f"{fmt.number(final['val_loss'])}{error} at step {final['step']:,}; best {fmt.number(best['val_loss'])} "
@@ -62,8 +64,7 @@ def describe_run(run_dir: Path) -> str:
     else:
         then = fmt.command_line(paths.command_words("tensorboard"))
         lines.append(f"  look at it        train with --use_tensorboard, then: {then}")
-    newest = history.newest_event(run_dir)
-    if samples and newest is not None and newest["event"] == "done":
+    if samples and log.has_ended:
         lines += ["  next", *(f"    {command}" for command in commands_after(run_dir))]
     return "\n".join(lines)
 
@@ -86,11 +87,10 @@ def commands_after(run_dir: Path) -> list[str]:
 
 def command_to_go_on(run_dir: Path, log: Log) -> str:
     """Return the command that continues a run; a complete run gets more steps."""
-    last_start = log.of_kind("begin")[-1]
-    command = command_to_resume(run_dir, world_size=last_start["world_size"])
-    newest = history.newest_event(run_dir)
-    if newest is not None and newest["event"] == "done":
-        command += f" --max_steps {2 * last_start['max_steps']} --allow_change max_steps"
+    begin = log.last_begin
+    command = command_to_resume(run_dir, world_size=begin["world_size"] if begin else 1)
+    if begin is not None and log.has_ended:
+        command += f" --max_steps {2 * begin['max_steps']} --allow_change max_steps"
     return command
 
 

@@ -33,8 +33,7 @@ from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
 from gpt2lab.files import COUNT, STRING, TEXT, JsonFile, replace_durably
-from gpt2lab.runs import log_index
-from gpt2lab.runs.log_index import Event
+from gpt2lab.runs.events import Event, parse_line
 from gpt2lab.runs.tensorboard import tags_of
 from gpt2lab.runs.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
 
@@ -218,7 +217,7 @@ def _unsent(path: Path, begin: int) -> Iterator[tuple[int, bytes, Event | None]]
 
 def _event(line: bytes) -> Event | None:
     try:
-        return log_index.parse_line(line)
+        return parse_line(line)
     except ValueError:
         return None
 

@@ -17,8 +17,8 @@ from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import policy_of
 from gpt2lab.data.mixture import missing_folders, with_data_at
 from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log
-from gpt2lab.runs.log_index import Event
 from gpt2lab.training.replay import first_difference, settings_of
 
 
@@ -39,8 +39,8 @@ class Side:
     def settings(self, attempt: int) -> dict[str, Any]:
         """Return the settings of a start that can change its numbers; its length counts in steps."""
         found = settings_of(self.folder, self.log, attempt)
-        begun = [event for event in self.log.of_kind("begin") if event["attempt"] == attempt]
-        length = {"max_steps": begun[-1]["max_steps"]} if begun else {}
+        begin = self.log.begin_of(attempt)
+        length = {"max_steps": begin["max_steps"]} if begin else {}
         decides = {
             name: value
             for name, value in found.items()

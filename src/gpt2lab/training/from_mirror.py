@@ -20,8 +20,8 @@ from gpt2lab.config.command_line import Command
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
 from gpt2lab.files import replace_durably
 from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.runs.log_index import Event
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import Signals, launcher_grace_seconds
 

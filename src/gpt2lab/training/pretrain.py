@@ -103,7 +103,10 @@ def pretrain(
         if start.is_complete:
             if runtime.rank == 0:
                 steps = start.plan.max_steps
-                print(f"{start.run_dir.name}: already complete after {steps} steps; nothing to do")
+                print(
+                    f"{start.run_dir.name}: already complete after {steps} steps; nothing to do "
+                    f"(--max_steps N --allow_change max_steps trains longer)"
+                )
                 # The other ranks wait in a barrier.
                 catch_up_after_end(start, signals, most=runtime.timeout_seconds / 2)
         else:

@@ -32,8 +32,8 @@ from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
 from gpt2lab.optim.schedule import default_min_lr
 from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log
-from gpt2lab.runs.log_index import Event
 from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import Recipe
@@ -195,9 +195,8 @@ def _open(
     values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
     # As typed: a start with another optimizer must name its rate, and a floor that is not named follows the peak.
     values |= {name: wanted[name] for name in ("max_lr", "min_lr")}
-    begun = [event for event in log.of_kind("begin") if event["attempt"] == attempt]
-    if begun:  # by epochs or tokens, other data would mean another length
-        values["max_steps"] = begun[-1]["max_steps"]
+    if begin := log.begin_of(attempt):  # by epochs or tokens, other data would mean another length
+        values["max_steps"] = begin["max_steps"]
     values |= {"checkpoint_mirror": None, "hellaswag_path": None}
     config = with_data_at(override(info.config(), values), data_dir)
     if data_dir:

@@ -51,14 +51,22 @@ class ResumeCheck:
     def describe(self) -> str:
         """Write the result for people."""
         read, lr = " and ".join(map(str, self.verified_batches)), self.verified_lr
-        data = f"batch of step {read} read again: the hash is the logged one"
+        data = rate = "nothing logged to compare with"
+        if read:
+            data = f"batch of step {read} read again: the hash is the logged one"
+        elif others := _DECIDES_BATCHES & self.changes.keys():
+            data = f"other batches from here on: {', '.join(sorted(others))} changed"
+        if lr is not None:
+            rate = f"{lr:.4g}, as logged"
+        elif self.level == "changed":
+            rate = "not compared with the log, because settings changed"
         before, now = self.saved_world_size, self.world_size
         return (
             f"resumed from step {self.from_step} ({self.level})\n"
-            f"  data         {data if read else 'nothing logged to compare with'}\n"
+            f"  data         {data}\n"
             f"  randomness   follows from seed and step"
             f"{', generators as they were saved' if before == now else ''}\n"
-            f"  rate         {'not logged' if lr is None else f'{lr:.4g}, as logged'}\n"
+            f"  rate         {rate}\n"
             f"  world size   {before if before == now else f'{before} -> {now}'}\n"
             f"  changed      {', '.join(self.changes) or 'nothing'}"
         )
@@ -176,7 +184,7 @@ def _compare_batches(
 def _compare_lr(start: Start, state: TrainState, logged: dict[int, dict[str, Any]]) -> float | None:
     """Compare the schedule's rate of the last step with the one it was trained with."""
     event = logged.get(state.step)
-    if event is None or _guarded_changes(start):
+    if event is None or event.get("lr") is None or _guarded_changes(start):
         return None
     lr = lr_at(state.step, start.config.optim, max_steps=start.plan.max_steps)
     if not math.isclose(lr, event["lr"], rel_tol=_ROUNDING):
@@ -216,7 +224,7 @@ def describe_other_environment(start: Start, facts: dict[str, Any]) -> str | Non
     ]
     if not other:
         return None
-    return f"resumed on another system than saved ({', '.join(other)}): the same data, other last bits of losses"
+    return f"resumed on another system than saved ({', '.join(other)}): last bits of losses differ"
 
 
 def _guarded_changes(start: Start) -> dict[str, list[Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -12,9 +14,11 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.derived import is_due
+from gpt2lab.config.resume_policy import describe_change
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import Mixture
 from gpt2lab.distributed.compile_cache import compiled_so_far
+from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.schedule import muon_scale
 from gpt2lab.planner import forecast
 from gpt2lab.planner.hardware import peak_flops
@@ -169,6 +173,37 @@ class StepLog:
         )
 
 
+@dataclass(frozen=True)
+class Histograms:
+    """Histograms of every weight and gradient: every `freq` steps and after the last; freq 0 = never."""
+
+    model: GPT
+    logger: MetricsLogger
+    freq: int
+    last_step: int
+
+    def parameters(self, step: int) -> None:
+        """Record the weights after update `step`, if that is due."""
+        self._record("Parameters", step, self.model.named_parameters())
+
+    def gradients(self, step: int) -> float:
+        """Record the gradients of update `step`, clipped, if that is due; return the seconds that it took."""
+        began = time.monotonic()
+        found = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
+        self._record("Gradients", step, found)
+        return time.monotonic() - began
+
+    def _record(self, kind: str, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if not self.freq or not is_due(step, self.freq, self.last_step):
+            return
+        if not self.logger.takes_histograms:  # not rank 0
+            return
+        for name, tensor in tensors:
+            values = tensor.detach().float().cpu()
+            if torch.isfinite(values).all():  # others have no range
+                self.logger.histogram(f"{kind}/{name}", step, values)
+
+
 def announce(components: Components, folder: RunFolder | None, logger: MetricsLogger) -> None:
     """Record and show this start, on rank 0: settings, plan, forecast, and on a resume where it goes on."""
     start, state, check = components.start, components.state, components.resume_check
@@ -248,8 +283,8 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
             "steps          "
             + ("pipelined" if why is None else f"one by one: the host decides on updates ({why})")
         )
-    for name, (before, now) in start.changes.items():
-        logger.say(f"changed        {name}: {before} -> {now}")
+    for name, change in start.changes.items():
+        logger.say(f"changed        {name}: {describe_change(name, change)}")
     for warning in start.warnings:
         logger.warn(warning, step)
     if start.no_text is not None:

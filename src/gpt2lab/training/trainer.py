@@ -30,10 +30,9 @@ from gpt2lab.optim.schedule import lr_at
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.evaluator import Evaluator
 from gpt2lab.training.health import accepts, is_spike, report_health
-from gpt2lab.training.histograms import Histograms
 from gpt2lab.training.ranks import Stragglers, check_drift
 from gpt2lab.training.rewind import rewind
-from gpt2lab.training.run_log import StepLog
+from gpt2lab.training.run_log import Histograms, StepLog
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import launcher_grace_seconds, more_to_abort

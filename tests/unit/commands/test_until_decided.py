@@ -43,7 +43,7 @@ def losses_of(setting: str, seed: int) -> float:
 def write_run(folder: Path, loss: float) -> None:
     head = {"time": 1.0, "attempt": 1}
     events = [
-        {**head, "event": "begin", "step": 0},
+        {**head, "event": "begin", "step": 0, "max_steps": 1, "world_size": 1},
         {**head, "event": "step", "step": 1, "tokens": 64, "step_seconds": 1.0, "loss": loss},
         {**head, "event": "eval", "step": 1, "val_loss": loss},
     ]

@@ -285,6 +285,7 @@ def test_losses_of_weights_that_the_run_left_are_not_taken(folder: Path, tmp_pat
     shutil.copytree(folder / "runs" / "both", run, ignore=shutil.ignore_patterns("run.lock"))
     log = run / "metrics.jsonl"
     begin = {"event": "begin", "time": 0.0, "attempt": 2, "step": STEPS - 1}
+    begin |= {"max_steps": STEPS, "world_size": 1}
     log.write_text(log.read_text() + json.dumps(begin) + "\n")
     with pytest.raises(DataError, match="holds no token losses"):
         find_token_losses("both", tmp_path)

@@ -252,7 +252,8 @@ def a_run(tmp_path: Path) -> Path:
             {"event": "step", "step": step, "step_seconds": 2.0, "elapsed_seconds": 2.0 * step}
         )
         if step % 250 == 0:
-            lines.append({"event": "eval", "step": step, "seconds": 10.0, "val_tokens": 1})
+            measured = {"val_loss": 3.0, "val_tokens": 1, "seconds": 10.0}
+            lines.append({"event": "eval", "step": step} | measured)
     text = "".join(json.dumps({"time": 1.7e9, "attempt": 1, **line}) + "\n" for line in lines)
     (run_dir / "metrics.jsonl").write_text(text)
     return run_dir

@@ -20,6 +20,7 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
     events: list[dict[str, Any]] = []
     for attempt, begin, end in attempts:
         events.append({"event": "begin", "attempt": attempt, "step": begin, "time": 0.0})
+        events[-1] |= {"max_steps": 9, "world_size": 1}
         events += [
             {"event": "step", "attempt": attempt, "step": step, "time": 0.0, "loss": 1.0}
             for step in range(begin + 1, end + 1)
@@ -29,27 +30,32 @@ def log_of(*attempts: tuple[int, int, int]) -> Log:
 
 def test_each_task_shows_its_newest_evaluation(tmp_path: Path) -> None:
     log = log_of((1, 0, 8))
-    add_tasks(tmp_path, log, 4, {"a": {"n": 1}, "b": {"n": 2}})
-    add_tasks(tmp_path, log, 8, {"b": {"n": 3}})
-    add_tasks(tmp_path, log, 8, {"c": {"n": 4}})
+    add_tasks(tmp_path, log, 4, {"a": {"n": 1, "metrics": {}}, "b": {"n": 2, "metrics": {}}})
+    add_tasks(tmp_path, log, 8, {"b": {"n": 3, "metrics": {}}})
+    add_tasks(tmp_path, log, 8, {"c": {"n": 4, "metrics": {}}})
     assert newest_tasks(tmp_path, log) == {
-        "a": (4, {"n": 1}),
-        "b": (8, {"n": 3}),
-        "c": (8, {"n": 4}),
+        "a": (4, {"n": 1, "metrics": {}}),
+        "b": (8, {"n": 3, "metrics": {}}),
+        "c": (8, {"n": 4, "metrics": {}}),
     }
-    assert newest_tasks(tmp_path, log, 4) == {"a": (4, {"n": 1}), "b": (4, {"n": 2})}
+    assert newest_tasks(tmp_path, log, 4) == {
+        "a": (4, {"n": 1, "metrics": {}}),
+        "b": (4, {"n": 2, "metrics": {}}),
+    }
 
 
 def test_weights_that_the_run_left_are_not_shown(tmp_path: Path) -> None:
     """The second start goes back to step 4 and takes steps 5 to 8 again."""
-    add_tasks(tmp_path, log_of((1, 0, 8)), 4, {"a": {"n": 1}})
-    add_tasks(tmp_path, log_of((1, 0, 8)), 8, {"a": {"n": 2}, "b": {"n": 2}})
+    add_tasks(tmp_path, log_of((1, 0, 8)), 4, {"a": {"n": 1, "metrics": {}}})
+    add_tasks(
+        tmp_path, log_of((1, 0, 8)), 8, {"a": {"n": 2, "metrics": {}}, "b": {"n": 2, "metrics": {}}}
+    )
     again = log_of((1, 0, 8), (2, 4, 8))
-    assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1})}
-    add_tasks(tmp_path, again, 8, {"a": {"n": 3}})
-    assert newest_tasks(tmp_path, again) == {"a": (8, {"n": 3})}
+    assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
+    add_tasks(tmp_path, again, 8, {"a": {"n": 3, "metrics": {}}})
+    assert newest_tasks(tmp_path, again) == {"a": (8, {"n": 3, "metrics": {}})}
     (tmp_path / "evaluations" / "step_00000008.json").write_text("{")
-    assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1})}
+    assert newest_tasks(tmp_path, again) == {"a": (4, {"n": 1, "metrics": {}})}
 
 
 def test_flags_of_tasks_are_checked_before_anything_is_loaded(

@@ -24,8 +24,8 @@ from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs import history
 from gpt2lab.runs.logger import MetricsLogger
-from gpt2lab.training.histograms import Histograms
 from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.run_log import Histograms
 from whole_run import SCALARS
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
@@ -156,13 +156,13 @@ def event(kind: str, step: int, attempt: int = 1, **fields: object) -> dict:
 def test_current_follows_the_line_that_the_newest_weights_took() -> None:
     events = [
         *[event("step", n, 1) for n in range(1, 8)],
-        event("eval", 6, 1),
+        event("eval", 6, 1, val_loss=1.0),
         event("resume", 4, 2, from_step=4),
         event("step", 5, 2),
         event("resume", 2, 3, from_step=2),
         event("step", 3, 3),
         event("step", 4, 3),
-        event("eval", 4, 3),
+        event("eval", 4, 3, val_loss=1.0),
     ]
     steps = history.current(events, "step")
     assert {n: kept["attempt"] for n, kept in steps.items()} == {1: 1, 2: 1, 3: 3, 4: 3}

@@ -216,7 +216,7 @@ def test_a_line_damaged_after_it_was_indexed_is_left_out_and_named(
         }
         assert set(log.recorded_after(number + 1)) == {"step"}
         assert "metrics.jsonl: damaged after it was written" in capsys.readouterr().err
-        history._warn_once.cache_clear()
+        history.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
@@ -262,7 +262,7 @@ def test_an_index_that_lies_with_a_sum_that_holds_is_not_believed(
     read_chunks(run_dir)
     head, _, rest = (run_dir / INDEX).read_bytes().partition(b"\n")
     body = json.dumps(json.loads(head.partition(b" ")[2]) | lie).encode() + b"\n"
-    (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body), body) + rest)
+    (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body, log_index._VERSION), body) + rest)
     assert_says_what_the_log_says(run_dir)
 
 
@@ -270,7 +270,7 @@ def test_an_index_with_another_number_of_steps_is_one_line(run_dir: Path) -> Non
     read_chunks(run_dir)
     head, _, rest = (run_dir / INDEX).read_bytes().partition(b"\n")
     body = json.dumps(json.loads(head.partition(b" ")[2]) | {"rows": 3}).encode() + b"\n"
-    (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body), body) + rest)
+    (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body, log_index._VERSION), body) + rest)
     with pytest.raises(
         history.GPT2LabError, match=r"its index is not of it; delete metrics\.index"
     ):
@@ -440,7 +440,7 @@ def test_the_newest_event_is_found_before_long_and_damaged_lines(
     tmp_path: Path, small_blocks: None
 ) -> None:
     assert newest_event(tmp_path) is None
-    event = {"event": "eval", "time": 1.0, "attempt": 3, "step": 7}
+    event = {"event": "eval", "time": 1.0, "attempt": 3, "step": 7, "val_loss": None}
     with open(tmp_path / "metrics.jsonl", "w") as file:
         file.writelines(lines_of_a_start(20))
         file.write(json.dumps(event) + "\n" + "x" * 50_000 + "\n" + '{"event": "st')

@@ -18,7 +18,9 @@ import pytest
 import launch
 from gpt2lab.config.command_line import parse
 from gpt2lab.runs.charts import Scale
+from gpt2lab.runs.history import warn_once
 from gpt2lab.runs.report import render
+from gpt2lab.runs.summary import describe_run
 from gpt2lab.training.pretrain import pretrain
 from launch import call
 
@@ -202,6 +204,101 @@ def test_numbers_that_no_chart_can_hold_leave_a_page(run_dir: Path) -> None:
     paths = re.findall(r' d="([^"]*)"', render(run_dir))
     assert len(paths) > 20
     assert [path for path in paths if re.fullmatch(r"[MLHVh0-9,.-]+", path) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("begin", {"max_steps": None}),
+        ("begin", {"world_size": "x"}),
+        ("resume", {"changes": {"max_lr": 1}}),
+        ("step", {"loss": "high"}),
+        ("step", {"tokens": 1e300}),
+        ("step", {"time": 1e30}),
+        ("step", {"remaining_seconds": float("inf")}),
+        ("eval", {"val_loss": [1.0]}),
+        ("eval", {"val_loss_by_source": ["a"]}),
+        ("hellaswag", {"n": None}),
+        ("sample", {"text": 5}),
+        ("mixture", {"weights": None}),
+        ("rewind", {"spike_step": "x"}),
+        ("warning", {"message": ["x"]}),
+        ("done", {"reason": None}),
+    ],
+)
+def test_an_event_of_another_shape_is_left_out_and_named(
+    run_dir: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    """A traceback would hide every other line of the run."""
+    found = [*launch.events(run_dir, kind), {"event": kind, "time": 1.0, "attempt": 2, "step": 4}]
+    append(run_dir, **found[0] | changes)
+    number = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    name = next(iter(changes))
+    where = f"{run_dir / 'metrics.jsonl'} line {number}: not an event of gpt2lab ({kind}: '{name}'"
+    if name == "time":
+        where = where.replace(f"{kind}: ", "")
+    status = call("status.py", "--checkpoint_dir", run_dir.parent)
+    assert (status.returncode, where in status.stdout) == (0, True), status
+    for program in ("report.py", "plot.py"):
+        done = call(program, "r", "--checkpoint_dir", run_dir.parent)
+        assert (done.returncode, where in done.stderr) == (0, True), done
+        warn_once.cache_clear()
+    assert "completed" in text_of(render(run_dir))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("estimate.json", {"estimate": {"estimated_hours": None}}, "'estimate' is "),
+        ("estimate.json", {"estimate": None, "loss": "low"}, "'loss' is 'low'"),
+        ("run.json", {"initial_weights": "x"}, "'initial_weights' is 'x'"),
+        ("evaluations/step_00000004.json", {"step": 4, "attempt": 2, "tasks": 5}, "'tasks' is 5"),
+    ],
+)
+def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(
+    run_dir: Path, name: str, content: dict[str, Any], said: str
+) -> None:
+    (run_dir / "evaluations").mkdir()
+    (run_dir / name).write_text(json.dumps(content))
+    code, _, error = call("report.py", "r", "--checkpoint_dir", run_dir.parent)
+    assert code == 0
+    (line,) = [line for line in error.splitlines() if name in line]
+    assert line.startswith(f"warning: {run_dir / name}: {said}")
+
+
+def test_a_log_without_a_beginning_is_shown(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = "".join(line for line in lines if '"event": "begin"' not in line)
+    (run_dir / "metrics.jsonl").write_text(kept)
+    assert "step 4 " in text_of(render(run_dir))
+    said = call("status.py", "--checkpoint_dir", run_dir.parent).stdout
+    assert "4/n/a" in said
+
+
+def test_peak_memory_is_the_most_of_all_starts(run_dir: Path) -> None:
+    """Also of steps that a resume from before them left behind."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "step":
+            left_behind = (event["attempt"], event["step"]) == (1, 3)
+            event["peak_memory_bytes"] = 3 * 2**30 if left_behind else 2**30
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    document = json.loads((run_dir / "estimate.json").read_text())
+    document["memory"] = {**(document.get("memory") or {}), "total": 6 * 2**30}
+    (run_dir / "estimate.json").write_text(json.dumps(document))
+    wanted = "peak memory 6.00 GiB - 3.00 GiB 200% of the actual, the most of any start"
+    assert wanted in text_of(render(run_dir))
+
+
+@pytest.mark.parametrize("last", ["done", "warning"])
+def test_a_complete_run_goes_on_with_more_steps(run_dir: Path, last: str) -> None:
+    """A mirror may warn after the end."""
+    if last == "warning":
+        append(run_dir, event="warning", message="the mirror is full")
+    text = text_of(render(run_dir))
+    assert "--max_steps 8 --allow_change max_steps" in text
+    assert "--max_steps 8 --allow_change max_steps" in describe_run(run_dir)
 
 
 def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir: Path) -> None:

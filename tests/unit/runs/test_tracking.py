@@ -214,8 +214,15 @@ def write_log(run_dir: Path, *events: tuple[str, int, int]) -> None:
     """Append (kind, attempt, step) to the log of a run; the loss tells both numbers."""
     with open(run_dir / "metrics.jsonl", "a") as file:
         for number, (kind, attempt, step) in enumerate(events):
+            fields = {
+                "max_steps": 9,
+                "world_size": 1,
+                "spike_step": 9,
+                "val_loss": 1.0,
+                "message": "",
+            }
             line = {"event": kind, "time": 1e9 + number, "attempt": attempt, "step": step}
-            file.write(json.dumps(line | {"loss": attempt + step / 1000}) + "\n")
+            file.write(json.dumps(line | fields | {"loss": attempt + step / 1000}) + "\n")
 
 
 def sync(run_dir: Path) -> int:

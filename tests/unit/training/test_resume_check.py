@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,24 @@ def test_both_the_last_and_the_replayed_batch_are_compared(
     said = capsys.readouterr().out
     assert "batch of step 3 and 4 read again: the hash is the logged one" in said
     assert "resumed from step 3 (bit-identical)" in said
+
+
+def test_what_was_changed_is_not_called_unlogged(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.train(*COMMON, "--stop_after_steps=3")
+    capsys.readouterr()
+    run.train("--resume=3", "--max_lr=1e-4", "--allow_change=max_lr", "--stop_after_steps=4")
+    said = capsys.readouterr().out
+    assert "batch of step 3 read again: the hash is the logged one" in said
+    assert "rate         not compared with the log, because settings changed" in said
+    write_shards(tmp_path / "others", train=(4000,), val=(2000,))
+    others = ["--resume=3", f"--data_dir={tmp_path / 'others'}", "--stop_after_steps=4"]
+    assert re.search(r": data [0-9a-f]{12} -> [0-9a-f]{12};", str(run.rejected(*others)))
+    run.train(*others, "--allow_change=data")
+    said = capsys.readouterr().out
+    assert "data         other batches from here on: data changed" in said
+    assert re.search(r"changed +data: [0-9a-f]{12} -> [0-9a-f]{12}\n", said)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ def assemble(
         files = _write(_blocks(ids[:-cut]), folder, dataset, "train", shard_tokens, tokenizer)
         val = _blocks(ids[-cut:])
     files += _write(val, folder, dataset, "val", shard_tokens, tokenizer)
-    _write_tokenizer(tokenizer, folder)
     manifest = {
         "format": FORMAT,
         "dataset": dataset,
@@ -69,10 +68,9 @@ def assemble(
             {name: group.facts[name] for name in ("number", "val_tokens", "shares")}
             for group in groups
         ],
-        "files": sorted(files, key=lambda file: (file["split"], file["name"])),
+        "files": files,
     }
-    write_manifest(folder, manifest)
-    return manifest
+    return _commit(folder, manifest, tokenizer)
 
 
 def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
@@ -118,7 +116,6 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
     files = _link(listed, folder, dataset, tokenizer)
     val = _blocks(_joined([path for path, _ in of_split["val"]]))
     files += _write(val, folder, dataset, "val", first["request"]["shard_tokens"], tokenizer)
-    _write_tokenizer(tokenizer, folder)
     for split in SPLITS:
         if sum(file["tokens"] for file in files if file["split"] == split) < 2:
             raise DataError(f"no text for the {split} split; prepare with another --val_tokens")
@@ -135,10 +132,9 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
             "held_back_tokens": sum(m["split"]["held_back_tokens"] for m in manifests),
         },
         "groups": [group for m in manifests for group in m["groups"]],
-        "files": sorted(files, key=lambda file: (file["split"], file["name"])),
+        "files": files,
     }
-    write_manifest(folder, manifest)
-    return manifest
+    return _commit(folder, manifest, tokenizer)
 
 
 def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
@@ -296,9 +292,13 @@ def _write(
         return writer.files
 
 
-def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def _commit(folder: Path, manifest: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write the tokenizer's files and, last, the manifest, which is returned."""
     for name, content in tokenizer.files.items():
         write_durably(folder / name, content)
+    manifest["files"].sort(key=lambda file: (file["split"], file["name"]))
+    write_manifest(folder, manifest)
+    return manifest
 
 
 def _joined(paths: Sequence[Path]) -> np.ndarray:

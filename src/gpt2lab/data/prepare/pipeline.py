@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from gpt2lab.tokenizers.interface import Tokenizer
 VAL_FRACTION = 0.05
 LEAST_TOKENS = 16  # of a data set
 LARGEST_DEFAULT_VAL = 100_000_000
+_GROUPS, _WHOLE = "groups", "whole"  # folders of OUT.partial
 _WORTH_WORKERS = 4_000_000  # bytes of text; below, starting workers takes longer than the work
 
 
@@ -258,12 +259,13 @@ def _write(
     """
     with (
         system_errors_as(DataError, folder, what="cannot be written"),
-        _Staging(folder, request, plan) as staging,
+        _staging(folder, request, plan) as partial,
     ):
-        finished, split, cut = _divide(plan, run, staging.folder, source)
+        finished, split, cut = _divide(plan, run, partial / _GROUPS, source)
+        shutil.rmtree(partial / _WHOLE, ignore_errors=True)  # of a start that was killed
         manifest = assemble(
             finished,
-            staging.new_whole(),
+            partial / _WHOLE,
             dataset=source.dataset,
             origin=source.origin,
             request=request,
@@ -271,7 +273,7 @@ def _write(
             tokenizer=plan.tasks[0].tokenizer,
             cut=cut,
         )
-        staging.complete()
+        _complete(partial, folder)
     return manifest, cut
 
 
@@ -416,72 +418,53 @@ def _partial(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-class _Staging:
-    """The folder OUT.partial: finished groups, locked while a process works on it."""
+@contextlib.contextmanager
+def _staging(target: Path, request: dict[str, Any], plan: Plan) -> Iterator[Path]:
+    """Hand out OUT.partial, locked; after an error the next start finds its finished groups, if there are any.
 
-    def __init__(self, target: Path, request: dict[str, Any], plan: Plan) -> None:
-        self._target, self._partial, self._plan = target, _partial(target), plan
-        rule = dataclasses.asdict(plan.tasks[0].rule)
-        self._request = json.dumps({**request, "rule": rule}, sort_keys=True) + "\n"
-        self.folder = self._partial / "groups"
-
-    def __enter__(self) -> _Staging:
-        """Open or create it.
-
-        Raises: DataError if it belongs to another request, is in use, or cannot be written.
-        """
-        with system_errors_as(
-            DataError, self._partial, what="cannot be written", fix="choose another --out"
-        ):
-            self._partial.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self._partial / "lock", "a")
+    Raises: DataError if it belongs to another request, is in use, or cannot be written.
+    """
+    partial = _partial(target)
+    with system_errors_as(DataError, partial, what="cannot be written", fix="choose another --out"):
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = open(partial / "lock", "a")  # noqa: SIM115 - closed below
+    with lock:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._lock.close()
-            raise DataError(f"{self._partial}: another process is preparing this folder") from error
-        journal = self._partial / JOURNAL
-        if journal.exists() and journal.read_text() != self._request:
-            self._lock.close()
+            raise DataError(f"{partial}: another process is preparing this folder") from error
+        rule = dataclasses.asdict(plan.tasks[0].rule)
+        wanted = (json.dumps({**request, "rule": rule}, sort_keys=True) + "\n").encode()
+        journal = partial / JOURNAL
+        if journal.exists() and journal.read_bytes() != wanted:
             raise DataError(
-                f"{self._partial}: holds the unfinished work of another command line, source or version; "
+                f"{partial}: holds the unfinished work of another command line, source or version; "
                 f"repeat that one, or delete the folder"
             )
-        replace_durably(journal, self._request)
-        self.folder.mkdir(exist_ok=True)
-        return self
+        replace_durably(journal, wanted)
+        (partial / _GROUPS).mkdir(exist_ok=True)
+        try:
+            yield partial
+        except BaseException as error:
+            done, count = len(list((partial / _GROUPS).glob("group_*"))), len(plan.tasks)
+            # With all groups done, bad data would end it so again.
+            if not done or (done == count and isinstance(error, DataError)):
+                shutil.rmtree(partial, ignore_errors=True)
+            elif isinstance(error, (DataError, KeyboardInterrupt)):
+                kept = (
+                    f"{done} of {count} groups are kept in {paths.for_people(partial)}: "
+                    f"the same command line goes on from there"
+                )
+                raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
+            raise
 
-    def new_whole(self) -> Path:
-        """Return the name of the folder to assemble in, which does not exist yet."""
-        whole = self._partial / "whole"
-        shutil.rmtree(whole, ignore_errors=True)
-        return whole
 
-    def complete(self) -> None:
-        """Give the assembled folder its final name."""
-        faultpoint("data.before_folder_is_named", 0)
-        if self._target.is_dir():
-            self._target.rmdir()  # an empty one
-        os.rename(self._partial / "whole", self._target)
-        sync_folder(self._target.parent)
-        faultpoint("data.after_folder_is_named", 0)
-        shutil.rmtree(self._partial, ignore_errors=True)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave finished groups to the next start, or delete the folder if there are none."""
-        done = len(list(self.folder.glob("group_*"))) if self.folder.exists() else 0
-        count = len(self._plan.tasks)
-        useless = not done or (
-            done == count and isinstance(error, DataError)
-        )  # it would end so again
-        if useless:
-            shutil.rmtree(self._partial, ignore_errors=True)
-        self._lock.close()
-        if useless:
-            return
-        if isinstance(error, (DataError, KeyboardInterrupt)):
-            kept = (
-                f"{done} of {count} groups are kept in {paths.for_people(self._partial)}: "
-                f"the same command line goes on from there"
-            )
-            raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
+def _complete(partial: Path, target: Path) -> None:
+    """Give the assembled folder its final name."""
+    faultpoint("data.before_folder_is_named", 0)
+    if target.is_dir():
+        target.rmdir()  # an empty one
+    os.rename(partial / _WHOLE, target)
+    sync_folder(target.parent)
+    faultpoint("data.after_folder_is_named", 0)
+    shutil.rmtree(partial, ignore_errors=True)
