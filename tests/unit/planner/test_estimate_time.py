@@ -341,7 +341,8 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run: Path) -> None
 
 def test_a_forecast_is_scored(a_run: Path) -> None:
     predicted = {"estimated_hours": 0.3, "low_hours": 0.2, "high_hours": 0.4}
-    document = {"estimate": predicted, "throughput": {"source": "calibrated"}, "memory": None}
+    speed = {"source": "calibrated", "value": 3.0, "low": 2.0, "high": 4.0}
+    document = {"estimate": predicted, "throughput": speed, "memory": None}
     (a_run / forecast.FILE).write_text(json.dumps(document))
     text = (
         (a_run / "metrics.jsonl")
