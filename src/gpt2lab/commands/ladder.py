@@ -27,6 +27,7 @@ from gpt2lab.commands.ladder_file import DATA, FAMILIES, Family, read_family
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import CheckError, ConfigError, DataError, NoSourceError, SaveError
 from gpt2lab.planner import auto, calibration, hardware, ladder
+from gpt2lab.planner.ask import read_count
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.machine import Seen, look
@@ -118,7 +119,7 @@ class Predict:
         if self.parameters is None or self.tokens is None:
             document = _predict_top(_top_of(family, out), out, _read(family, out))
         else:
-            numbers = _count("parameters", self.parameters), _count("tokens", self.tokens)
+            numbers = read_count("parameters", self.parameters), read_count("tokens", self.tokens)
             document = asdict(_read(family, out).fit.predict(*numbers))
         print(json.dumps(document) if self.json else _describe_prediction(document))
         return 0
@@ -153,16 +154,6 @@ def _open(file: str, out: Path | None) -> tuple[Family, Path]:
         )
     default = paths.runs_folder(None) / family.name
     return family, paths.from_working_directory(out) if out else default
-
-
-def _count(name: str, text: str) -> int:
-    try:
-        number = fmt.parse_count(text)
-    except ValueError:
-        raise ConfigError(f"--{name} {text!r} is not a number like 19073, 500M or 10B") from None
-    if not 0 < number <= 10**17:
-        raise ConfigError(f"--{name} {text} must be above 0 and at most 1e17")
-    return number
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------

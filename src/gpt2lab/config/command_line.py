@@ -35,7 +35,7 @@ from gpt2lab.errors import ConfigError
 def _read_count(words: list[str]) -> int:
     try:
         return fmt.parse_count(words[0])
-    except (ValueError, ZeroDivisionError):
+    except ValueError:
         raise ValueError(f"{words[0]!r} is not a whole number like 5000, 100M or 10B") from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,18 +168,21 @@ def check(ask: Ask) -> None:
 
 
 def count_of(ask: Ask, name: str) -> int | None:
-    """Return a length flag as a number.
+    """Return a length flag as a number, None if it was not given.
+
+    Raises: ConfigError.
+    """
+    text = getattr(ask, name)
+    return None if text is None else read_count(name, text)
+
+
+def read_count(name: str, text: str) -> int:
+    """Return a number of tokens or of other things that a flag gives as text.
 
     Raises: ConfigError if it is not one, or not above 0, or absurd.
     """
-    text = getattr(ask, name)
-    if text is None:
-        return None
-    plain = text.strip().replace(",", "")
     try:
-        if not re.fullmatch(r"[0-9_]*\.?[0-9]+(e[0-9]{1,2})?[kKmMbBtT]?", plain):
-            raise ValueError(plain)
-        number = fmt.parse_count(plain)
+        number = fmt.parse_count(text.strip().replace(",", ""))
     except ValueError:
         raise ConfigError(f"--{name} {text!r} is not a number like 19073, 500M or 10B") from None
     if not 0 < number <= 10**17:
