@@ -154,10 +154,10 @@ def _money(estimate: Estimate) -> list[str]:
     cost = estimate.cost
     if cost is None:
         return []
-    dated = f", {cost.date}" if cost.date else ""
+    dated = f", {cost.date}; --price changes it" if cost.date else ""
     energy = f"; about {cost.kwh:,.0f} kWh" if cost.kwh else ""
     bounds = f"{dollars(cost.usd.low)} ... {dollars(cost.usd.high)}"
-    note = f"at ${cost.price_per_gpu_hour:g} per GPU-hour ({cost.source}{dated}; --price){energy}"
+    note = f"at ${cost.price_per_gpu_hour:g} per GPU-hour ({cost.source}{dated}){energy}"
     return [_row("cost", dollars(cost.usd.value), bounds, note)]
 
 
