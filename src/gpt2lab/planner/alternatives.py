@@ -18,13 +18,16 @@ from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
 
+_CARDS_SHOWN = 4  # of those that a model fits, the smallest
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 # -- world sizes -------------------------------------------------------------------------------------------------
 
 
-def scaling(predictor: Predictor, found: Estimate, profile: Profile) -> list[dict[str, Any]]:
+def scaling(
+    predictor: Predictor, found: Estimate, profile: Profile, world_sizes: str
+) -> list[dict[str, Any]]:
     """Return one row for each world size of --scaling, at a fixed number of tokens a step.
 
     Raises: ConfigError if --scaling is not a list of numbers.
@@ -33,9 +36,9 @@ def scaling(predictor: Predictor, found: Estimate, profile: Profile) -> list[dic
     if predictor.gpu is None:
         return []
     try:
-        counts = sorted({int(text) for text in ask.scaling.split(",")} | {job.world_size})
+        counts = sorted({int(text) for text in world_sizes.split(",")} | {job.world_size})
     except ValueError:
-        raise ConfigError(f"--scaling {ask.scaling!r} is not a list like 1,2,4,8") from None
+        raise ConfigError(f"--scaling {world_sizes!r} is not a list like 1,2,4,8") from None
     rows, one = [], None
     for count in counts:
         nodes = ask.nodes if count == job.world_size else 1
@@ -281,8 +284,11 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
         )
         needed = need.needed
         if need.fits and gpu.peak_flops:
-            fitting.append(gpu.name)
-    cards = f"fits {', '.join(fitting)}" if fitting else "it fits no known card"
+            fitting.append((gpu.memory_bytes or 0.0, gpu.name))
+    shown = ", ".join(name for _, name in sorted(fitting)[:_CARDS_SHOWN])
+    more = len(fitting) - _CARDS_SHOWN
+    cards = f"fits {shown}" if fitting else "it fits no known card"
+    cards += f" and {more} more" if more > 0 else ""
     return [
         f"one sequence at a time needs {needed / GIB:.1f} GiB: {cards}; a shorter --context_length or a smaller "
         f"--model needs less"

@@ -36,21 +36,28 @@ SETTINGS = (
     *("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq"),
     *("optimizer", "parallel", "fsdp_param_dtype", "activation_checkpointing"),
 )
-# Flags that describe a run to come, rather than one that exists.
-_OF_A_JOB = (
-    *(*SETTINGS, *LENGTHS, "gpu", "gpus", "model", "data_dir", "deadline", "compare"),
-    *("data_weights_at", "ladder"),
-    *("measure", "find_batch_size", "profile", "nodes"),
+_SINGLE = ("list_gpus", "accuracy", "self_test")  # each a question of its own
+_OF_NO_JOB = ("run_name", "checkpoint_dir", "json", "report", *_SINGLE)
+# Flags that say nothing without another.
+_NEEDS = {
+    **{"margin": "deadline", "seconds": "measure", "max_batch": "find_batch_size"},
+    **{"num_samples": "avg_tokens_per_sample", "avg_tokens_per_sample": "num_samples"},
+    **{"epochs": "data_dir", "data_weights_at": "data_dir", "scaling": "gpu"},
+}
+# Flags of which only one would count.
+_EXCLUDE = (
+    *(("price", "kwh"), ("measure", "gpu"), ("find_batch_size", "gpu")),
+    *(("find_batch_size", "mini_batch_size"), ("compare", "scaling"), ("compare", "explain")),
+    *(("compare", "lr_rule"),),
 )
 Comparison = Literal["gpus", "models", "profiles"]
 LrRule = Literal["sqrt", "linear", "none"]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Predict a run: time, memory, cost and loss before it starts; without flags, the newest run's remaining time."""
+class JobFlags:
+    """Flags that describe a run to come, what it runs on, and the form of the answer."""
 
-    run_name: str | None = option(None, "run to project; default the one written to last")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     gpu: str | None = option(None, "predict for this card, e.g. H100, RTX-4090 (see --list_gpus)")
@@ -101,6 +108,28 @@ class Ask:
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "matmul precision")
     compile: Literal["auto", "on", "off"] = option("auto", "torch.compile")
 
+    profile: str | None = option(
+        None, "fast | balanced | quality | memory_efficient | one of your own hardware.json"
+    )
+    price: float | None = option(None, "US dollars per GPU-hour; default the listed price")
+    kwh: float | None = option(None, "own hardware: price of a kilowatt-hour")
+    ladder: str | None = option(
+        None,
+        "predict the loss by a ladder of one's own: its name in --checkpoint_dir, or its folder",
+    )
+    json: bool = option(False, "print one JSON object")
+
+    def folder(self) -> Path:
+        """Return the folder of the runs."""
+        return paths.runs_folder(self.checkpoint_dir)
+
+
+@dataclass(frozen=True)
+class Ask(JobFlags):
+    """Predict a run: time, memory, cost and loss before it starts; without flags, the newest run's remaining time."""
+
+    run_name: str | None = option(None, "run to project; default the one written to last")
+
     measure: bool = option(False, "first time real training steps on this machine")
     seconds: float = option(60.0, "training time of --measure")
     find_batch_size: bool = option(
@@ -111,20 +140,10 @@ class Ask:
     deadline: str | None = option(None, "window: 12h, 1d6h, or a time like '2026-12-24 18:00'")
     margin: str = option("30m", "time kept free at the end of the window")
     start: str | None = option(None, "when the run starts, e.g. '2026-12-24 08:00'; default now")
-    profile: str | None = option(
-        None, "fast | balanced | quality | memory_efficient | one of your own hardware.json"
-    )
     compare: Comparison | None = option(None, "print a table of alternatives")
     scaling: str = option("1,2,4,8", "world sizes of the scaling table")
-    price: float | None = option(None, "US dollars per GPU-hour; default the listed price")
-    kwh: float | None = option(None, "own hardware: price of a kilowatt-hour")
-    ladder: str | None = option(
-        None,
-        "predict the loss by a ladder of one's own: its name in --checkpoint_dir, or its folder",
-    )
     lr_rule: LrRule = option("sqrt", "how the learning rate scales with the batch size")
 
-    json: bool = option(False, "print one JSON object")
     report: Path | None = option(None, "also write the JSON object to this file")
     explain: bool = option(False, "print every formula with its numbers")
     list_gpus: bool = option(False, "list the known cards and links")
@@ -132,42 +151,62 @@ class Ask:
     self_test: bool = option(False, "predict, train and compare; about two minutes")
 
     @property
-    def names_a_job(self) -> bool:
-        """Tell whether a flag describes a run to come."""
-        return any(getattr(self, name) != getattr(Ask(), name) for name in _OF_A_JOB)
+    def of_a_job(self) -> list[str]:
+        """Return the flags given that speak of a run to come, rather than of one that exists or of none."""
+        return [name for name in _given(self) if name not in _OF_NO_JOB]
 
-    def folder(self) -> Path:
-        """Return the folder of the runs."""
-        return paths.runs_folder(self.checkpoint_dir)
+
+def _given(ask: JobFlags) -> list[str]:
+    """Return the names of the flags that are not at their defaults."""
+    leaves = dataclasses.fields(ask)
+    return [leaf.name for leaf in leaves if getattr(ask, leaf.name) != leaf.default]
 
 
 def check(ask: Ask) -> None:
-    """Check flags that exclude or need each other, and their bounds.
+    """Check all flags: those that exclude or need each other, and their bounds.
 
     Raises: ConfigError with one line.
     """
-    given = [f"--{name}" for name in LENGTHS if getattr(ask, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} both set the length of the run; give one of them")
-    if (ask.num_samples is None) != (ask.avg_tokens_per_sample is None):
-        raise ConfigError("--num_samples and --avg_tokens_per_sample go together")
-    if ask.epochs is not None and not ask.data_dir:
-        raise ConfigError("--epochs needs --data_dir: it says how long an epoch is")
-    if ask.measure and ask.gpu is not None:
-        raise ConfigError("--measure times this machine; leave out --gpu, or leave out --measure")
-    if ask.run_name is not None and ask.names_a_job:
-        raise ConfigError("--run_name projects a run as it is; leave out the flags of another job")
+    check_job(ask, names_a_card=ask.gpu is not None or ask.compare == "gpus")
+    given, of_a_job = _given(ask), ask.of_a_job
+    single = next((name for name in _SINGLE if name in given), None)
+    if single and (others := [*of_a_job, *({*given} & {*_SINGLE, "run_name"} - {single})]):
+        raise ConfigError(f"--{single} is a question of its own; leave out --{others[0]}")
+    if ask.run_name is not None and of_a_job:
+        raise ConfigError(f"--run_name projects a run as it is; leave out --{of_a_job[0]}")
+    window_of(ask, time.time())
+
+
+def check_job(ask: JobFlags, *, names_a_card: bool) -> None:
+    """Check the flags of a job, and others that its command has.
+
+    Raises: ConfigError with one line.
+    """
+    given = _given(ask)
+    lengths = [f"--{name}" for name in LENGTHS if name in given]
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"{' and '.join(lengths)} both set the length of the run; give one of them"
+        )
+    for one, other in _EXCLUDE:
+        if one in given and other in given:
+            raise ConfigError(f"--{one} and --{other} exclude each other; leave out one of them")
+    for name in given:
+        if name in _NEEDS and _NEEDS[name] not in given:
+            raise ConfigError(f"--{name} says nothing without --{_NEEDS[name]}; give both, or none")
+        if name in ("nodes", "interconnect") and not names_a_card:
+            raise ConfigError(f"--{name} is for cards that are named; give --gpu, too")
     for name in ("price", "kwh", "max_lr", "epochs", "avg_tokens_per_sample", "seconds"):
-        value = getattr(ask, name)
+        value = getattr(ask, name, None)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} {value} must be above 0")
     for name in ("gpus", "nodes", "max_batch"):
-        value = getattr(ask, name)
+        value = getattr(ask, name, None)
         if value is not None and not 1 <= value <= 100_000:
             raise ConfigError(f"--{name} {value} must be from 1 to 100000")
 
 
-def count_of(ask: Ask, name: str) -> int | None:
+def count_of(ask: JobFlags, name: str) -> int | None:
     """Return a length flag as a number, None if it was not given.
 
     Raises: ConfigError.
@@ -195,6 +234,7 @@ def window_of(ask: Ask, now: float) -> Window | None:
 
     Raises: ConfigError if it is not a time, lies in the past, or leaves nothing after the margin.
     """
+    begins = start_of(ask, now)
     try:
         margin = fmt.parse_duration(ask.margin)
     except ValueError:
@@ -204,7 +244,7 @@ def window_of(ask: Ask, now: float) -> Window | None:
     try:
         seconds = fmt.parse_duration(ask.deadline)
     except ValueError:
-        seconds = _moment("deadline", ask.deadline) - start_of(ask, now)
+        seconds = _moment("deadline", ask.deadline) - begins
     if seconds <= 0:
         raise ConfigError(f"--deadline {ask.deadline} is in the past, before the run starts")
     if not 0 <= margin < seconds:
@@ -228,7 +268,7 @@ def _moment(name: str, text: str) -> float:
     raise ConfigError(f"--{name} {text!r} is neither a span (12h) nor a time (2026-12-24 18:00)")
 
 
-def settings_of(ask: Ask, typed: dict[str, Any]) -> Config:
+def settings_of(ask: JobFlags, typed: dict[str, Any]) -> Config:
     """Return the trainer's settings that the flags mean; `typed`: those of SETTINGS that have a value.
 
     Raises: ConfigError with every problem of them.
@@ -247,7 +287,9 @@ def settings_of(ask: Ask, typed: dict[str, Any]) -> Config:
     return config
 
 
-def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_bf16: bool) -> Job:
+def job_of(
+    ask: JobFlags, profile: Profile, *, world_size: int, is_cpu: bool, native_bf16: bool
+) -> Job:
     """Return the job that the flags mean at a world size.
 
     Raises: ConfigError, DataError.
@@ -313,7 +355,7 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
 class Predictor:
     """The machine that is asked about, this one or a named card, and its predictions of jobs."""
 
-    def __init__(self, ask: Ask, known: Hardware) -> None:
+    def __init__(self, ask: JobFlags, known: Hardware) -> None:
         """Look at this machine, unless a card is named."""
         self.ask, self.hardware = ask, known
         self.gpu = known.gpu(ask.gpu) if ask.gpu else None

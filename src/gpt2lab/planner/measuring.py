@@ -79,19 +79,19 @@ def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-def measure(predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
+def measure(ask: Ask, predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
     """Search the mini batch and time this machine, as asked; return the flags to answer now, and the search.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
-    ask, search = predictor.ask, None
+    search = None
     if ask.find_batch_size:
         job, seen = predictor.job(profile), predictor.seen
         search = find_batch_size(
             job,
             ask.folder(),
             max_batch=ask.max_batch,
-            memory_bytes=None if predictor.gpu else seen.free_memory(job.world_size),
+            memory_bytes=seen.free_memory(job.world_size),
             target=profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
