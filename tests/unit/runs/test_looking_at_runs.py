@@ -378,12 +378,14 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None
         (["RUN", "--out", "x.pdf"], "end in .png or .svg"),
         (["RUN", "--out", "nowhere/x.png"], "cannot be written"),
         (["EMPTY"], "has taken no step"),
-        (["--speeds", "none.json"], "--speeds needs --out"),
+        (["--speeds", "none.json"], "say where to write with --out"),
         (["--speeds", "none.json", "--out", "x.svg"], "no table of speeds"),
-        (["--speeds", "none.json", "--out", "x.svg", "--log", "x"], "--log and --only_loss are"),
+        (["--speeds", "none.json", "--out", "x.svg", "--log", "x"], "leave out --log"),
+        (["--speeds", "none.json", "--ladder", "EMPTY", "--out", "x.svg"], "leave out --speeds"),
+        (["--speeds", "none.json", "--compare", "b", "--out", "x.svg"], "leave out --speeds"),
         (["--ablation", "EMPTY"], "no table of an ablation"),
         (["--ablation", "EMPTY", "--x", "step"], "--x tokens or hours"),
-        (["RUN", "--ablation", "EMPTY"], "--ablation takes no run"),
+        (["RUN", "--ablation", "EMPTY"], "leave out runs"),
     ],
 )
 def test_a_plot_that_cannot_be_drawn_is_one_line(
