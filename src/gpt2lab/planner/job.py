@@ -97,7 +97,7 @@ def _count_retained(config: Config, max_steps: int, full_epochs: int) -> int:
 
 def _rates(optim: OptimConfig) -> str:
     text = f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
-    if optim.optimizer == "adamw" or optim.min_lr is None:
+    if not optim.has_muon or optim.min_lr is None:
         return text
     scale = muon_scale(optim)
     return f"muon {scale * optim.max_lr:g} -> {scale * optim.min_lr:g}, adamw {optim.max_lr:g} -> {optim.min_lr:g}"
@@ -215,7 +215,7 @@ class Job:
     @property
     def is_gpt2(self) -> bool:
         """Tell whether it trains GPT-2 as published: blocks without options, AdamW."""
-        return not options_of(self.config.model) and self.config.optim.optimizer == "adamw"
+        return not options_of(self.config.model) and not self.config.optim.has_muon
 
     @property
     def tokens(self) -> int:

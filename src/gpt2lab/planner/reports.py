@@ -366,7 +366,7 @@ def formulas(found: Estimate, known: Hardware) -> list[str]:
     if found.communication_seconds and on.link is not None:
         text.append(_communication(found, on.link.title))
     need = found.memory.tensors
-    optimizer = "AdamW 8 N" if job.config.optim.optimizer == "adamw" else "Muon and AdamW"
+    optimizer = "Muon and AdamW" if job.config.optim.has_muon else "AdamW 8 N"
     text += [
         f"step    = {found.step.value * 1000:,.1f} ms; sigma of its logarithm {found.sigma:.3f}, "
         f"80 % = x/÷ e^({Z80:.2f} sigma)",
