@@ -52,6 +52,7 @@ from gpt2lab.errors import (
 )
 from gpt2lab.evaluation.over_seeds import SMALLEST
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -137,7 +138,6 @@ def main(argv: list[str]) -> int:
     def carry(new: list[Run], before: list[Run]) -> None:
         carry_out(
             new,
-            say=_say,
             jobs=flags.jobs,
             refresh=lambda done: write([*before, *done]),
             on_divergence="go on",
@@ -158,7 +158,6 @@ def main(argv: list[str]) -> int:
             given=len(flags.seeds),
             jobs=flags.jobs,
             smallest=flags.smallest_difference,
-            say=_say,
         )
     markdown, as_json = write(runs)
     print(json.dumps(as_json) if flags.json else markdown)
@@ -168,10 +167,6 @@ def main(argv: list[str]) -> int:
             f"--max_lr under another name"
         )
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _reject_unequal_tokens(runs: Sequence[Run]) -> None:
@@ -375,7 +370,6 @@ def require_own_settings(command: Command) -> None:
 def carry_out(
     runs: Sequence[Run],
     *,
-    say: Callable[[str], None],
     jobs: int = 1,
     refresh: Callable[[list[Run]], object] = lambda done: None,
     on_divergence: Literal["end", "go on"] = "end",
@@ -396,7 +390,7 @@ def carry_out(
     def carry(number: int, run: Run) -> None:
         name = f"[{number}/{len(runs)}] {run.name}"
         with trainers.place(run) as environment:
-            _carry_out_one(run, name, environment, say, trainers, may_diverge=may_diverge)
+            _carry_out_one(run, name, environment, trainers, may_diverge=may_diverge)
 
     complete: set[str] = set()
     pool = ThreadPoolExecutor(jobs)
@@ -500,7 +494,6 @@ def _carry_out_one(
     run: Run,
     place: str,
     environment: dict[str, str],
-    say: Callable[[str], None],
     trainers: _Trainers,
     *,
     may_diverge: bool,

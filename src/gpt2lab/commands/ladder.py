@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from gpt2lab.planner.scaling_law import Rung, require_enough
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.planner.timing import Interval
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 from gpt2lab.runs.lock import holder_of
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ class Run:
         rungs, checks = family.rung_runs(out), _rate_runs(family, out)
         _require_law(_starts(rungs).values())
         check_runs([*rungs, *checks, *top])
-        carry_out([*rungs, *checks], say=_say, jobs=self.jobs)
+        carry_out([*rungs, *checks], jobs=self.jobs)
         if top:
-            _say(_describe_prediction(_predict_top(top, out, _read(family, out))))
-            carry_out(top, say=_say, jobs=self.jobs)
+            say(_describe_prediction(_predict_top(top, out, _read(family, out))))
+            carry_out(top, jobs=self.jobs)
         print(_report(_results(family, out)))
         return 0
 
@@ -132,10 +132,6 @@ def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     verb: Command = run_tyro(Command, argv, about=__doc__)
     return verb.execute()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _open(file: str, out: Path | None) -> tuple[Family, Path]:

@@ -5,7 +5,6 @@ gpt2lab resume-command my_run --output slurm --nodes 2 --gpus 8
 gpt2lab resume-command my_run --max_lr 3e-4 --allow_change max_lr
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from gpt2lab.commands.job_files import (
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -78,10 +78,10 @@ def main(argv: list[str]) -> int:
         gpus=flags.gpus,
     )
     for name, (before, now) in found.start.changes.items():
-        print(f"changed: {name} {before} -> {now}", file=sys.stderr)
+        say(f"changed: {name} {before} -> {now}")
     if found.start.is_complete:
         hint = "to train on, add --max_steps N --allow_change max_steps"
-        print(f"note: all {found.start.plan.max_steps} steps are done; {hint}", file=sys.stderr)
+        say(f"note: all {found.start.plan.max_steps} steps are done; {hint}")
     print(write(found, output=flags.output, image=flags.image, accelerator=flags.accelerator))
     return 0
 

@@ -35,6 +35,7 @@ from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 from gpt2lab.runs.history import Log, read_json
 from gpt2lab.tokenizers.gpt2 import GPT2
 
@@ -147,11 +148,6 @@ def with_accumulation(job: Job, accumulation: int) -> Job:
     """Return the job with fewer micro-batches a step, the micro-batch itself unchanged."""
     T = job.config.model.context_length
     return job.with_settings(total_batch_size=accumulation * job.micro_batch * T * job.world_size)
-
-
-def say(text: str) -> None:
-    """Print to stderr what takes time; stdout holds the answer alone."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def find_batch_size(
