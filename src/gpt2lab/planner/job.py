@@ -312,11 +312,9 @@ class Job:
 
     def _count_saves(self) -> int:
         """Count steps that save: rolling ones, and evaluations, which save when they are the best so far."""
-        steps = {self.max_steps} if self.max_steps > 0 else set()
-        for freq in (self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq):
-            if freq and self.max_steps // freq <= 100_000:
-                steps |= set(range(freq, self.max_steps + 1, freq))
-        return len(steps)
+        a, b = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
+        counts = [count_due(0, freq, self.max_steps) for freq in (a, b, math.lcm(a, b))]
+        return counts[0] + counts[1] - counts[2]
 
 
 def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:
