@@ -23,6 +23,7 @@ from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring
 from gpt2lab.planner.ask import Ask, Predictor, check, start_of, window_of
 from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
+from gpt2lab.runs.history import find_run
 
 DOES_NOT_FIT = 3
 _COMMON = (  # flags of the short help
@@ -69,8 +70,9 @@ def _find_answer(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     if ask.self_test:
         return measuring.self_test(ask.folder())
     if not ask.of_a_job:
-        folder = ask.folder()
-        run_dir = folder / ask.run_name if ask.run_name else run_clock.last_written_run(folder)
+        run_dir = run_clock.last_written_run(ask.folder())
+        if ask.run_name is not None:
+            run_dir = find_run(ask.run_name, checkpoint_dir=ask.checkpoint_dir)
         if run_dir is not None:
             now, left = time.time(), run_clock.estimate_remaining(run_dir)
             return run_clock.as_json(left, now), run_clock.describe(left, now), 0

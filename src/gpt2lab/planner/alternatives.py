@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName
-from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
+from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
 from gpt2lab.planner.ask import LENGTHS, Comparison, LrRule, Predictor
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
@@ -35,10 +36,9 @@ def scaling(
     ask, job = predictor.ask, found.job
     if predictor.gpu is None:
         return []
-    try:
-        counts = sorted({int(text) for text in world_sizes.split(",")} | {job.world_size})
-    except ValueError:
-        raise ConfigError(f"--scaling {world_sizes!r} is not a list like 1,2,4,8") from None
+    if not re.fullmatch(r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*", world_sizes):
+        raise ConfigError(f"--scaling {world_sizes!r} is not a list like 1,2,4,8")
+    counts = sorted({*map(int, world_sizes.split(",")), job.world_size})
     rows, one = [], None
     for count in counts:
         nodes = ask.nodes if count == job.world_size else 1
@@ -92,11 +92,9 @@ def describe_comparison(
 ) -> tuple[dict[str, Any], str, int]:
     """Return one table as JSON and as text, and the exit code: 0, or 3 if nothing in it fits the window.
 
-    Raises: NoSourceError if nothing could be estimated.
+    Raises: GPT2LabError, the first one, if nothing could be estimated.
     """
     rows = _rows(predictor, profile, what, window)
-    if not rows:
-        raise NoSourceError(f"--compare {what}: nothing to compare could be estimated")
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
     document = reports.blank() | {"comparison": {"by": what, "rows": rows}}
     document |= {"max_training_hours": window.seconds / 3600 if window else None}
@@ -151,17 +149,20 @@ def _rows(
         others = {name: {"profile": name} for name in all_profiles}
     given = any(getattr(ask, length) is not None for length in LENGTHS)
     skipped = ConfigError if what == "gpus" else GPT2LabError
-    rows = []
+    rows, errors = [], []
     for name, other in others.items():
         there = Predictor(dataclasses.replace(ask, **other), known)
         one = all_profiles[name] if what == "profiles" else profile
         try:
             found = fit_memory(there, there.job(one), one)
-        except skipped:
+        except skipped as error:
+            errors.append(error)
             continue
         if what != "gpus" and window and not given and found.memory.fits is not False:
             found = _longest(there, found, one, window) or found
         rows.append(_row(found.machine.title if what == "gpus" else name, found, window))
+    if not rows:
+        raise errors[0]
     return sorted(rows, key=lambda row: float(row["hours"])) if what == "gpus" else rows
 
 

@@ -28,6 +28,7 @@ from gpt2lab.planner.machine import Machine, Seen, look, named
 from gpt2lab.planner.memory import Dtype
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
+MOST_TOKENS = 10**17
 DEFAULT_TOKENS = 10_000_000_000  # the real run of the README, where nothing else is said
 # Flags that are settings of the trainer under the same name.
 SETTINGS = (
@@ -198,8 +199,8 @@ def check_job(ask: JobFlags, *, names_a_card: bool) -> None:
             raise ConfigError(f"--{name} is for cards that are named; give --gpu, too")
     for name in ("price", "kwh", "max_lr", "epochs", "avg_tokens_per_sample", "seconds"):
         value = getattr(ask, name, None)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} {value} must be above 0")
+        if value is not None and not 0 < value <= 1e9:
+            raise ConfigError(f"--{name} {value} must be above 0 and at most 1e9")
     for name in ("gpus", "nodes", "max_batch"):
         value = getattr(ask, name, None)
         if value is not None and not 1 <= value <= 100_000:
@@ -224,7 +225,7 @@ def read_count(name: str, text: str) -> int:
         number = fmt.parse_count(text.strip().replace(",", ""))
     except ValueError:
         raise ConfigError(f"--{name} {text!r} is not a number like 19073, 500M or 10B") from None
-    if not 0 < number <= 10**17:
+    if not 0 < number <= MOST_TOKENS:
         raise ConfigError(f"--{name} {text} must be above 0 and at most 1e17")
     return number
 
@@ -338,6 +339,10 @@ def job_of(
             raise ConfigError(
                 f"{tokens:,} tokens are less than one step of {batch:,}; lower --total_batch_size or train longer"
             )
+    if steps * batch > MOST_TOKENS:
+        raise ConfigError(
+            f"{steps * batch:.3g} tokens are more than anybody trains on: at most {MOST_TOKENS:g}"
+        )
     dataset |= {"tokens": dataset.get("tokens", float(steps * batch))}
     compiled = compiles(config.system, on_gpu=not is_cpu, max_steps=steps)
     bf16 = ask.dtype == "bf16" or (ask.dtype == "auto" and native_bf16)
@@ -358,13 +363,13 @@ class Predictor:
     def __init__(self, ask: JobFlags, known: Hardware) -> None:
         """Look at this machine, unless a card is named."""
         self.ask, self.hardware = ask, known
-        self.gpu = known.gpu(ask.gpu) if ask.gpu else None
+        self.gpu = known.gpu(ask.gpu) if ask.gpu is not None else None
         self.seen = look() if self.gpu is None else Seen(())
         self.records = calibration.read(ask.folder())
         self.is_cpu = self.gpu is None and self.seen.is_cpu
         self.world_size = ask.gpus or max(1, len(self.seen.gpus))
         self._machines: dict[tuple[Any, ...], tuple[Machine, dict[str, float]]] = {}
-        self.ladder = find_ladder(ask.ladder, ask.folder()) if ask.ladder else None
+        self.ladder = None if ask.ladder is None else find_ladder(ask.ladder, ask.folder())
 
     def job(self, profile: Profile) -> Job:
         """Return the job that the flags mean here.

@@ -273,7 +273,7 @@ def find_profile(name: str | None, hardware: Hardware) -> Profile:
     Raises: ConfigError with the nearest names.
     """
     known = profiles(hardware)
-    wanted = name or DEFAULT_PROFILE
+    wanted = DEFAULT_PROFILE if name is None else name
     if wanted not in known:
         hint = fmt.did_you_mean(wanted, known, f"one of {', '.join(known)}")
         raise ConfigError(f"profile {wanted!r} is not known: {hint}")

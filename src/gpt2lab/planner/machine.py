@@ -265,7 +265,7 @@ def named(
         )
     link = None
     if gpus > 1:
-        name = interconnect or (gpu.link if nodes == 1 else None)
+        name = gpu.link if interconnect is None and nodes == 1 else interconnect
         if name is None:
             unknown = f"gpu {gpu.name}: no measured all-reduce between its cards"
             raise ConfigError(

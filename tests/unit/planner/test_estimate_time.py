@@ -174,6 +174,15 @@ REFUSALS = {
         2,
         "--find_batch_size and --mini_batch_size",
     ),
+    "no card": (["--gpu="], 4, "in hardware.json; "),
+    "endless run": (["--gpu=H100", "--steps=1e17"], 2, "at most 1e+17"),
+    "endless samples": (
+        ["--gpu=H100", "--num_samples=1e10", "--avg_tokens_per_sample=1e300"],
+        2,
+        "at most 1e9",
+    ),
+    "no scaling": (["--gpu=H100", "--scaling=0,2"], 2, "--scaling"),
+    "nothing to compare": (["--gpu=H100", "--compare=models", "--data_dir=no"], 2, "no such data"),
     "report nowhere": (["--gpu=H100", "--report=/nonexistent/x.json"], 2, "--report"),
     "fits no window": (["--gpu=RTX-4090", "--tokens=100B", "--deadline=1h"], 3, ""),
     "fits no memory": (["--gpu=RTX-4090", "--model=gpt2-xl"], 3, ""),
@@ -218,6 +227,12 @@ def test_a_price_has_one_source(
 ) -> None:
     estimate_time.main(["--gpu=H100", *flags])
     assert re.search(f"^cost .*{row}", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_run_beyond_the_calendar_never_finishes(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--n_layer=10000", "--n_embd=1000000", "--n_head=10000", "--tokens=1e17"]
+    estimate_time.main(["--gpu=L4", *shape])
+    assert "finishes never" in capsys.readouterr().out
 
 
 def test_a_model_too_large_names_a_few_cards_that_it_fits(
@@ -372,6 +387,9 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run: Path) -> None
         run_clock.estimate_remaining(a_run)
     metrics.write_text(text.replace("524288", "1024"))
     with pytest.raises(ConfigError, match="another config"):
+        run_clock.estimate_remaining(a_run)
+    metrics.write_text(re.sub(r'"max_steps": \d+', '"max_steps": null', text))
+    with pytest.raises(ConfigError, match="does not say how long"):
         run_clock.estimate_remaining(a_run)
     metrics.write_text("no json\n")
     with pytest.raises(GPT2LabError, match="line 1"):
