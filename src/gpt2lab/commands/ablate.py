@@ -115,6 +115,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--smallest_difference {flags.smallest_difference:g} must be a number above 0"
         )
+    if not flags.seeds:
+        raise ConfigError("--seeds: no seed; give at least one number")
+    if flags.target is not None and not math.isfinite(flags.target):
+        raise ConfigError(f"--target {flags.target:g} must be a number")
     if flags.max_seeds is not None and not flags.until_decided:
         raise ConfigError("--max_seeds goes with --until_decided; --seeds 1 2 3 names the seeds")
     out = paths.from_working_directory(flags.out)

@@ -59,8 +59,12 @@ class ResumeCommand:
         "command",
         "what to print; slurm: a batch script; k8s: a TrainJob of Kubeflow Trainer; sky: a managed job of SkyPilot",
     )
-    image: str = option("gpt2lab", "with --output k8s: image made from the Dockerfile")
-    accelerator: str = option("H100", "with --output sky: the GPU, by SkyPilot's name")
+    image: str | None = option(
+        None, "with --output k8s: image made from the Dockerfile; default gpt2lab"
+    )
+    accelerator: str | None = option(
+        None, "with --output sky: the GPU, by SkyPilot's name; default H100"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
@@ -91,6 +95,9 @@ def _check(flags: ResumeCommand) -> None:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output in ("command", "script"):
         raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm, k8s or sky")
+    for name, output in (("image", "k8s"), ("accelerator", "sky")):
+        if getattr(flags, name) is not None and flags.output != output:
+            raise ConfigError(f"--{name} goes with --output {output}")
 
 
 def plan_continuation(
@@ -172,7 +179,11 @@ def files_of(start: "Start") -> dict[str, Path]:
 
 
 def write(
-    continuation: Continuation, *, output: Output, image: str = "gpt2lab", accelerator: str = "H100"
+    continuation: Continuation,
+    *,
+    output: Output,
+    image: str | None = None,
+    accelerator: str | None = None,
 ) -> str:
     """Write it as a command line, a shell script, or a job of Slurm, Kubernetes or SkyPilot.
 
@@ -193,6 +204,6 @@ def write(
         case "slurm":
             return write_slurm(job)
         case "k8s":
-            return write_k8s(job, image=image)
+            return write_k8s(job, image=image or "gpt2lab")
         case "sky":
-            return write_sky(job, accelerator=accelerator)
+            return write_sky(job, accelerator=accelerator or "H100")

@@ -140,6 +140,8 @@ FLAGS = [
             ["--until_decided", "--max_seeds=2"],
             "--max_seeds 2: of 2 settings, nothing can be decided before 3",
         ),
+        (["--seeds"], "--seeds: no seed"),
+        (["--target=nan"], "--target nan must be a number"),
         (["--smallest_difference=0"], "--smallest_difference 0 must be a number above 0"),
         (["--smallest_difference=nan"], "--smallest_difference nan must be a number above 0"),
         (

@@ -28,7 +28,7 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.target import find_folder
-from gpt2lab.commands import plot
+from gpt2lab.commands import plot, resume_command
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
@@ -455,6 +455,14 @@ def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
     done = call(program, *argv)
     assert done.returncode == 0, done.stderr
     assert max(launch.steps(run_dir)) == 14
+
+
+@pytest.mark.parametrize(
+    ("flag", "output"), [("--image=x", "--output k8s"), ("--accelerator=A100", "--output sky")]
+)
+def test_a_flag_of_another_kind_of_job_is_rejected(run_dir: Path, flag: str, output: str) -> None:
+    with pytest.raises(ConfigError, match=f"goes with {output}"):
+        resume_command.main([str(run_dir), flag])
 
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
