@@ -24,7 +24,14 @@ from gpt2lab.commands import ablation_table
 from gpt2lab.commands.ablate import carry_out, check_runs, naming, require_own_settings
 from gpt2lab.commands.ladder_file import DATA, FAMILIES, Family, read_family
 from gpt2lab.config.command_line import argument, option, run_tyro
-from gpt2lab.errors import CheckError, ConfigError, DataError, NoSourceError, SaveError
+from gpt2lab.errors import (
+    CheckError,
+    ConfigError,
+    DataError,
+    NoSourceError,
+    SaveError,
+    system_errors_as,
+)
 from gpt2lab.planner import auto, calibration, hardware, ladder
 from gpt2lab.planner.ask import read_count
 from gpt2lab.planner.estimate import estimate
@@ -375,11 +382,8 @@ def _predict_top(runs: Sequence[ablation_table.Run], out: Path, found: Ladder) -
         )
     plan = _start(runs[0]).plan
     point = found.fit.predict(plan.parameters, plan.tokens, seeds=len(runs))
-    try:
-        document = ladder.write_prediction(out, found, point)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
-    return document
+    with system_errors_as(SaveError, out, fix="choose another --out"):
+        return ladder.write_prediction(out, found, point)
 
 
 def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
@@ -425,10 +429,8 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     document = ladder.as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
-    try:
+    with system_errors_as(SaveError, out, fix="choose another --out"):
         ladder.write_ladder(out, document)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
     return document
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import option
+from gpt2lab.config.command_line import check_least, option
 from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
@@ -62,8 +62,10 @@ class JobFlags:
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     gpu: str | None = option(None, "predict for this card, e.g. H100, RTX-4090 (see --list_gpus)")
-    gpus: int | None = option(None, "world size: cards in all; default 1, or all of this machine")
-    nodes: int = option(1, "number of machines that hold the cards")
+    gpus: int | None = option(
+        None, "world size: cards in all; default 1, or all of this machine", least=1
+    )
+    nodes: int = option(1, "number of machines that hold the cards", least=1)
     interconnect: str | None = option(None, "network between nodes, e.g. ib400 (see --list_gpus)")
 
     model: ModelName | None = option(None, "model preset; default gpt2")
@@ -136,7 +138,7 @@ class Ask(JobFlags):
     find_batch_size: bool = option(
         False, "search and verify the fastest mini batch that fits this machine's memory"
     )
-    max_batch: int = option(128, "largest mini batch that --find_batch_size tries")
+    max_batch: int = option(128, "largest mini batch that --find_batch_size tries", least=1)
 
     deadline: str | None = option(None, "window: 12h, 1d6h, or a time like '2026-12-24 18:00'")
     margin: str = option("30m", "time kept free at the end of the window")
@@ -201,10 +203,7 @@ def check_job(ask: JobFlags, *, names_a_card: bool) -> None:
         value = getattr(ask, name, None)
         if value is not None and not 0 < value <= 1e9:
             raise ConfigError(f"--{name} {value} must be above 0 and at most 1e9")
-    for name in ("gpus", "nodes", "max_batch"):
-        value = getattr(ask, name, None)
-        if value is not None and not 1 <= value <= 100_000:
-            raise ConfigError(f"--{name} {value} must be from 1 to 100000")
+    check_least(ask)
 
 
 def count_of(ask: JobFlags, name: str) -> int | None:
@@ -280,9 +279,9 @@ def settings_of(ask: JobFlags, typed: dict[str, Any]) -> Config:
         if words := getattr(ask, name):
             value = resolved(name, list(words), paths.from_working_directory)
             config = override(config, {name: value})
-    sizes = ("n_layer", "n_embd", "context_length", "vocab_size", "total_batch_size")
-    absurd = [name for name in sizes if typed.get(name, 0) > 10**9]
-    problems = [f"{name} {typed[name]} is absurd" for name in absurd] + find_problems(config)
+    problems = find_problems(config)
+    if (batch := config.batch.total_batch_size) > 10**9:
+        problems.append(f"total_batch_size {batch} must be at most 1e9")
     if problems:
         raise ConfigError("; ".join(problems))
     return config
@@ -298,7 +297,7 @@ def job_of(
     typed = {name: value for name in SETTINGS if (value := getattr(ask, name)) is not None}
     config = settings_of(ask, typed)
     first = read_sources(config.data).folders[0]
-    if ask.data_dir is not None and (tokenizer := tokenizer_of(first)):
+    if tokenizer := tokenizer_of(first):
         config = fit_vocabulary(config, tokenizer.size, is_typed=ask.vocab_size is not None)
     if world_size == 1 and ask.parallel not in (None, "ddp"):
         raise ConfigError(
@@ -325,15 +324,11 @@ def job_of(
         unique = unique or tokens
     if ask.epochs is not None and unique is not None:
         tokens = int(ask.epochs * unique)
-    if tokens is None and steps is None:
-        if unique is not None:
-            tokens = unique
-        elif ask.profile is not None:
-            tokens = round(profile.tokens_per_parameter * count_parameters(config.model))
-        else:
-            tokens = DEFAULT_TOKENS
+    default = DEFAULT_TOKENS
+    if ask.profile is not None:
+        default = round(profile.tokens_per_parameter * count_parameters(config.model))
     if steps is None:
-        assert tokens is not None
+        tokens = (unique or default) if tokens is None else tokens
         steps = tokens // batch
         if steps < 1:
             raise ConfigError(
@@ -391,21 +386,20 @@ class Predictor:
         """
         kind = (job.world_size, job.dtype, job.compiled, job.parallel)
         if kind not in self._machines:
-            self._machines[kind] = self._find_machine(job)
+            if self.gpu is None:
+                found = calibration.this_machine(self.seen, self.hardware, self.records, job)
+            else:
+                on = named(
+                    self.gpu,
+                    self.hardware,
+                    gpus=job.world_size,
+                    compiled=job.compiled,
+                    nodes=self.ask.nodes,
+                    interconnect=self.ask.interconnect,
+                )
+                found = on, {}
+            self._machines[kind] = found
         return self._machines[kind]
-
-    def _find_machine(self, job: Job) -> tuple[Machine, dict[str, float]]:
-        if self.gpu is None:
-            return calibration.this_machine(self.seen, self.hardware, self.records, job)
-        on = named(
-            self.gpu,
-            self.hardware,
-            gpus=job.world_size,
-            compiled=job.compiled,
-            nodes=self.ask.nodes,
-            interconnect=self.ask.interconnect,
-        )
-        return on, {}
 
     def predict(self, job: Job, profile: Profile, *, on: Machine | None = None) -> Estimate:
         """Estimate one job, on another machine than the one asked about if given."""

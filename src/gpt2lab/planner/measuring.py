@@ -27,7 +27,7 @@ from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.manifest import MANIFEST
-from gpt2lab.errors import ConfigError, NoSourceError
+from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
 from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, hardware, machine, reports
 from gpt2lab.planner.ask import Ask, Predictor
@@ -308,13 +308,10 @@ def _run_for(command: list[str], run_dir: Path, seconds: float | None) -> tuple[
 def _scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a hidden folder beside the runs, so that checkpoints go to the disk that they will go to."""
     with contextlib.ExitStack() as stack:
-        try:
+        what, fix = "cannot write there", "give another --checkpoint_dir"
+        with system_errors_as(ConfigError, folder, what=what, fix=fix):
             folder.mkdir(parents=True, exist_ok=True)
             place = stack.enter_context(temporary_folder(folder / "measure"))
-        except OSError as error:
-            raise ConfigError(
-                f"{folder}: cannot write there ({error.strerror}); give another --checkpoint_dir"
-            ) from None
         yield place
 
 
