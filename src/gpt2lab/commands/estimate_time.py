@@ -69,7 +69,7 @@ def _find_answer(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
         return *forecast.describe_history(ask.folder()), 0
     if ask.self_test:
         return measuring.self_test(ask.folder())
-    if not ask.of_a_job:
+    if not ask.names_a_job:
         run_dir = run_clock.last_written_run(ask.folder())
         if ask.run_name is not None:
             run_dir = find_run(ask.run_name, checkpoint_dir=ask.checkpoint_dir)

@@ -126,14 +126,8 @@ def prepare(flags: PrepareData) -> Path:
 def _command_to_train(folder: Path, tokens: int) -> str:
     """Return a command that trains on the data: a small model where there is little text."""
     model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
-    words = [
-        *paths.command_words("train"),
-        "--model",
-        model,
-        "--data_dir",
-        paths.for_people(folder),
-    ]
-    return fmt.command_line(words)
+    flags = ["--model", model, "--data_dir", paths.for_people(folder)]
+    return fmt.command_line([*paths.command_words("train"), *flags])
 
 
 def _parse_part(text: str) -> tuple[int, int]:

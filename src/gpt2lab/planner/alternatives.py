@@ -14,7 +14,7 @@ from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
 from gpt2lab.planner.ask import LENGTHS, Comparison, LrRule, Predictor
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
-from gpt2lab.planner.hardware import Hardware, Profile, find_profile, profiles
+from gpt2lab.planner.hardware import Gpu, Hardware, Profile, find_profile, profiles
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
@@ -223,43 +223,41 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
         T = config.model.context_length
         text.append(f"faster profile   --profile fast, T {T}: {hours(there.seconds)}")
     if predictor.gpu is not None:
-        text += _more_cards(predictor, found, profile, window)
-        text += _other_card(predictor, found, profile, window)
+        text += _more_cards(predictor, found, profile, predictor.gpu, window)
+        text += _other_card(predictor, found, profile, predictor.gpu, window)
     return [*text, *_smaller_model(predictor, found, profile)]
 
 
+def _on_cards(
+    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int
+) -> Estimate | None:
+    """Estimate the same run on `count` cards of a kind, None where that cannot be."""
+    try:
+        on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
+        return predictor.predict(found.job.with_world_size(count), profile, on=on)
+    except ConfigError:
+        return None
+
+
 def _more_cards(
-    predictor: Predictor, found: Estimate, profile: Profile, window: Window
+    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, window: Window
 ) -> list[str]:
-    assert predictor.gpu is not None
     for count in (2, 4, 8):
-        if count <= found.job.world_size:
-            continue
-        try:
-            on = named(predictor.gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
-            more = predictor.predict(found.job.with_world_size(count), profile, on=on)
-        except ConfigError:
-            break
-        if verdict(more, window) == "fits":
-            return [f"more cards       --gpus {count}: {hours(more.seconds)}"]
+        if count > found.job.world_size:
+            more = _on_cards(predictor, found, profile, gpu, count)
+            if more and verdict(more, window) == "fits":
+                return [f"more cards       --gpus {count}: {hours(more.seconds)}"]
     return []
 
 
 def _other_card(
-    predictor: Predictor, found: Estimate, profile: Profile, window: Window
+    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, window: Window
 ) -> list[str]:
     """Return the cheapest other card that fits the window."""
-    assert predictor.gpu is not None
-    job, fitting = found.job, []
+    fitting = []
     for other in predictor.hardware.gpus.values():
-        if other.name == predictor.gpu.name:
-            continue
-        try:
-            on = named(other, predictor.hardware, gpus=job.world_size, compiled=job.compiled)
-        except ConfigError:
-            continue
-        there = predictor.predict(job, profile, on=on)
-        if verdict(there, window) == "fits":
+        there = _on_cards(predictor, found, profile, other, found.job.world_size)
+        if other.name != gpu.name and there and verdict(there, window) == "fits":
             cost = there.cost.usd.value if there.cost else float("inf")
             fitting.append((cost, f"other card       --gpu {other.name}: {hours(there.seconds)}"))
     return [line for _, line in sorted(fitting)[:1]]

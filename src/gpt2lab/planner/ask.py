@@ -37,8 +37,8 @@ SETTINGS = (
     *("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq"),
     *("optimizer", "parallel", "fsdp_param_dtype", "activation_checkpointing"),
 )
-_SINGLE = ("list_gpus", "accuracy", "self_test")  # each a question of its own
-_OF_NO_JOB = ("run_name", "checkpoint_dir", "json", "report", *_SINGLE)
+_SINGLE = ("list_gpus", "accuracy", "self_test", "run_name")  # each a question of its own
+_ANYWHERE = ("checkpoint_dir", "json", "report")  # flags that go with every question
 # Flags that say nothing without another.
 _NEEDS = {
     **{"margin": "deadline", "seconds": "measure", "max_batch": "find_batch_size"},
@@ -154,9 +154,9 @@ class Ask(JobFlags):
     self_test: bool = option(False, "predict, train and compare; about two minutes")
 
     @property
-    def of_a_job(self) -> list[str]:
-        """Return the flags given that speak of a run to come, rather than of one that exists or of none."""
-        return [name for name in _given(self) if name not in _OF_NO_JOB]
+    def names_a_job(self) -> bool:
+        """Tell whether a flag speaks of a run to come, rather than of one that exists or of none."""
+        return not {*_given(self)} <= {*_SINGLE, *_ANYWHERE}
 
 
 def _given(ask: JobFlags) -> list[str]:
@@ -171,12 +171,10 @@ def check(ask: Ask) -> None:
     Raises: ConfigError with one line.
     """
     check_job(ask, names_a_card=ask.gpu is not None or ask.compare == "gpus")
-    given, of_a_job = _given(ask), ask.of_a_job
-    single = next((name for name in _SINGLE if name in given), None)
-    if single and (others := [*of_a_job, *({*given} & {*_SINGLE, "run_name"} - {single})]):
-        raise ConfigError(f"--{single} is a question of its own; leave out --{others[0]}")
-    if ask.run_name is not None and of_a_job:
-        raise ConfigError(f"--run_name projects a run as it is; leave out --{of_a_job[0]}")
+    given = _given(ask)
+    for single in (name for name in _SINGLE if name in given):
+        if others := [name for name in given if name not in (single, *_ANYWHERE)]:
+            raise ConfigError(f"--{single} is a question of its own; leave out --{others[0]}")
     window_of(ask, time.time())
 
 
@@ -204,15 +202,6 @@ def check_job(ask: JobFlags, *, names_a_card: bool) -> None:
         if value is not None and not 0 < value <= 1e9:
             raise ConfigError(f"--{name} {value} must be above 0 and at most 1e9")
     check_least(ask)
-
-
-def count_of(ask: JobFlags, name: str) -> int | None:
-    """Return a length flag as a number, None if it was not given.
-
-    Raises: ConfigError.
-    """
-    text = getattr(ask, name)
-    return None if text is None else read_count(name, text)
 
 
 def read_count(name: str, text: str) -> int:
@@ -316,7 +305,10 @@ def job_of(
         order = training_order(data, context_length=T, shuffle=of_data.shuffle, seed=of_data.seed)
         unique, fingerprint = order.windows_per_epoch * T, data.fingerprint
         dataset = {"tokens": float(unique)}
-    tokens, steps, samples = (count_of(ask, name) for name in ("tokens", "steps", "num_samples"))
+    tokens, steps, samples = (
+        None if (text := getattr(ask, name)) is None else read_count(name, text)
+        for name in ("tokens", "steps", "num_samples")
+    )
     if samples is not None and ask.avg_tokens_per_sample is not None:
         tokens = round(samples * ask.avg_tokens_per_sample)
         dataset["num_samples"] = float(samples)

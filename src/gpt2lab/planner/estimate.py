@@ -86,11 +86,7 @@ def estimate(
         sigma=sigma,
         communication_seconds=unhidden,
         memory=device_memory(
-            job,
-            hardware,
-            memory_target,
-            is_cpu=machine.is_cpu,
-            available=machine.memory_bytes,
+            job, hardware, memory_target, is_cpu=machine.is_cpu, available=machine.memory_bytes
         ),
         costs=costs,
         breakdown=breakdown,
