@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     Raises: ConfigError for settings that cannot work.
     """
     ask = run_tyro(JobFlags, argv, about=__doc__, common=_COMMON)
-    check_job(ask, names_a_card=ask.gpu is not None)
+    check_job(ask)
     predictor = Predictor(ask, hardware.load())
     profile = hardware.find_profile(ask.profile, predictor.hardware)
     job = predictor.job(profile)

@@ -60,10 +60,10 @@ class ResumeCommand:
         "what to print; slurm: a batch script; k8s: a TrainJob of Kubeflow Trainer; sky: a managed job of SkyPilot",
     )
     image: str | None = option(
-        None, "with --output k8s: image made from the Dockerfile; default gpt2lab"
+        None, "with --output k8s: built from the Dockerfile; default gpt2lab"
     )
     accelerator: str | None = option(
-        None, "with --output sky: the GPU, by SkyPilot's name; default H100"
+        None, "with --output sky: SkyPilot's name of the GPU; default H100"
     )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 

@@ -43,7 +43,8 @@ _ANYWHERE = ("checkpoint_dir", "json", "report")  # flags that go with every que
 _NEEDS = {
     **{"margin": "deadline", "seconds": "measure", "max_batch": "find_batch_size"},
     **{"num_samples": "avg_tokens_per_sample", "avg_tokens_per_sample": "num_samples"},
-    **{"epochs": "data_dir", "data_weights_at": "data_dir", "scaling": "gpu"},
+    **{"epochs": "data_dir", "data_weights_at": "data_dir"},
+    **{"nodes": "gpu", "interconnect": "gpu", "scaling": "gpu"},
 }
 # Flags of which only one would count.
 _EXCLUDE = (
@@ -170,7 +171,7 @@ def check(ask: Ask) -> None:
 
     Raises: ConfigError with one line.
     """
-    check_job(ask, names_a_card=ask.gpu is not None or ask.compare == "gpus")
+    check_job(ask)
     given = _given(ask)
     for single in (name for name in _SINGLE if name in given):
         if others := [name for name in given if name not in (single, *_ANYWHERE)]:
@@ -178,7 +179,7 @@ def check(ask: Ask) -> None:
     window_of(ask, time.time())
 
 
-def check_job(ask: JobFlags, *, names_a_card: bool) -> None:
+def check_job(ask: JobFlags) -> None:
     """Check the flags of a job, and others that its command has.
 
     Raises: ConfigError with one line.
@@ -195,8 +196,6 @@ def check_job(ask: JobFlags, *, names_a_card: bool) -> None:
     for name in given:
         if name in _NEEDS and _NEEDS[name] not in given:
             raise ConfigError(f"--{name} says nothing without --{_NEEDS[name]}; give both, or none")
-        if name in ("nodes", "interconnect") and not names_a_card:
-            raise ConfigError(f"--{name} is for cards that are named; give --gpu, too")
     for name in ("price", "kwh", "max_lr", "epochs", "avg_tokens_per_sample", "seconds"):
         value = getattr(ask, name, None)
         if value is not None and not 0 < value <= 1e9:

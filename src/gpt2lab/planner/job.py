@@ -96,9 +96,8 @@ def _count_retained(config: Config, max_steps: int, full_epochs: int) -> int:
 
 
 def _rates(optim: OptimConfig) -> str:
-    text = f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
     if not optim.has_muon or optim.min_lr is None:
-        return text
+        return f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
     scale = muon_scale(optim)
     return f"muon {scale * optim.max_lr:g} -> {scale * optim.min_lr:g}, adamw {optim.max_lr:g} -> {optim.min_lr:g}"
 
