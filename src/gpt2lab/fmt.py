@@ -25,12 +25,12 @@ def parse_count(text: str) -> int:
 
     Raises: ValueError.
     """
-    units = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-    factor = units.get(text[-1:].lower(), 1)
-    value = Fraction(text.replace("_", "")[: -1 if factor > 1 else None]) * factor
-    if value.denominator != 1:
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(value)
+    plain, units = text.replace("_", "").lower(), {"k": 3, "m": 6, "b": 9, "t": 12}
+    # Fraction alone would also read 1/0, and 1e999999999 into all memory.
+    found = re.fullmatch(r"([+-]?[0-9]*\.?[0-9]*(?:e[+-]?[0-9]{1,2})?)([kmbt]?)", plain)
+    if found and (value := Fraction(found[1]) * 10 ** units.get(found[2], 0)).denominator == 1:
+        return int(value)
+    raise ValueError(f"{text!r} is not a whole number")
 
 
 def parse_bytes(text: str) -> int:
@@ -120,12 +120,11 @@ def parse_duration(text: str) -> float:
     plain = text.strip().lower().replace(" ", "")
     units = {"d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
     parts = re.findall(r"([0-9]*\.?[0-9]+)([dhms])", plain)
-    if parts and "".join(number + unit for number, unit in parts) == plain:
-        return sum(float(number) * units[unit] for number, unit in parts)
-    hours = float(plain)
-    if not math.isfinite(hours):
+    is_sum = parts and "".join(number + unit for number, unit in parts) == plain
+    seconds = sum(float(n) * units[u] for n, u in parts) if is_sum else 3600 * float(plain)
+    if not math.isfinite(seconds):
         raise ValueError(f"{text!r} is not a time span")
-    return 3600 * hours
+    return seconds
 
 
 def count(number: float, *, digits: int = 3) -> str:

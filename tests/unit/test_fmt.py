@@ -16,3 +16,22 @@ def test_sizes_round_into_the_next_unit(number: int, text: str) -> None:
 
 def test_one_step_is_no_range() -> None:
     assert (fmt.steps(9, 9), fmt.steps(9, 12)) == ("step 9", "steps 9 to 12")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2.5B", 2_500_000_000), ("4_096", 4096), ("1e3", 1000), (".5k", 500)]
+)
+def test_a_count_has_a_unit_of_thousands(text: str, count: int) -> None:
+    assert fmt.parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["1/0", "6/2", "1e999999999", "1.5", "nan", "-", ""])
+def test_what_is_no_whole_number_is_no_count(text: str) -> None:
+    with pytest.raises(ValueError, match=r"whole number|Invalid literal"):
+        fmt.parse_count(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "9" * 400 + "h", "1x", "h", ""])
+def test_what_is_not_finite_is_no_time_span(text: str) -> None:
+    with pytest.raises(ValueError, match=r"time span|could not convert"):
+        fmt.parse_duration(text)

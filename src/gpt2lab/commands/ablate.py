@@ -52,6 +52,7 @@ from gpt2lab.errors import (
 )
 from gpt2lab.evaluation.over_seeds import SMALLEST
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -114,6 +115,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--smallest_difference {flags.smallest_difference:g} must be a number above 0"
         )
+    if not flags.seeds:
+        raise ConfigError("--seeds: no seed; give at least one number")
+    if flags.target is not None and not math.isfinite(flags.target):
+        raise ConfigError(f"--target {flags.target:g} must be a number")
     if flags.max_seeds is not None and not flags.until_decided:
         raise ConfigError("--max_seeds goes with --until_decided; --seeds 1 2 3 names the seeds")
     out = paths.from_working_directory(flags.out)
@@ -137,7 +142,6 @@ def main(argv: list[str]) -> int:
     def carry(new: list[Run], before: list[Run]) -> None:
         carry_out(
             new,
-            say=_say,
             jobs=flags.jobs,
             refresh=lambda done: write([*before, *done]),
             on_divergence="go on",
@@ -158,7 +162,6 @@ def main(argv: list[str]) -> int:
             given=len(flags.seeds),
             jobs=flags.jobs,
             smallest=flags.smallest_difference,
-            say=_say,
         )
     markdown, as_json = write(runs)
     print(json.dumps(as_json) if flags.json else markdown)
@@ -168,10 +171,6 @@ def main(argv: list[str]) -> int:
             f"--max_lr under another name"
         )
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _reject_unequal_tokens(runs: Sequence[Run]) -> None:
@@ -375,7 +374,6 @@ def require_own_settings(command: Command) -> None:
 def carry_out(
     runs: Sequence[Run],
     *,
-    say: Callable[[str], None],
     jobs: int = 1,
     refresh: Callable[[list[Run]], object] = lambda done: None,
     on_divergence: Literal["end", "go on"] = "end",
@@ -396,7 +394,7 @@ def carry_out(
     def carry(number: int, run: Run) -> None:
         name = f"[{number}/{len(runs)}] {run.name}"
         with trainers.place(run) as environment:
-            _carry_out_one(run, name, environment, say, trainers, may_diverge=may_diverge)
+            _carry_out_one(run, name, environment, trainers, may_diverge=may_diverge)
 
     complete: set[str] = set()
     pool = ThreadPoolExecutor(jobs)
@@ -500,7 +498,6 @@ def _carry_out_one(
     run: Run,
     place: str,
     environment: dict[str, str],
-    say: Callable[[str], None],
     trainers: _Trainers,
     *,
     may_diverge: bool,

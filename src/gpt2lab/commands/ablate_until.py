@@ -14,6 +14,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.seeds import decide, first_bounded
 from gpt2lab.evaluation.uncertainty import ALPHA
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 
 MAX_SEEDS = 20
 
@@ -43,7 +44,6 @@ def run_until_decided(
     given: int,
     jobs: int,
     smallest: float,
-    say: Callable[[str], None],
 ) -> list[Run]:
     """Run what decides, and return it, seed by seed.
 

@@ -5,7 +5,6 @@ gpt2lab chat my_tuned_run --system "Answer in one word."
 printf 'Hello!\nWho are you?\n' | gpt2lab chat my_tuned_run --temperature 0
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +16,7 @@ from gpt2lab.commands.sample import load, typed_lines
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation.completion import Style
+from gpt2lab.runs.console import say
 from gpt2lab.tokenizers.chat_template import can_be_written
 
 if TYPE_CHECKING:
@@ -48,12 +48,11 @@ def main(argv: list[str]) -> int:
     if not was_tuned(completer.target):
         plain = not can_be_written(completer.tokenizer)
         how = ", line by line: its tokenizer cannot write the chat template" if plain else ""
-        print(
+        say(
             f"warning: {flags.target} was not fine-tuned on conversations: it continues text{how}, so its answers "
             f"mean little; see {paths.script('finetune')}",
-            file=sys.stderr,
         )
-    print(HELP, file=sys.stderr)
+    say(HELP)
     _converse(Chat(completer, plain, flags.system.strip()))
     return 0
 
@@ -67,7 +66,7 @@ def _converse(chat: "Chat") -> None:
         if text == "/reset":
             chat.reset()
         elif text.startswith("/"):
-            print(HELP, file=sys.stderr)
+            say(HELP)
         elif text:
             _answer(chat, text)
 
@@ -78,11 +77,10 @@ def _answer(chat: "Chat", text: str) -> None:
         for part in chat.ask(text):
             print(part, end="", flush=True)
     except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return
     print()
     if dropped := before + 2 - len(chat.turns):
-        print(
+        say(
             f"({dropped // 2} earlier exchanges did not fit into the context and were dropped)",
-            file=sys.stderr,
         )

@@ -148,7 +148,7 @@ class Merge:
         from gpt2lab.data.prepare.assemble import merge
 
         if not self.parts:
-            raise ConfigError("merge: no parts given; data.py merge OUT PART1 PART2 ...")
+            raise ConfigError(f"no parts given: {paths.command('data')} merge OUT PART1 PART2 ...")
         out = paths.from_working_directory(self.out)
         manifest = merge(out, [paths.from_working_directory(part) for part in self.parts])
         print(_size(out, manifest))

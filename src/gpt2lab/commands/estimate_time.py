@@ -23,6 +23,7 @@ from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring
 from gpt2lab.planner.ask import Ask, Predictor, check, start_of, window_of
 from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
+from gpt2lab.runs.history import find_run
 
 DOES_NOT_FIT = 3
 _COMMON = (  # flags of the short help
@@ -69,8 +70,9 @@ def _find_answer(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     if ask.self_test:
         return measuring.self_test(ask.folder())
     if not ask.names_a_job:
-        folder = ask.folder()
-        run_dir = folder / ask.run_name if ask.run_name else run_clock.last_written_run(folder)
+        run_dir = run_clock.last_written_run(ask.folder())
+        if ask.run_name is not None:
+            run_dir = find_run(ask.run_name, checkpoint_dir=ask.checkpoint_dir)
         if run_dir is not None:
             now, left = time.time(), run_clock.estimate_remaining(run_dir)
             return run_clock.as_json(left, now), run_clock.describe(left, now), 0
@@ -79,7 +81,7 @@ def _find_answer(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     profile, window = hardware.find_profile(ask.profile, known), window_of(ask, time.time())
     predictor = Predictor(ask, known)
     if ask.measure or ask.find_batch_size:
-        predictor = Predictor(measuring.measure(predictor, profile)[0], known)
+        predictor = Predictor(measuring.measure(ask, predictor, profile)[0], known)
     return alternatives.describe_comparison(predictor, profile, ask.compare, window)
 
 
@@ -94,12 +96,14 @@ def _describe_job(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     begins, window = start_of(ask, now), window_of(ask, now)
     batch_search, advice = None, None
     if ask.measure or ask.find_batch_size:
-        ask, batch_search = measuring.measure(predictor, profile)
+        ask, batch_search = measuring.measure(ask, predictor, profile)
         predictor = Predictor(ask, known)
     estimated = alternatives.fit_memory if ask.mini_batch_size is None else Predictor.predict
     found = estimated(predictor, predictor.job(profile), profile)
     job, warnings = found.job, _warnings(found)
-    rows = alternatives.scaling(predictor, found, profile)
+    if ask.kwh is not None and found.cost is None:
+        warnings.append("--kwh: the power of this device is not known, so that there is no cost")
+    rows = alternatives.scaling(predictor, found, profile, ask.scaling)
     judged = verdict(found, window) if window else None
     no_memory = found.memory.largest_micro_batch is None and found.memory.fits is False
     # A batch that nobody typed gave way to one that fits.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,7 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError, system_errors_as
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.checkpoint.target import Target
@@ -223,7 +223,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     if kept is not None:
         numbers["token_losses"] = str(_keep(kept, wanted, target))
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     return numbers
 
 

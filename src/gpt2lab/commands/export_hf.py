@@ -6,7 +6,6 @@ gpt2lab export gpt2-124m --format gguf --dtype q8_0 --out gpt2-124m.gguf
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.target import Target, find_target
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError
+from gpt2lab.runs.console import say
 
 # The types of the weights that each format has; the first is the default.
 _DTYPES = {"transformers": ("float32", "bfloat16"), "gguf": ("float32", "float16", "q8_0")}
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     target = find_target(flags.target, paths.runs_folder(flags.checkpoint_dir))
     found, warnings = _export(flags, target, paths.from_working_directory(flags.out))
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     whose = (
         "transformers' logits" if flags.format == "transformers" else "logits of the file's weights"
     )

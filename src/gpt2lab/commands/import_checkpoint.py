@@ -149,7 +149,7 @@ def _plan(command: Command, path: Path) -> tuple[Foreign, Start, list[Entry]]:
 
 
 def _check_optimizer(command: Command, path: Path) -> None:
-    if command.fresh().optim.optimizer != "adamw":
+    if command.fresh().optim.has_muon:
         raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
 
 

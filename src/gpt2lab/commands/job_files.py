@@ -167,14 +167,8 @@ def write_sky(job: Job, *, accelerator: str) -> str:
     if job.on_gpu:
         resources["accelerators"] = f"{accelerator}:{job.processes}"
     runs, *data = job.shared
-    mounts: dict[str, Any] = {
-        _in_sky(runs): {
-            "name": _bucket(runs),
-            "source": str(runs),
-            "mode": "MOUNT",
-        }
-    }
-    mounts |= {_in_sky(folder): str(folder) for folder in data}
+    bucket = {"name": _bucket(runs), "source": str(runs), "mode": "MOUNT"}
+    mounts = {_in_sky(runs): bucket} | {_in_sky(folder): str(folder) for folder in data}
     words = (f"src/{Path(job.words[0]).name}", *_placed_in_sky(job))
     run = (
         f'torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc_per_node={job.processes} '

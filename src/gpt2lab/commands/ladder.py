@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +24,16 @@ from gpt2lab.commands import ablation_table
 from gpt2lab.commands.ablate import carry_out, check_runs, naming, require_own_settings
 from gpt2lab.commands.ladder_file import DATA, FAMILIES, Family, read_family
 from gpt2lab.config.command_line import argument, option, run_tyro
-from gpt2lab.errors import CheckError, ConfigError, DataError, NoSourceError, SaveError
+from gpt2lab.errors import (
+    CheckError,
+    ConfigError,
+    DataError,
+    NoSourceError,
+    SaveError,
+    system_errors_as,
+)
 from gpt2lab.planner import auto, calibration, hardware, ladder
+from gpt2lab.planner.ask import read_count
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.machine import Seen, look
@@ -34,6 +41,7 @@ from gpt2lab.planner.scaling_law import Rung, require_enough
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.planner.timing import Interval
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 from gpt2lab.runs.lock import holder_of
 
 if TYPE_CHECKING:
@@ -77,10 +85,10 @@ class Run:
         rungs, checks = family.rung_runs(out), _rate_runs(family, out)
         _require_law(_starts(rungs).values())
         check_runs([*rungs, *checks, *top])
-        carry_out([*rungs, *checks], say=_say, jobs=self.jobs)
+        carry_out([*rungs, *checks], jobs=self.jobs)
         if top:
-            _say(_describe_prediction(_predict_top(top, out, _read(family, out))))
-            carry_out(top, say=_say, jobs=self.jobs)
+            say(_describe_prediction(_predict_top(top, out, _read(family, out))))
+            carry_out(top, jobs=self.jobs)
         print(_report(_results(family, out)))
         return 0
 
@@ -118,7 +126,7 @@ class Predict:
         if self.parameters is None or self.tokens is None:
             document = _predict_top(_top_of(family, out), out, _read(family, out))
         else:
-            numbers = _count("parameters", self.parameters), _count("tokens", self.tokens)
+            numbers = read_count("parameters", self.parameters), read_count("tokens", self.tokens)
             document = asdict(_read(family, out).fit.predict(*numbers))
         print(json.dumps(document) if self.json else _describe_prediction(document))
         return 0
@@ -131,10 +139,6 @@ def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     verb: Command = run_tyro(Command, argv, about=__doc__)
     return verb.execute()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _open(file: str, out: Path | None) -> tuple[Family, Path]:
@@ -153,16 +157,6 @@ def _open(file: str, out: Path | None) -> tuple[Family, Path]:
         )
     default = paths.runs_folder(None) / family.name
     return family, paths.from_working_directory(out) if out else default
-
-
-def _count(name: str, text: str) -> int:
-    try:
-        number = fmt.parse_count(text)
-    except ValueError:
-        raise ConfigError(f"--{name} {text!r} is not a number like 19073, 500M or 10B") from None
-    if not 0 < number <= 10**17:
-        raise ConfigError(f"--{name} {text} must be above 0 and at most 1e17")
-    return number
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------
@@ -388,11 +382,8 @@ def _predict_top(runs: Sequence[ablation_table.Run], out: Path, found: Ladder) -
         )
     plan = _start(runs[0]).plan
     point = found.fit.predict(plan.parameters, plan.tokens, seeds=len(runs))
-    try:
-        document = ladder.write_prediction(out, found, point)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
-    return document
+    with system_errors_as(SaveError, out, fix="choose another --out"):
+        return ladder.write_prediction(out, found, point)
 
 
 def _rates(family: Family, out: Path, found: Ladder) -> list[dict[str, Any]]:
@@ -438,10 +429,8 @@ def _results(family: Family, out: Path) -> dict[str, Any]:
     document = ladder.as_json(
         found, names=list(family.rungs), rates=rates, prediction=prediction, scored=scored
     )
-    try:
+    with system_errors_as(SaveError, out, fix="choose another --out"):
         ladder.write_ladder(out, document)
-    except OSError as error:
-        raise SaveError(f"{out}: {error.strerror}; choose another --out") from error
     return document
 
 

@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import json
 
-from gpt2lab import fmt, paths
+from gpt2lab import fmt
 from gpt2lab.config.command_line import run_tyro
-from gpt2lab.errors import ConfigError
 from gpt2lab.planner import hardware, reports
-from gpt2lab.planner.ask import Ask, Predictor, check
+from gpt2lab.planner.ask import JobFlags, Predictor, check_job
 from gpt2lab.planner.memory import PARTS
 from gpt2lab.planner.reports import GIB
 
 _COMMON = (  # flags of the short help
     *("model", "gpu", "gpus", "mini_batch_size", "context_length", "parallel"),
     *("activation_checkpointing", "data_dir", "json"),
-)
-# What `gpt2lab estimate` does besides predicting one run to come.
-_IDLE = (
-    *("run_name", "measure", "seconds", "find_batch_size", "max_batch", "deadline", "margin"),
-    *("start", "compare", "scaling", "lr_rule", "report", "explain", "list_gpus", "accuracy"),
-    "self_test",
 )
 
 
@@ -35,13 +28,8 @@ def main(argv: list[str]) -> int:
 
     Raises: ConfigError for settings that cannot work.
     """
-    ask = run_tyro(Ask, argv, about=__doc__, common=_COMMON)
-    check(ask)
-    idle = [f"--{name}" for name in _IDLE if getattr(ask, name) != getattr(Ask(), name)]
-    if idle:
-        raise ConfigError(
-            f"{' and '.join(idle)}: for {paths.command('estimate')}; memory-check looks at memory alone"
-        )
+    ask = run_tyro(JobFlags, argv, about=__doc__, common=_COMMON)
+    check_job(ask)
     predictor = Predictor(ask, hardware.load())
     profile = hardware.find_profile(ask.profile, predictor.hardware)
     job = predictor.job(profile)

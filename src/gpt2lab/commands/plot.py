@@ -6,7 +6,7 @@ gpt2lab plot --ablation checkpoints/ablation
 gpt2lab plot --ladder checkpoints/ladder
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,9 @@ from tyro.conf import Positional
 from gpt2lab import paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
+
+# Flags that draw something else than runs, and those that count beside them and --out.
+_INSTEAD = {"ablation": ("x", "log"), "ladder": (), "compare": (), "speeds": ()}
 
 
 @dataclass(frozen=True)
@@ -57,32 +60,27 @@ class Plot:
 def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
     flags = run_tyro(Plot, argv)
+    _check(flags)
     from gpt2lab.runs import plots
 
     out = paths.from_working_directory(flags.out) if flags.out else None
     if out and out.suffix not in (".png", ".svg"):
         raise ConfigError(f"--out {out}: let the name end in .png or .svg")
     if flags.speeds is not None:
-        if flags.runs or out is None or flags.ablation is not None:
-            raise ConfigError("--speeds needs --out FILE and takes no run")
-        if flags.x or flags.log or flags.only_loss:
-            raise ConfigError("--speeds draws bars: --x, --log and --only_loss are for curves")
+        if out is None:
+            raise ConfigError("--speeds: say where to write with --out FILE.png")
         plots.draw_speeds(paths.from_working_directory(flags.speeds), out)
     elif flags.compare is not None:
-        if flags.runs or flags.only_loss or flags.x or flags.log or flags.ablation or flags.ladder:
-            raise ConfigError("--compare draws one comparison alone: leave out runs, --x and --log")
         answer = paths.from_working_directory(flags.compare)
         out = out or answer.with_suffix(".png")
         plots.draw_comparison(answer, out)
     elif flags.ladder is not None:
-        if flags.runs or flags.only_loss or flags.x or flags.log or flags.ablation:
-            raise ConfigError("--ladder draws a ladder alone: leave out runs, --x and --log")
         folder = paths.from_working_directory(flags.ladder)
         out = out or folder / "ladder.png"
         plots.draw_ladder(folder / "ladder.json", out)
     elif flags.ablation is not None:
-        if flags.runs or flags.only_loss or flags.x == "step":
-            raise ConfigError("--ablation takes no run, and --x tokens or hours")
+        if flags.x == "step":
+            raise ConfigError("--ablation: settings may differ in their steps; --x tokens or hours")
         folder = paths.from_working_directory(flags.ablation)
         out = out or folder / "ablation.png"
         view = plots.View(flags.x or "tokens", flags.log)
@@ -91,6 +89,19 @@ def main(argv: list[str]) -> int:
         out = _draw_runs(flags, out)
     print(paths.for_people(out))
     return 0
+
+
+def _check(flags: Plot) -> None:
+    """Reject flags that would be ignored.
+
+    Raises: ConfigError.
+    """
+    leaves = [leaf.name for leaf in fields(flags)]
+    given = [name for name in leaves if getattr(flags, name) not in (None, (), False)]
+    for subject in (name for name in _INSTEAD if name in given):
+        if idle := set(given) - {subject, "out", *_INSTEAD[subject]}:
+            names = " and ".join(n if n == "runs" else f"--{n}" for n in given if n in idle)
+            raise ConfigError(f"--{subject} draws one picture of its own; leave out {names}")
 
 
 def _draw_runs(flags: Plot, out: Path | None) -> Path:

@@ -8,7 +8,6 @@ gpt2lab prepare my_texts/ --tokenizer data/std_4k --out data/my_texts_4k
 
 import re
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import argument, check_least, option, run_tyro
 from gpt2lab.errors import ConfigError
+from gpt2lab.runs.console import say
 from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
 
 
@@ -111,7 +111,7 @@ def prepare(flags: PrepareData) -> Path:
         ray_address=flags.ray,
     )
     for warning in result.warnings if result else ():
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     already = f"{paths.for_people(folder)}: already prepared"
     print(pipeline.describe(result) if result else already)
     if part[1] == 1:
@@ -126,14 +126,8 @@ def prepare(flags: PrepareData) -> Path:
 def _command_to_train(folder: Path, tokens: int) -> str:
     """Return a command that trains on the data: a small model where there is little text."""
     model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
-    words = [
-        *paths.command_words("train"),
-        "--model",
-        model,
-        "--data_dir",
-        paths.for_people(folder),
-    ]
-    return fmt.command_line(words)
+    flags = ["--model", model, "--data_dir", paths.for_people(folder)]
+    return fmt.command_line([*paths.command_words("train"), *flags])
 
 
 def _parse_part(text: str) -> tuple[int, int]:

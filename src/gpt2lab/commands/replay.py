@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +18,7 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.training.replay import Change, Replay, ReplayedStep
@@ -224,5 +224,5 @@ def open_run(run_dir: Path, steps: range, data_dir: tuple[str, ...] = ()) -> Rep
     recipe = recipe_named("finetune" if is_tuned else "pretrain")
     again = open_replay(run_dir, recipe, first=steps[0], last=steps[-1], data_dir=data_dir)
     count = fmt.number_of(steps[-1] - again.from_step, "step")
-    print(f"replaying {count} from the checkpoint of step {again.from_step}", file=sys.stderr)
+    say(f"replaying {count} from the checkpoint of step {again.from_step}")
     return again

@@ -5,7 +5,6 @@ gpt2lab resume-command my_run --output slurm --nodes 2 --gpus 8
 gpt2lab resume-command my_run --max_lr 3e-4 --allow_change max_lr
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from gpt2lab.commands.job_files import (
 from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -59,8 +59,12 @@ class ResumeCommand:
         "command",
         "what to print; slurm: a batch script; k8s: a TrainJob of Kubeflow Trainer; sky: a managed job of SkyPilot",
     )
-    image: str = option("gpt2lab", "with --output k8s: image made from the Dockerfile")
-    accelerator: str = option("H100", "with --output sky: the GPU, by SkyPilot's name")
+    image: str | None = option(
+        None, "with --output k8s: built from the Dockerfile; default gpt2lab"
+    )
+    accelerator: str | None = option(
+        None, "with --output sky: SkyPilot's name of the GPU; default H100"
+    )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
@@ -78,10 +82,10 @@ def main(argv: list[str]) -> int:
         gpus=flags.gpus,
     )
     for name, (before, now) in found.start.changes.items():
-        print(f"changed: {name} {before} -> {now}", file=sys.stderr)
+        say(f"changed: {name} {before} -> {now}")
     if found.start.is_complete:
         hint = "to train on, add --max_steps N --allow_change max_steps"
-        print(f"note: all {found.start.plan.max_steps} steps are done; {hint}", file=sys.stderr)
+        say(f"note: all {found.start.plan.max_steps} steps are done; {hint}")
     print(write(found, output=flags.output, image=flags.image, accelerator=flags.accelerator))
     return 0
 
@@ -91,6 +95,9 @@ def _check(flags: ResumeCommand) -> None:
         raise ConfigError("--num_gpus counts all GPUs, --gpus those of each machine; give one")
     if flags.nodes > 1 and flags.output in ("command", "script"):
         raise ConfigError(f"--nodes {flags.nodes}: goes with --output slurm, k8s or sky")
+    for name, output in (("image", "k8s"), ("accelerator", "sky")):
+        if getattr(flags, name) is not None and flags.output != output:
+            raise ConfigError(f"--{name} goes with --output {output}")
 
 
 def plan_continuation(
@@ -172,7 +179,11 @@ def files_of(start: "Start") -> dict[str, Path]:
 
 
 def write(
-    continuation: Continuation, *, output: Output, image: str = "gpt2lab", accelerator: str = "H100"
+    continuation: Continuation,
+    *,
+    output: Output,
+    image: str | None = None,
+    accelerator: str | None = None,
 ) -> str:
     """Write it as a command line, a shell script, or a job of Slurm, Kubernetes or SkyPilot.
 
@@ -193,6 +204,6 @@ def write(
         case "slurm":
             return write_slurm(job)
         case "k8s":
-            return write_k8s(job, image=image)
+            return write_k8s(job, image=image or "gpt2lab")
         case "sky":
-            return write_sky(job, accelerator=accelerator)
+            return write_sky(job, accelerator=accelerator or "H100")

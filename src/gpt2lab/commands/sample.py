@@ -17,6 +17,7 @@ from gpt2lab import paths
 from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Style, check_style
+from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.evaluation.completion import Completer
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
         ids = completer.encode(flags.prompt)
         for found in completer.complete(ids, num_samples=flags.num_samples):
             print(f"{flags.prompt}{found.text}", end="\n" if flags.num_samples == 1 else "\n---\n")
-    print(completer.describe_speed(), file=sys.stderr)
+    say(completer.describe_speed())
     return 0
 
 
@@ -97,7 +98,7 @@ def load(flags: Any, style: Style) -> "Completer":
         style=style,
     )
     for warning in completer.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}")
     return completer
 
 
@@ -107,7 +108,7 @@ def typed_lines() -> Iterator[str]:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            print(file=sys.stderr)  # Ctrl+D leaves the cursor where it was
+            say()  # Ctrl+D leaves the cursor where it was
             return
         yield line
 
@@ -122,7 +123,7 @@ def _converse(completer: "Completer", num_samples: int) -> None:
         try:
             ids = completer.encode(prompt)
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
             continue
         for place in range(num_samples):
             print(prompt, end="", flush=True)

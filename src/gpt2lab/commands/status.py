@@ -17,6 +17,8 @@ from gpt2lab import paths
 from gpt2lab.config.command_line import option, run_tyro
 from gpt2lab.errors import ConfigError
 
+_DAY = 86_400.0  # seconds
+
 
 @dataclass(frozen=True)
 class Status:
@@ -33,9 +35,9 @@ def main(argv: list[str]) -> int:
     flags = run_tyro(Status, words)
     from gpt2lab.runs import history, overview
 
-    if flags.watch is not None and (flags.json or not flags.watch > 0):
+    if flags.watch is not None and (flags.json or not 0 < flags.watch <= _DAY):
         raise ConfigError(
-            f"--watch {flags.watch} takes seconds above 0, and does not go with --json"
+            f"--watch {flags.watch} takes seconds above 0, at most a day, and does not go with --json"
         )
     folder = paths.runs_folder(flags.checkpoint_dir)
     if flags.checkpoint_dir and not folder.is_dir():

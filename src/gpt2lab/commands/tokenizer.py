@@ -18,6 +18,7 @@ from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import TOKENIZER
 
+_MOST_IDS = 10_000_000  # the library asks for their memory at once, and aborts without it
 _SHOWN_BYTES = 10_000_000  # of a source, to count tokens
 
 
@@ -34,12 +35,14 @@ class Train:
         "bpe", "characters: one id for each that occurs, as many as there are"
     )
     max_bytes: int = option(
-        1_000_000_000, "text to learn from; of more text, shares of all files are taken"
+        1_000_000_000, "text to learn from; of more text, shares of all files are taken", least=1
     )
     val_tokens: int | None = option(
-        None, "as you will give it to prepare_data.py: what that holds out is not learned from"
+        None,
+        "as you will give it to `gpt2lab prepare`: what that holds out is not learned from",
+        least=2,
     )
-    max_tokens: int | None = option(None, "as you will give it to `gpt2lab prepare`")
+    max_tokens: int | None = option(None, "as you will give it to `gpt2lab prepare`", least=4)
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(None, "subset of a Hugging Face dataset")
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
@@ -56,6 +59,8 @@ class Train:
         out = paths.from_working_directory(self.out)
         if out.exists():
             raise ConfigError(f"{out}: exists already; choose another --out")
+        if (self.vocab_size or 0) > _MOST_IDS:
+            raise ConfigError(f"vocab_size {self.vocab_size} must be at most {_MOST_IDS:,}")
         is_bpe = self.kind == "bpe"
         if not is_bpe:
             self._check_characters(out)

@@ -29,9 +29,15 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
         from gpt2lab.checkpoint.listing import print_checkpoints
 
         checkpoint = command.fresh().checkpoint
+        folder, run_name = checkpoint.checkpoint_dir, checkpoint.run_name
+        if run_name is not None:
+            from gpt2lab.runs.history import find_run
+
+            run_dir = find_run(run_name, checkpoint_dir=folder)
+            folder, run_name = run_dir.parent, run_dir.name
         return print_checkpoints(
-            checkpoint.checkpoint_dir,
-            run_name=checkpoint.run_name,
+            folder,
+            run_name=run_name,
             as_json=command.actions.json,
             verify=command.actions.verify,
         )

@@ -33,9 +33,9 @@ class WhySpike:
     """Rank the samples of a step by what they add to its gradient; nothing of the run is written."""
 
     run: Positional[str] = argument("name of a run in checkpoints/, or its folder")
-    step: int | None = option(None, "the step; default the largest spike in the log")
+    step: int | None = option(None, "the step; default the largest spike in the log", least=1)
     worst: int = option(
-        3, "number of worst samples to show; the step is also taken without each of them"
+        3, "number of worst samples to show; the step is also taken without each of them", least=1
     )
     data_dir: tuple[str, ...] = option((), "where the run's data are now, if they were moved")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -47,9 +47,6 @@ def main(argv: list[str]) -> int:
     flags = run_tyro(WhySpike, argv)
     from gpt2lab.runs import history
 
-    if flags.worst < 1 or (flags.step is not None and flags.step < 1):
-        name = "worst" if flags.worst < 1 else "step"
-        raise ConfigError(f"--{name} {getattr(flags, name)} must be at least 1")
     run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
     found = explain(run_dir, flags.step, worst=flags.worst, data_dir=flags.data_dir)
     print(json.dumps(found.as_json()) if flags.json else found.describe())

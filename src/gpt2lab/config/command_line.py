@@ -35,7 +35,7 @@ from gpt2lab.errors import ConfigError
 def _read_count(words: list[str]) -> int:
     try:
         return fmt.parse_count(words[0])
-    except (ValueError, ZeroDivisionError):
+    except ValueError:
         raise ValueError(f"{words[0]!r} is not a whole number like 5000, 100M or 10B") from None
 
 
@@ -431,6 +431,8 @@ def run_tyro(
         print(help_page.page(target, argv, about, everything=how == "long", common=common))
         raise SystemExit(0)
     tyro._experimental_options["ansi_codes"] = False  # entry.py shows them as text
+    # Else tyro draws its boxes by the encoding of stdout, and mistakes.py reads them.
+    tyro._experimental_options["utf8_boxes"] = False
     trains = target in (_Flags, _TuningFlags)
     mistakes = Mistakes(target, argv, about)
     words = mistakes.take(

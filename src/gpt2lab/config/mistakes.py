@@ -177,7 +177,7 @@ def _no_verb(argv: list[str], members: Collection[str]) -> str:
 
 def _wrong_value(what: str) -> str:
     """Return what follows the flag's name, from the words of a type's conversion."""
-    if found := re.match(r"no type matching .*(INT|FLOAT).* from \['(.*)'\]", what):
+    if found := re.match(r"no type matching .*(INT|FLOAT).* from \['(.*?)'\]", what):
         return f" {found[2]}: not {_WHOLE if found[1] == 'INT' else _NUMBER}"
     if found := re.match(r"'(.*)' is not a whole number", what):
         return f" {found[1]}: not {_WHOLE}"
@@ -187,13 +187,7 @@ def _wrong_value(what: str) -> str:
 
 
 def _message_in(box: str) -> str:
-    """Take the message out of tyro's box."""
-    message = []
-    for line in box.splitlines():
-        if not line.startswith("│"):
-            continue
-        text = line.strip("│ ").strip()
-        if set(text) <= {"─"}:
-            break
-        message.append(text)
-    return re.sub(r"\s+", " ", " ".join(message)) or "bad command line; see --help"
+    """Take the message out of tyro's box: what stands between its first two rules."""
+    parts = re.split(r"^ *-+ *$", box, flags=re.M)
+    message = " ".join(parts[1].split()) if len(parts) > 1 else ""
+    return message or "bad command line; see --help"

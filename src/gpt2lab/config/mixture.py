@@ -123,7 +123,7 @@ def _read_phase(word: str, names: Sequence[str] | None = None) -> Phase:
         phase = Phase(fmt.parse_count(tokens), tuple(float(text) for text in weights.split(",")))
         if phase.from_tokens > _MOST_TOKENS:
             raise ValueError(tokens)
-    except (ValueError, ZeroDivisionError, OverflowError):
+    except ValueError:
         raise ConfigError(
             f"data_weights_at {word}: not TOKENS:WEIGHT,WEIGHT,..., such as 900M:0.2,0.8"
         ) from None

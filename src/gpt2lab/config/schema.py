@@ -151,6 +151,11 @@ class BatchConfig:
     )
 
 
+def uses_muon(optimizer: Optimizer) -> bool:
+    """Tell whether Muon, in either form, trains the matrices of the blocks."""
+    return optimizer != "adamw"
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer and its learning rate."""
@@ -188,7 +193,7 @@ class OptimConfig:
     @property
     def has_muon(self) -> bool:
         """Tell whether Muon, in either form, trains the matrices of the blocks."""
-        return self.optimizer != "adamw"
+        return uses_muon(self.optimizer)
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName
-from gpt2lab.errors import ConfigError, GPT2LabError, NoSourceError
+from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import reports
 from gpt2lab.planner.ask import LENGTHS, Comparison, LrRule, Predictor
 from gpt2lab.planner.estimate import Estimate, Window, device_memory, steps_that_fit, verdict
-from gpt2lab.planner.hardware import Hardware, Profile, find_profile, profiles
+from gpt2lab.planner.hardware import Gpu, Hardware, Profile, find_profile, profiles
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.machine import named
 from gpt2lab.planner.reports import GIB, dollars, hours, seconds
 
+_CARDS_SHOWN = 4  # of those that a model fits, the smallest
 MODELS: tuple[ModelName, ...] = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 # -- world sizes -------------------------------------------------------------------------------------------------
 
 
-def scaling(predictor: Predictor, found: Estimate, profile: Profile) -> list[dict[str, Any]]:
+def scaling(
+    predictor: Predictor, found: Estimate, profile: Profile, world_sizes: str
+) -> list[dict[str, Any]]:
     """Return one row for each world size of --scaling, at a fixed number of tokens a step.
 
     Raises: ConfigError if --scaling is not a list of numbers.
@@ -32,10 +36,9 @@ def scaling(predictor: Predictor, found: Estimate, profile: Profile) -> list[dic
     ask, job = predictor.ask, found.job
     if predictor.gpu is None:
         return []
-    try:
-        counts = sorted({int(text) for text in ask.scaling.split(",")} | {job.world_size})
-    except ValueError:
-        raise ConfigError(f"--scaling {ask.scaling!r} is not a list like 1,2,4,8") from None
+    if not re.fullmatch(r"[1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*", world_sizes):
+        raise ConfigError(f"--scaling {world_sizes!r} is not a list like 1,2,4,8")
+    counts = sorted({*map(int, world_sizes.split(",")), job.world_size})
     rows, one = [], None
     for count in counts:
         nodes = ask.nodes if count == job.world_size else 1
@@ -89,11 +92,9 @@ def describe_comparison(
 ) -> tuple[dict[str, Any], str, int]:
     """Return one table as JSON and as text, and the exit code: 0, or 3 if nothing in it fits the window.
 
-    Raises: NoSourceError if nothing could be estimated.
+    Raises: GPT2LabError, the first one, if nothing could be estimated.
     """
     rows = _rows(predictor, profile, what, window)
-    if not rows:
-        raise NoSourceError(f"--compare {what}: nothing to compare could be estimated")
     fits = [row for row in rows if row["verdict"] in (None, "fits")]
     document = reports.blank() | {"comparison": {"by": what, "rows": rows}}
     document |= {"max_training_hours": window.seconds / 3600 if window else None}
@@ -148,17 +149,20 @@ def _rows(
         others = {name: {"profile": name} for name in all_profiles}
     given = any(getattr(ask, length) is not None for length in LENGTHS)
     skipped = ConfigError if what == "gpus" else GPT2LabError
-    rows = []
+    rows, errors = [], []
     for name, other in others.items():
         there = Predictor(dataclasses.replace(ask, **other), known)
         one = all_profiles[name] if what == "profiles" else profile
         try:
             found = fit_memory(there, there.job(one), one)
-        except skipped:
+        except skipped as error:
+            errors.append(error)
             continue
         if what != "gpus" and window and not given and found.memory.fits is not False:
             found = _longest(there, found, one, window) or found
         rows.append(_row(found.machine.title if what == "gpus" else name, found, window))
+    if not rows:
+        raise errors[0]
     return sorted(rows, key=lambda row: float(row["hours"])) if what == "gpus" else rows
 
 
@@ -219,43 +223,41 @@ def what_fits(predictor: Predictor, found: Estimate, profile: Profile, window: W
         T = config.model.context_length
         text.append(f"faster profile   --profile fast, T {T}: {hours(there.seconds)}")
     if predictor.gpu is not None:
-        text += _more_cards(predictor, found, profile, window)
-        text += _other_card(predictor, found, profile, window)
+        text += _more_cards(predictor, found, profile, predictor.gpu, window)
+        text += _other_card(predictor, found, profile, predictor.gpu, window)
     return [*text, *_smaller_model(predictor, found, profile)]
 
 
+def _on_cards(
+    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, count: int
+) -> Estimate | None:
+    """Estimate the same run on `count` cards of a kind, None where that cannot be."""
+    try:
+        on = named(gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
+        return predictor.predict(found.job.with_world_size(count), profile, on=on)
+    except ConfigError:
+        return None
+
+
 def _more_cards(
-    predictor: Predictor, found: Estimate, profile: Profile, window: Window
+    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, window: Window
 ) -> list[str]:
-    assert predictor.gpu is not None
     for count in (2, 4, 8):
-        if count <= found.job.world_size:
-            continue
-        try:
-            on = named(predictor.gpu, predictor.hardware, gpus=count, compiled=found.job.compiled)
-            more = predictor.predict(found.job.with_world_size(count), profile, on=on)
-        except ConfigError:
-            break
-        if verdict(more, window) == "fits":
-            return [f"more cards       --gpus {count}: {hours(more.seconds)}"]
+        if count > found.job.world_size:
+            more = _on_cards(predictor, found, profile, gpu, count)
+            if more and verdict(more, window) == "fits":
+                return [f"more cards       --gpus {count}: {hours(more.seconds)}"]
     return []
 
 
 def _other_card(
-    predictor: Predictor, found: Estimate, profile: Profile, window: Window
+    predictor: Predictor, found: Estimate, profile: Profile, gpu: Gpu, window: Window
 ) -> list[str]:
     """Return the cheapest other card that fits the window."""
-    assert predictor.gpu is not None
-    job, fitting = found.job, []
+    fitting = []
     for other in predictor.hardware.gpus.values():
-        if other.name == predictor.gpu.name:
-            continue
-        try:
-            on = named(other, predictor.hardware, gpus=job.world_size, compiled=job.compiled)
-        except ConfigError:
-            continue
-        there = predictor.predict(job, profile, on=on)
-        if verdict(there, window) == "fits":
+        there = _on_cards(predictor, found, profile, other, found.job.world_size)
+        if other.name != gpu.name and there and verdict(there, window) == "fits":
             cost = there.cost.usd.value if there.cost else float("inf")
             fitting.append((cost, f"other card       --gpu {other.name}: {hours(there.seconds)}"))
     return [line for _, line in sorted(fitting)[:1]]
@@ -281,8 +283,11 @@ def where_it_fits(found: Estimate, known: Hardware) -> list[str]:
         )
         needed = need.needed
         if need.fits and gpu.peak_flops:
-            fitting.append(gpu.name)
-    cards = f"fits {', '.join(fitting)}" if fitting else "it fits no known card"
+            fitting.append((gpu.memory_bytes or 0.0, gpu.name))
+    shown = ", ".join(name for _, name in sorted(fitting)[:_CARDS_SHOWN])
+    more = len(fitting) - _CARDS_SHOWN
+    cards = f"fits {shown}" if fitting else "it fits no known card"
+    cards += f" and {more} more" if more > 0 else ""
     return [
         f"one sequence at a time needs {needed / GIB:.1f} GiB: {cards}; a shorter --context_length or a smaller "
         f"--model needs less"

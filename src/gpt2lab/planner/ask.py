@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import option
+from gpt2lab.config.command_line import check_least, option
 from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
@@ -29,6 +28,7 @@ from gpt2lab.planner.machine import Machine, Seen, look, named
 from gpt2lab.planner.memory import Dtype
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
+MOST_TOKENS = 10**17
 DEFAULT_TOKENS = 10_000_000_000  # the real run of the README, where nothing else is said
 # Flags that are settings of the trainer under the same name.
 SETTINGS = (
@@ -37,26 +37,36 @@ SETTINGS = (
     *("eval_freq", "val_tokens", "sample_freq", "checkpoint_freq"),
     *("optimizer", "parallel", "fsdp_param_dtype", "activation_checkpointing"),
 )
-# Flags that describe a run to come, rather than one that exists.
-_OF_A_JOB = (
-    *(*SETTINGS, *LENGTHS, "gpu", "gpus", "model", "data_dir", "deadline", "compare"),
-    *("data_weights_at", "ladder"),
-    *("measure", "find_batch_size", "profile", "nodes"),
+_SINGLE = ("list_gpus", "accuracy", "self_test", "run_name")  # each a question of its own
+_ANYWHERE = ("checkpoint_dir", "json", "report")  # flags that go with every question
+# Flags that say nothing without another.
+_NEEDS = {
+    **{"margin": "deadline", "seconds": "measure", "max_batch": "find_batch_size"},
+    **{"num_samples": "avg_tokens_per_sample", "avg_tokens_per_sample": "num_samples"},
+    **{"epochs": "data_dir", "data_weights_at": "data_dir"},
+    **{"nodes": "gpu", "interconnect": "gpu", "scaling": "gpu"},
+}
+# Flags of which only one would count.
+_EXCLUDE = (
+    *(("price", "kwh"), ("measure", "gpu"), ("find_batch_size", "gpu")),
+    *(("find_batch_size", "mini_batch_size"), ("compare", "scaling"), ("compare", "explain")),
+    *(("compare", "lr_rule"),),
 )
 Comparison = Literal["gpus", "models", "profiles"]
 LrRule = Literal["sqrt", "linear", "none"]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Predict a run: time, memory, cost and loss before it starts; without flags, the newest run's remaining time."""
+class JobFlags:
+    """Flags that describe a run to come, what it runs on, and the form of the answer."""
 
-    run_name: str | None = option(None, "run to project; default the one written to last")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     gpu: str | None = option(None, "predict for this card, e.g. H100, RTX-4090 (see --list_gpus)")
-    gpus: int | None = option(None, "world size: cards in all; default 1, or all of this machine")
-    nodes: int = option(1, "number of machines that hold the cards")
+    gpus: int | None = option(
+        None, "world size: cards in all; default 1, or all of this machine", least=1
+    )
+    nodes: int = option(1, "number of machines that hold the cards", least=1)
     interconnect: str | None = option(None, "network between nodes, e.g. ib400 (see --list_gpus)")
 
     model: ModelName | None = option(None, "model preset; default gpt2")
@@ -102,30 +112,42 @@ class Ask:
     dtype: Literal["auto", "fp32", "bf16"] = option("auto", "matmul precision")
     compile: Literal["auto", "on", "off"] = option("auto", "torch.compile")
 
-    measure: bool = option(False, "first time real training steps on this machine")
-    seconds: float = option(60.0, "training time of --measure")
-    find_batch_size: bool = option(
-        False, "search and verify the fastest mini batch that fits this machine's memory"
-    )
-    max_batch: int = option(128, "largest mini batch that --find_batch_size tries")
-
-    deadline: str | None = option(None, "window: 12h, 1d6h, or a time like '2026-12-24 18:00'")
-    margin: str = option("30m", "time kept free at the end of the window")
-    start: str | None = option(None, "when the run starts, e.g. '2026-12-24 08:00'; default now")
     profile: str | None = option(
         None, "fast | balanced | quality | memory_efficient | one of your own hardware.json"
     )
-    compare: Comparison | None = option(None, "print a table of alternatives")
-    scaling: str = option("1,2,4,8", "world sizes of the scaling table")
     price: float | None = option(None, "US dollars per GPU-hour; default the listed price")
     kwh: float | None = option(None, "own hardware: price of a kilowatt-hour")
     ladder: str | None = option(
         None,
         "predict the loss by a ladder of one's own: its name in --checkpoint_dir, or its folder",
     )
+    json: bool = option(False, "print one JSON object")
+
+    def folder(self) -> Path:
+        """Return the folder of the runs."""
+        return paths.runs_folder(self.checkpoint_dir)
+
+
+@dataclass(frozen=True)
+class Ask(JobFlags):
+    """Predict a run: time, memory, cost and loss before it starts; without flags, the newest run's remaining time."""
+
+    run_name: str | None = option(None, "run to project; default the one written to last")
+
+    measure: bool = option(False, "first time real training steps on this machine")
+    seconds: float = option(60.0, "training time of --measure")
+    find_batch_size: bool = option(
+        False, "search and verify the fastest mini batch that fits this machine's memory"
+    )
+    max_batch: int = option(128, "largest mini batch that --find_batch_size tries", least=1)
+
+    deadline: str | None = option(None, "window: 12h, 1d6h, or a time like '2026-12-24 18:00'")
+    margin: str = option("30m", "time kept free at the end of the window")
+    start: str | None = option(None, "when the run starts, e.g. '2026-12-24 08:00'; default now")
+    compare: Comparison | None = option(None, "print a table of alternatives")
+    scaling: str = option("1,2,4,8", "world sizes of the scaling table")
     lr_rule: LrRule = option("sqrt", "how the learning rate scales with the batch size")
 
-    json: bool = option(False, "print one JSON object")
     report: Path | None = option(None, "also write the JSON object to this file")
     explain: bool = option(False, "print every formula with its numbers")
     list_gpus: bool = option(False, "list the known cards and links")
@@ -134,56 +156,63 @@ class Ask:
 
     @property
     def names_a_job(self) -> bool:
-        """Tell whether a flag describes a run to come."""
-        return any(getattr(self, name) != getattr(Ask(), name) for name in _OF_A_JOB)
+        """Tell whether a flag speaks of a run to come, rather than of one that exists or of none."""
+        return not {*_given(self)} <= {*_SINGLE, *_ANYWHERE}
 
-    def folder(self) -> Path:
-        """Return the folder of the runs."""
-        return paths.runs_folder(self.checkpoint_dir)
+
+def _given(ask: JobFlags) -> list[str]:
+    """Return the names of the flags that are not at their defaults."""
+    leaves = dataclasses.fields(ask)
+    return [leaf.name for leaf in leaves if getattr(ask, leaf.name) != leaf.default]
 
 
 def check(ask: Ask) -> None:
-    """Check flags that exclude or need each other, and their bounds.
+    """Check all flags: those that exclude or need each other, and their bounds.
 
     Raises: ConfigError with one line.
     """
-    given = [f"--{name}" for name in LENGTHS if getattr(ask, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} both set the length of the run; give one of them")
-    if (ask.num_samples is None) != (ask.avg_tokens_per_sample is None):
-        raise ConfigError("--num_samples and --avg_tokens_per_sample go together")
-    if ask.epochs is not None and not ask.data_dir:
-        raise ConfigError("--epochs needs --data_dir: it says how long an epoch is")
-    if ask.measure and ask.gpu is not None:
-        raise ConfigError("--measure times this machine; leave out --gpu, or leave out --measure")
-    if ask.run_name is not None and ask.names_a_job:
-        raise ConfigError("--run_name projects a run as it is; leave out the flags of another job")
+    check_job(ask)
+    given = _given(ask)
+    for single in (name for name in _SINGLE if name in given):
+        if others := [name for name in given if name not in (single, *_ANYWHERE)]:
+            raise ConfigError(f"--{single} is a question of its own; leave out --{others[0]}")
+    window_of(ask, time.time())
+
+
+def check_job(ask: JobFlags) -> None:
+    """Check the flags of a job, and others that its command has.
+
+    Raises: ConfigError with one line.
+    """
+    given = _given(ask)
+    lengths = [f"--{name}" for name in LENGTHS if name in given]
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"{' and '.join(lengths)} both set the length of the run; give one of them"
+        )
+    for one, other in _EXCLUDE:
+        if one in given and other in given:
+            raise ConfigError(f"--{one} and --{other} exclude each other; leave out one of them")
+    for name in given:
+        if name in _NEEDS and _NEEDS[name] not in given:
+            raise ConfigError(f"--{name} says nothing without --{_NEEDS[name]}; give both, or none")
     for name in ("price", "kwh", "max_lr", "epochs", "avg_tokens_per_sample", "seconds"):
-        value = getattr(ask, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} {value} must be above 0")
-    for name in ("gpus", "nodes", "max_batch"):
-        value = getattr(ask, name)
-        if value is not None and not 1 <= value <= 100_000:
-            raise ConfigError(f"--{name} {value} must be from 1 to 100000")
+        value = getattr(ask, name, None)
+        if value is not None and not 0 < value <= 1e9:
+            raise ConfigError(f"--{name} {value} must be above 0 and at most 1e9")
+    check_least(ask)
 
 
-def count_of(ask: Ask, name: str) -> int | None:
-    """Return a length flag as a number.
+def read_count(name: str, text: str) -> int:
+    """Return a number of tokens or of other things that a flag gives as text.
 
     Raises: ConfigError if it is not one, or not above 0, or absurd.
     """
-    text = getattr(ask, name)
-    if text is None:
-        return None
-    plain = text.strip().replace(",", "")
     try:
-        if not re.fullmatch(r"[0-9_]*\.?[0-9]+(e[0-9]{1,2})?[kKmMbBtT]?", plain):
-            raise ValueError(plain)
-        number = fmt.parse_count(plain)
+        number = fmt.parse_count(text.strip().replace(",", ""))
     except ValueError:
         raise ConfigError(f"--{name} {text!r} is not a number like 19073, 500M or 10B") from None
-    if not 0 < number <= 10**17:
+    if not 0 < number <= MOST_TOKENS:
         raise ConfigError(f"--{name} {text} must be above 0 and at most 1e17")
     return number
 
@@ -193,6 +222,7 @@ def window_of(ask: Ask, now: float) -> Window | None:
 
     Raises: ConfigError if it is not a time, lies in the past, or leaves nothing after the margin.
     """
+    begins = start_of(ask, now)
     try:
         margin = fmt.parse_duration(ask.margin)
     except ValueError:
@@ -202,7 +232,7 @@ def window_of(ask: Ask, now: float) -> Window | None:
     try:
         seconds = fmt.parse_duration(ask.deadline)
     except ValueError:
-        seconds = _moment("deadline", ask.deadline) - start_of(ask, now)
+        seconds = _moment("deadline", ask.deadline) - begins
     if seconds <= 0:
         raise ConfigError(f"--deadline {ask.deadline} is in the past, before the run starts")
     if not 0 <= margin < seconds:
@@ -226,7 +256,7 @@ def _moment(name: str, text: str) -> float:
     raise ConfigError(f"--{name} {text!r} is neither a span (12h) nor a time (2026-12-24 18:00)")
 
 
-def settings_of(ask: Ask, typed: dict[str, Any]) -> Config:
+def settings_of(ask: JobFlags, typed: dict[str, Any]) -> Config:
     """Return the trainer's settings that the flags mean; `typed`: those of SETTINGS that have a value.
 
     Raises: ConfigError with every problem of them.
@@ -237,15 +267,17 @@ def settings_of(ask: Ask, typed: dict[str, Any]) -> Config:
         if words := getattr(ask, name):
             value = resolved(name, list(words), paths.from_working_directory)
             config = override(config, {name: value})
-    sizes = ("n_layer", "n_embd", "context_length", "vocab_size", "total_batch_size")
-    absurd = [name for name in sizes if typed.get(name, 0) > 10**9]
-    problems = [f"{name} {typed[name]} is absurd" for name in absurd] + find_problems(config)
+    problems = find_problems(config)
+    if (batch := config.batch.total_batch_size) > 10**9:
+        problems.append(f"total_batch_size {batch} must be at most 1e9")
     if problems:
         raise ConfigError("; ".join(problems))
     return config
 
 
-def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_bf16: bool) -> Job:
+def job_of(
+    ask: JobFlags, profile: Profile, *, world_size: int, is_cpu: bool, native_bf16: bool
+) -> Job:
     """Return the job that the flags mean at a world size.
 
     Raises: ConfigError, DataError.
@@ -253,7 +285,7 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
     typed = {name: value for name in SETTINGS if (value := getattr(ask, name)) is not None}
     config = settings_of(ask, typed)
     first = read_sources(config.data).folders[0]
-    if ask.data_dir is not None and (tokenizer := tokenizer_of(first)):
+    if tokenizer := tokenizer_of(first):
         config = fit_vocabulary(config, tokenizer.size, is_typed=ask.vocab_size is not None)
     if world_size == 1 and ask.parallel not in (None, "ddp"):
         raise ConfigError(
@@ -272,7 +304,10 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
         order = training_order(data, context_length=T, shuffle=of_data.shuffle, seed=of_data.seed)
         unique, fingerprint = order.windows_per_epoch * T, data.fingerprint
         dataset = {"tokens": float(unique)}
-    tokens, steps, samples = (count_of(ask, name) for name in ("tokens", "steps", "num_samples"))
+    tokens, steps, samples = (
+        None if (text := getattr(ask, name)) is None else read_count(name, text)
+        for name in ("tokens", "steps", "num_samples")
+    )
     if samples is not None and ask.avg_tokens_per_sample is not None:
         tokens = round(samples * ask.avg_tokens_per_sample)
         dataset["num_samples"] = float(samples)
@@ -280,20 +315,20 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
         unique = unique or tokens
     if ask.epochs is not None and unique is not None:
         tokens = int(ask.epochs * unique)
-    if tokens is None and steps is None:
-        if unique is not None:
-            tokens = unique
-        elif ask.profile is not None:
-            tokens = round(profile.tokens_per_parameter * count_parameters(config.model))
-        else:
-            tokens = DEFAULT_TOKENS
+    default = DEFAULT_TOKENS
+    if ask.profile is not None:
+        default = round(profile.tokens_per_parameter * count_parameters(config.model))
     if steps is None:
-        assert tokens is not None
+        tokens = (unique or default) if tokens is None else tokens
         steps = tokens // batch
         if steps < 1:
             raise ConfigError(
                 f"{tokens:,} tokens are less than one step of {batch:,}; lower --total_batch_size or train longer"
             )
+    if steps * batch > MOST_TOKENS:
+        raise ConfigError(
+            f"{steps * batch:.3g} tokens are more than anybody trains on: at most {MOST_TOKENS:g}"
+        )
     dataset |= {"tokens": dataset.get("tokens", float(steps * batch))}
     compiled = compiles(config.system, on_gpu=not is_cpu, max_steps=steps)
     bf16 = ask.dtype == "bf16" or (ask.dtype == "auto" and native_bf16)
@@ -311,16 +346,16 @@ def job_of(ask: Ask, profile: Profile, *, world_size: int, is_cpu: bool, native_
 class Predictor:
     """The machine that is asked about, this one or a named card, and its predictions of jobs."""
 
-    def __init__(self, ask: Ask, known: Hardware) -> None:
+    def __init__(self, ask: JobFlags, known: Hardware) -> None:
         """Look at this machine, unless a card is named."""
         self.ask, self.hardware = ask, known
-        self.gpu = known.gpu(ask.gpu) if ask.gpu else None
+        self.gpu = known.gpu(ask.gpu) if ask.gpu is not None else None
         self.seen = look() if self.gpu is None else Seen(())
         self.records = calibration.read(ask.folder())
         self.is_cpu = self.gpu is None and self.seen.is_cpu
         self.world_size = ask.gpus or max(1, len(self.seen.gpus))
         self._machines: dict[tuple[Any, ...], tuple[Machine, dict[str, float]]] = {}
-        self.ladder = find_ladder(ask.ladder, ask.folder()) if ask.ladder else None
+        self.ladder = None if ask.ladder is None else find_ladder(ask.ladder, ask.folder())
 
     def job(self, profile: Profile) -> Job:
         """Return the job that the flags mean here.
@@ -342,21 +377,20 @@ class Predictor:
         """
         kind = (job.world_size, job.dtype, job.compiled, job.parallel)
         if kind not in self._machines:
-            self._machines[kind] = self._find_machine(job)
+            if self.gpu is None:
+                found = calibration.this_machine(self.seen, self.hardware, self.records, job)
+            else:
+                on = named(
+                    self.gpu,
+                    self.hardware,
+                    gpus=job.world_size,
+                    compiled=job.compiled,
+                    nodes=self.ask.nodes,
+                    interconnect=self.ask.interconnect,
+                )
+                found = on, {}
+            self._machines[kind] = found
         return self._machines[kind]
-
-    def _find_machine(self, job: Job) -> tuple[Machine, dict[str, float]]:
-        if self.gpu is None:
-            return calibration.this_machine(self.seen, self.hardware, self.records, job)
-        on = named(
-            self.gpu,
-            self.hardware,
-            gpus=job.world_size,
-            compiled=job.compiled,
-            nodes=self.ask.nodes,
-            interconnect=self.ask.interconnect,
-        )
-        return on, {}
 
     def predict(self, job: Job, profile: Profile, *, on: Machine | None = None) -> Estimate:
         """Estimate one job, on another machine than the one asked about if given."""

@@ -31,6 +31,7 @@ from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job, Plan
 from gpt2lab.planner.machine import Seen, look, named, total_memory
 from gpt2lab.planner.reports import GIB
+from gpt2lab.runs.console import say
 
 MAX_BATCH = 128  # largest mini batch that a search tries
 NOT_COUNTED = "not counted: --fsdp_offload keeps weights and optimizer state in the CPU's memory"
@@ -214,14 +215,14 @@ def _preset_settings(name: str, wanted: OpenSettings, job: Job) -> dict[str, Any
         if not typed_mode:
             chosen["activation_checkpointing"] = found.job.recompute
     need = found.memory
-    measuring.say(
+    say(
         f"--preset {name}: mini_batch_size {found.job.micro_batch}, activation_checkpointing "
         f"{found.job.recompute}, {need.needed / GIB:.1f} of "
         f"{(need.available or 0) / GIB:.1f} GiB, expect {found.throughput.value:,.0f} tokens/s "
         f"({found.throughput.low:,.0f} ... {found.throughput.high:,.0f}, 80 %)"
     )
     if need.fits is False:
-        measuring.say(
+        say(
             f"warning: mini_batch_size {found.job.micro_batch} does not fit {gpu.name}; "
             f"the largest that does is {need.largest_micro_batch or 0}"
         )
@@ -254,9 +255,9 @@ def _largest_fitting(ways: list[Estimate], name: str) -> Job:
 def _compare_with_this_machine(name: str, gpu: Gpu, known: Hardware) -> None:
     seen = look().gpus
     if not seen:
-        measuring.say(f"warning: --preset {name}, but this machine shows no GPU")
+        say(f"warning: --preset {name}, but this machine shows no GPU")
     elif known.recognise(seen[0].name) != gpu:
-        measuring.say(
+        say(
             f"warning: --preset {name} is for {gpu.name}, and this machine has {seen[0].name}; "
             f"--mini_batch_size auto finds what fits"
         )

@@ -86,11 +86,7 @@ def estimate(
         sigma=sigma,
         communication_seconds=unhidden,
         memory=device_memory(
-            job,
-            hardware,
-            memory_target,
-            is_cpu=machine.is_cpu,
-            available=machine.memory_bytes,
+            job, hardware, memory_target, is_cpu=machine.is_cpu, available=machine.memory_bytes
         ),
         costs=costs,
         breakdown=breakdown,
@@ -276,7 +272,7 @@ def cost_of_run(
     if kwh is not None:
         if gpu is None or gpu.watts is None:
             return None
-        hourly, source, date = gpu.watts / 1000 * kwh, f"power at {kwh:g} a kWh", None
+        hourly, source, date = gpu.watts / 1000 * kwh, f"power at ${kwh:g} a kWh", None
     elif price is not None:
         hourly, source, date = price, "--price", None
     elif gpu is not None and gpu.usd_per_hour is not None:

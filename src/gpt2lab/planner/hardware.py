@@ -122,10 +122,10 @@ class Hardware:
             return found
         lowered = {known.lower(): known for known in self.gpus}
         near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.3)
-        names = ", ".join(lowered[match] for match in near) or ", ".join(self.gpus)
+        nearest = f", nearest: {', '.join(lowered[match] for match in near)}" if near else ""
         raise NoSourceError(
-            f"gpu {name!r} is not in hardware.json; nearest: {names}. Measure it there with --measure, or add it "
-            f"to {user_file()}"
+            f"gpu {name!r} is not in hardware.json{nearest}; {paths.command('estimate')} --list_gpus shows all; "
+            f"measure it there with --measure, or add it to {user_file()}"
         )
 
     def recognise(self, device_name: str) -> Gpu | None:
@@ -273,7 +273,7 @@ def find_profile(name: str | None, hardware: Hardware) -> Profile:
     Raises: ConfigError with the nearest names.
     """
     known = profiles(hardware)
-    wanted = name or DEFAULT_PROFILE
+    wanted = DEFAULT_PROFILE if name is None else name
     if wanted not in known:
         hint = fmt.did_you_mean(wanted, known, f"one of {', '.join(known)}")
         raise ConfigError(f"profile {wanted!r} is not known: {hint}")

@@ -96,9 +96,8 @@ def _count_retained(config: Config, max_steps: int, full_epochs: int) -> int:
 
 
 def _rates(optim: OptimConfig) -> str:
-    text = f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
-    if optim.optimizer == "adamw" or optim.min_lr is None:
-        return text
+    if not optim.has_muon or optim.min_lr is None:
+        return f"{optim.optimizer}, {optim.max_lr:g} -> {optim.min_lr:g}"
     scale = muon_scale(optim)
     return f"muon {scale * optim.max_lr:g} -> {scale * optim.min_lr:g}, adamw {optim.max_lr:g} -> {optim.min_lr:g}"
 
@@ -215,7 +214,7 @@ class Job:
     @property
     def is_gpt2(self) -> bool:
         """Tell whether it trains GPT-2 as published: blocks without options, AdamW."""
-        return not options_of(self.config.model) and self.config.optim.optimizer == "adamw"
+        return not options_of(self.config.model) and not self.config.optim.has_muon
 
     @property
     def tokens(self) -> int:
@@ -312,11 +311,9 @@ class Job:
 
     def _count_saves(self) -> int:
         """Count steps that save: rolling ones, and evaluations, which save when they are the best so far."""
-        steps = {self.max_steps} if self.max_steps > 0 else set()
-        for freq in (self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq):
-            if freq and self.max_steps // freq <= 100_000:
-                steps |= set(range(freq, self.max_steps + 1, freq))
-        return len(steps)
+        a, b = self.config.checkpoint.checkpoint_freq, self.config.eval.eval_freq
+        counts = [count_due(0, freq, self.max_steps) for freq in (a, b, math.lcm(a, b))]
+        return counts[0] + counts[1] - counts[2]
 
 
 def fit_mini_batch(config: Config, world_size: int, *, typed: bool) -> Config:

@@ -256,8 +256,6 @@ def named(
     Raises: ConfigError for numbers that do not fit together, for a card without a rate, or without a known link.
     """
     rates = roofline(gpu, hardware, compiled=compiled)
-    if gpus < 1 or nodes < 1:
-        raise ConfigError(f"{gpus} GPUs on {nodes} nodes: both must be at least 1")
     if gpus % nodes:
         raise ConfigError(
             f"gpus {gpus} (in all) do not spread evenly over {nodes} nodes; "
@@ -265,7 +263,7 @@ def named(
         )
     link = None
     if gpus > 1:
-        name = interconnect or (gpu.link if nodes == 1 else None)
+        name = gpu.link if interconnect is None and nodes == 1 else interconnect
         if name is None:
             unknown = f"gpu {gpu.name}: no measured all-reduce between its cards"
             raise ConfigError(

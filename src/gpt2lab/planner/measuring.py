@@ -27,7 +27,7 @@ from gpt2lab.config.mixture import normal_words, read_sources
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.manifest import MANIFEST
-from gpt2lab.errors import ConfigError, NoSourceError
+from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
 from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, hardware, machine, reports
 from gpt2lab.planner.ask import Ask, Predictor
@@ -35,6 +35,7 @@ from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
 from gpt2lab.runs import history
+from gpt2lab.runs.console import say
 from gpt2lab.runs.history import Log, read_json
 from gpt2lab.tokenizers.gpt2 import GPT2
 
@@ -79,19 +80,19 @@ def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-def measure(predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
+def measure(ask: Ask, predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
     """Search the mini batch and time this machine, as asked; return the flags to answer now, and the search.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
     """
-    ask, search = predictor.ask, None
+    search = None
     if ask.find_batch_size:
         job, seen = predictor.job(profile), predictor.seen
         search = find_batch_size(
             job,
             ask.folder(),
             max_batch=ask.max_batch,
-            memory_bytes=None if predictor.gpu else seen.free_memory(job.world_size),
+            memory_bytes=seen.free_memory(job.world_size),
             target=profile.memory_target,
             on_gpu=not predictor.is_cpu,
         )
@@ -147,11 +148,6 @@ def with_accumulation(job: Job, accumulation: int) -> Job:
     """Return the job with fewer micro-batches a step, the micro-batch itself unchanged."""
     T = job.config.model.context_length
     return job.with_settings(total_batch_size=accumulation * job.micro_batch * T * job.world_size)
-
-
-def say(text: str) -> None:
-    """Print to stderr what takes time; stdout holds the answer alone."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def find_batch_size(
@@ -312,13 +308,10 @@ def _run_for(command: list[str], run_dir: Path, seconds: float | None) -> tuple[
 def _scratch_folder(folder: Path) -> Iterator[Path]:
     """Make a hidden folder beside the runs, so that checkpoints go to the disk that they will go to."""
     with contextlib.ExitStack() as stack:
-        try:
+        what, fix = "cannot write there", "give another --checkpoint_dir"
+        with system_errors_as(ConfigError, folder, what=what, fix=fix):
             folder.mkdir(parents=True, exist_ok=True)
             place = stack.enter_context(temporary_folder(folder / "measure"))
-        except OSError as error:
-            raise ConfigError(
-                f"{folder}: cannot write there ({error.strerror}); give another --checkpoint_dir"
-            ) from None
         yield place
 
 

@@ -20,6 +20,7 @@ from gpt2lab.config.schema import (
     Optimizer,
     Parallel,
     TuningConfig,
+    uses_muon,
 )
 from gpt2lab.model.counts import (
     count_adapters,
@@ -162,7 +163,7 @@ class StepMemory:
         self.params = 4 * (N + adapters) // share  # that a rank always holds
         self.around = around = 4 * (N - L * self.in_block)  # weights outside the blocks
         self.shard = 4 * trained // share  # gradients that a rank holds after their reduction
-        muon = 12 * C * C * L if optimizer != "adamw" else 0  # weights with one moment
+        muon = 12 * C * C * L if uses_muon(optimizer) else 0  # weights with one moment
         rows = count_rows(model) if optimizer == "normuon" else 0
         self.optimizer = (8 * trained - 4 * muon) // (1 if parallel == "ddp" else W) + 4 * rows
         # Of Muon: four times the matrices of one shape, a third of all; sharded, a rank's share of them.

@@ -140,9 +140,7 @@ def _time(estimate: Estimate, now: float) -> list[str]:
     each = fmt.num_bytes(checkpoint_bytes(job.config))
     span = estimate.seconds
     form = "%Y-%m-%d" if span.value > 100 * 86_400 else "%m-%d %H:%M"
-    finish = [
-        time.strftime(form, time.localtime(now + end)) for end in (span.value, span.low, span.high)
-    ]
+    finish = [_moment(now + end, form) for end in (span.value, span.low, span.high)]
     kinds, ends = f"start, compile, {', '.join(counts)} of {each}", f"({finish[1]} ... {finish[2]})"
     share = f"{estimate.event_share:.0%} of the time"
     return [
@@ -152,14 +150,21 @@ def _time(estimate: Estimate, now: float) -> list[str]:
     ]
 
 
+def _moment(seconds: float, form: str) -> str:
+    try:
+        return time.strftime(form, time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):  # beyond the calendar of the system
+        return "never"
+
+
 def _money(estimate: Estimate) -> list[str]:
     cost = estimate.cost
     if cost is None:
         return []
-    dated = f", {cost.date}" if cost.date else ""
+    dated = f", {cost.date}; --price changes it" if cost.date else ""
     energy = f"; about {cost.kwh:,.0f} kWh" if cost.kwh else ""
     bounds = f"{dollars(cost.usd.low)} ... {dollars(cost.usd.high)}"
-    note = f"at ${cost.price_per_gpu_hour:g} per GPU-hour ({cost.source}{dated}; --price){energy}"
+    note = f"at ${cost.price_per_gpu_hour:g} per GPU-hour ({cost.source}{dated}){energy}"
     return [_row("cost", dollars(cost.usd.value), bounds, note)]
 
 
@@ -368,7 +373,7 @@ def formulas(found: Estimate, known: Hardware) -> list[str]:
     if found.communication_seconds and on.link is not None:
         text.append(_communication(found, on.link.title))
     need = found.memory.tensors
-    optimizer = "AdamW 8 N" if job.config.optim.optimizer == "adamw" else "Muon and AdamW"
+    optimizer = "Muon and AdamW" if job.config.optim.has_muon else "AdamW 8 N"
     text += [
         f"step    = {found.step.value * 1000:,.1f} ms; sigma of its logarithm {found.sigma:.3f}, "
         f"80 % = x/÷ e^({Z80:.2f} sigma)",

@@ -286,6 +286,10 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     if not begun:
         raise ConfigError(f"{run_dir}: has not begun to train; nothing to go by yet")
     begin = begun[-1]
+    if not all(type(begin.get(name)) is int for name in ("max_steps", "tokens_per_step")):
+        raise ConfigError(
+            f"{run_dir}: {catalog.METRICS} does not say how long the run is; restore the run's own files"
+        )
     if begin["tokens_per_step"] != config.batch.total_batch_size:
         raise ConfigError(
             f"{run_dir}: {catalog.METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Optimizer
+from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Optimizer, uses_muon
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_matmul_parameters, count_parameters
 from gpt2lab.planner.hardware import Gpu, Hardware
@@ -78,7 +78,7 @@ def work(
     streamed = 4 / 3 if recompute != "none" else 1.0
     return (
         6.0 * (twice * (count_matmul_parameters(model) - head) + head) * tokens
-        + (muon_flops(model) / updaters if optimizer != "adamw" else 0.0),
+        + (muon_flops(model) / updaters if uses_muon(optimizer) else 0.0),
         12.0 * twice * L * C * T * tokens,
         streamed * tokens * C * L,
         1.0 * tokens * model.vocab_size,

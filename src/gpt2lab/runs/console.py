@@ -93,6 +93,11 @@ class Output:
             return True
 
 
+def say(text: str = "") -> None:
+    """Print a line to standard error at once: progress and warnings of a command, whose answer alone is on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def never_wait_for_stderr() -> None:
     """From here to its end, have this process never wait for a reader of standard error, nor fail for want of one."""
     stream = sys.stderr

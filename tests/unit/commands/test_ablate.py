@@ -162,20 +162,22 @@ def shared(tiny_data: Path) -> list[str]:
 
 
 def test_finished_runs_are_read_and_unfinished_ones_go_on(
-    shared: list[str], started: list[str], tmp_path: Path
+    shared: list[str],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = {"cold": ["--max_lr=0.0001"], "hot": ["--max_lr=0.01", "--optimizer=muon"]}
     runs = plan_runs(settings, shared, seeds=(1, 2), out=tmp_path)
     pretrain(parse([*runs[1].command.argv, "--stop_after_steps=3"]))  # a start that was cut short
-    said: list[str] = []
-    carry_out(runs, say=said.append)
+    carry_out(runs)
     assert started == ["cold_seed1", "hot_seed1", "cold_seed2", "hot_seed2"]
     resumes = launch.events(tmp_path / "hot_seed1", "resume")
     assert [event["from_step"] for event in resumes] == [3]
 
-    carry_out(plan_runs(settings, shared, seeds=(1, 2), out=tmp_path), say=said.append)
+    carry_out(plan_runs(settings, shared, seeds=(1, 2), out=tmp_path))
     assert len(started) == 4
-    assert said[-1] == "[4/4] hot_seed2: complete"
+    assert capsys.readouterr().err.endswith("[4/4] hot_seed2: complete\n")
     markdown, as_json = write_table(runs, tmp_path, target=None)
     written = json.loads((tmp_path / "ablation.json").read_text())
     assert written == json.loads(json.dumps(as_json))
@@ -197,17 +199,20 @@ def test_finished_runs_are_read_and_unfinished_ones_go_on(
 
 
 def test_the_vocabulary_follows_the_data(
-    shared: list[str], started: list[str], tmp_path: Path
+    shared: list[str],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
     flags = [flag for flag in shared if not flag.startswith(("--vocab_size", "--data_dir"))]
     flags.append(f"--data_dir={tmp_path / 'data'}")
     settings = {"a": [], "b": ["--max_lr=0.01"]}
-    carry_out(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"), say=lambda line: None)
-    said: list[str] = []
-    carry_out(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"), say=said.append)
-    assert (len(started), said[-1]) == (2, "[2/2] b_seed1: complete")
+    carry_out(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"))
+    carry_out(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"))
+    assert len(started) == 2
+    assert capsys.readouterr().err.endswith("[2/2] b_seed1: complete\n")
 
 
 def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
@@ -216,7 +221,7 @@ def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
     runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
     monkeypatch.setattr("gpt2lab.training.trainer.train_step", _raise)
     with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
-        carry_out(runs, say=lambda line: None)
+        carry_out(runs)
     assert started == ["a_seed1"]
 
 
@@ -235,7 +240,7 @@ def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
 
     monkeypatch.setattr(ablate, "_start_of", interrupted)
     with pytest.raises(SavedInterrupt, match="start again"):
-        carry_out(runs, say=lambda line: None, jobs=2)
+        carry_out(runs, jobs=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,7 +262,7 @@ def test_runs_that_end_after_another_failed_count_as_complete(
     ]
     monkeypatch.setattr(ablate, "_carry_out_one", train)
     with pytest.raises(CheckError, match="a failed"):
-        carry_out(runs, say=lambda line: None, jobs=2, refresh=seen.append)
+        carry_out(runs, jobs=2, refresh=seen.append)
     assert seen == [runs[1:]]
 
 
@@ -410,13 +415,13 @@ def test_jobs_on_the_cpu_need_no_gpus(
     flags = [flag for flag in shared if not flag.startswith(("--max_tokens", "--device"))]
     runs = plan_runs(settings, flags, seeds=(1,), out=tmp_path)
     with pytest.raises(ConfigError, match="--jobs 2: there are 1 GPUs"):
-        carry_out(runs, say=lambda line: None, jobs=2)
+        carry_out(runs, jobs=2)
     assert started == []
     assert len(ablate._places(2, on_cpu=True)) == 2
     runs = plan_runs(settings, [*flags, "--device=cpu"], seeds=(1,), out=tmp_path)
     seen: list[Any] = []
     monkeypatch.setattr(ablate, "_carry_out_one", lambda run, *more, **_: seen.append(more[1]))
-    carry_out(runs, say=lambda line: None, jobs=2)
+    carry_out(runs, jobs=2)
     assert [set(environment) for environment in seen] == [{"OMP_NUM_THREADS"}] * 2
 
 

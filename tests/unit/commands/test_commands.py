@@ -20,12 +20,13 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.manifest import staged
+from gpt2lab.commands import verbs
 from gpt2lab.commands.entry import run as run_command
 from gpt2lab.config.command_line import Actions
 from gpt2lab.config.schema import Config, TuningConfig
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.shards import open_data
-from gpt2lab.errors import OutOfMemoryError, PeerError
+from gpt2lab.errors import ConfigError, OutOfMemoryError, PeerError
 from launch import SCRIPTS, TRAIN, call
 from tiny import CONTEXT, TRAIN_SHARDS, write_shards
 
@@ -411,3 +412,22 @@ def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["chat", "evaluate", "export_hf", "sample", "serve"])
 def test_help_of_a_target_names_the_hub(name: str) -> None:
     assert "hf:NAME" in call(f"{name}.py", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("status --watch inf", "at most a day"),
+        ("tokenizer train TEXT --out new --vocab_size 1e15", "must be at most 10,000,000"),
+        ("tokenizer train TEXT --out new --max_bytes 0", "max_bytes 0 must be at least 1"),
+        ("tokenizer train TEXT --out new --max_tokens 0", "max_tokens 0 must be at least 4"),
+        ("tokenizer train TEXT --out new --val_tokens -1", "val_tokens -1 must be at least 2"),
+    ],
+)
+def test_a_number_that_cannot_be_is_rejected_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        verbs.main(line.split())
+    assert not list(tmp_path.iterdir())

@@ -137,8 +137,9 @@ def test_list_and_status_take_a_run_s_name(place: Path, capsys: pytest.CaptureFi
     shutil.copytree(place / "runs" / "tiny", place / "runs" / "other")
     assert verbs.main(["status", "tiny", where, "--json"]) == 0
     assert [run["run_name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["tiny"]
-    with pytest.raises(ConfigError, match="did you mean tiny"):
-        verbs.main(["status", "tny", where])
+    for verb in ("status", "list"):
+        with pytest.raises(ConfigError, match="did you mean tiny"):
+            verbs.main([verb, "tny", where])
 
 
 # -- before torch ----------------------------------------------------------------------------------------------------

@@ -52,7 +52,9 @@ def write_run(folder: Path, loss: float) -> None:
 
 
 @pytest.mark.parametrize("jobs", [1, 6])
-def test_seeds_are_added_for_those_that_are_not_decided(tmp_path: Path, jobs: int) -> None:
+def test_seeds_are_added_for_those_that_are_not_decided(
+    tmp_path: Path, jobs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     batches: list[list[str]] = []
 
     def plan(seeds: Sequence[int]) -> list[Run]:
@@ -64,7 +66,6 @@ def test_seeds_are_added_for_those_that_are_not_decided(tmp_path: Path, jobs: in
         for run in new:
             write_run(tmp_path / run.name, losses_of(run.setting, run.seed))
 
-    said: list[str] = []
     done = run_until_decided(
         plan,
         carry,
@@ -74,12 +75,12 @@ def test_seeds_are_added_for_those_that_are_not_decided(tmp_path: Path, jobs: in
         given=1,
         jobs=jobs,
         smallest=0.001,
-        say=said.append,
     )
     assert len(batches[0]) == 12  # of two comparisons, 4 seeds are the fewest that can decide
     later = [name for batch in batches[1:] for name in batch]
     assert later == [f"{setting}_seed{n}" for n in range(5, 11) for setting in ("base", "noisy")]
     assert {len(batch) for batch in batches[1:]} == {2 if jobs == 1 else 6}
+    said = capsys.readouterr().err.splitlines()
     assert said[0] == "after 4 seeds, of at most 10, not decided: noisy"
     assert len(said) == len(batches) - 1
     assert [run.name for run in done] == [name for batch in batches for name in batch]
@@ -111,7 +112,6 @@ def test_a_setting_that_diverged_gets_no_more_seeds(tmp_path: Path, which: str) 
         given=1,
         jobs=1,
         smallest=0.001,
-        say=lambda line: None,
     )
     more = [f"{s}_seed{n}" for n in (5, 6) for s in ("base", "noisy")] if which == "clear" else []
     assert started[12:] == more
@@ -140,6 +140,8 @@ FLAGS = [
             ["--until_decided", "--max_seeds=2"],
             "--max_seeds 2: of 2 settings, nothing can be decided before 3",
         ),
+        (["--seeds"], "--seeds: no seed"),
+        (["--target=nan"], "--target nan must be a number"),
         (["--smallest_difference=0"], "--smallest_difference 0 must be a number above 0"),
         (["--smallest_difference=nan"], "--smallest_difference nan must be a number above 0"),
         (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import itertools
 import re
 import sys
@@ -361,6 +362,16 @@ def test_a_value_of_another_program_names_ours(flag: str, theirs: str, form: str
     message = rejection(*form.format(flag, theirs).split())
     assert message == f"--{flag} {theirs}: here it is {VALUES[flag][theirs]}"
     parse([f"--{flag}", VALUES[flag][theirs].split()[0]])
+
+
+def test_a_mistake_is_named_whatever_the_encoding_of_stdout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tyro draws other boxes for a terminal that is not UTF-8."""
+    for encoding in ("ascii", "utf-8"):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        with pytest.raises(ConfigError, match="--mini_batch_size x: not a whole number"):
+            parse(["--mini_batch_size=x"])
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path: Path) ->
 
 REFUSALS = {
     "unknown gpu": (["--gpu=H1000"], 4, "H100"),
+    "gpu like no other": (["--gpu=XYZ"], 4, "in hardware.json; "),
     "negative tokens": (["--tokens=-5"], 2, "--tokens"),
     "tokens in words": (["--tokens=many"], 2, "--tokens"),
     "absurd tokens": (["--tokens=1e30"], 2, "--tokens"),
@@ -158,6 +159,30 @@ REFUSALS = {
         "--dtype bf16",
     ),
     "free price": (["--gpu=H100", "--price=0"], 2, "--price"),
+    "two prices": (["--gpu=H100", "--price=2", "--kwh=0.3"], 2, "--price and --kwh"),
+    "margin of nothing": (["--gpu=H100", "--margin=2h"], 2, "--deadline"),
+    "time of no measurement": (["--seconds=5"], 2, "--measure"),
+    "nodes of this machine": (["--nodes=2"], 2, "--gpu"),
+    "scaling of this machine": (["--scaling=1,2"], 2, "--gpu"),
+    "start in words": (["--compare=gpus", "--start=soon"], 2, "--start"),
+    "compare and explain": (["--compare=models", "--explain"], 2, "--compare and --explain"),
+    "list of a job": (["--list_gpus", "--gpu=H100"], 2, "leave out --gpu"),
+    "two questions": (["--list_gpus", "--accuracy"], 2, "leave out --accuracy"),
+    "run of another price": (["--run_name=a", "--price=2"], 2, "leave out --price"),
+    "search of a typed batch": (
+        ["--find_batch_size", "--mini_batch_size=4"],
+        2,
+        "--find_batch_size and --mini_batch_size",
+    ),
+    "no card": (["--gpu="], 4, "in hardware.json; "),
+    "endless run": (["--gpu=H100", "--steps=1e17"], 2, "at most 1e+17"),
+    "endless samples": (
+        ["--gpu=H100", "--num_samples=1e10", "--avg_tokens_per_sample=1e300"],
+        2,
+        "at most 1e9",
+    ),
+    "no scaling": (["--gpu=H100", "--scaling=0,2"], 2, "--scaling"),
+    "nothing to compare": (["--gpu=H100", "--compare=models", "--data_dir=no"], 2, "no such data"),
     "report nowhere": (["--gpu=H100", "--report=/nonexistent/x.json"], 2, "--report"),
     "fits no window": (["--gpu=RTX-4090", "--tokens=100B", "--deadline=1h"], 3, ""),
     "fits no memory": (["--gpu=RTX-4090", "--model=gpt2-xl"], 3, ""),
@@ -189,12 +214,42 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [
+        ([], r"\([\w-]+, 20\d\d-\d\d; --price changes it\)"),
+        (["--price=2"], r"at \$2 per GPU-hour \(--price\)"),
+        (["--kwh=0.3"], r"\(power at \$0.3 a kWh\)"),
+    ],
+)
+def test_a_price_has_one_source(
+    flags: list[str], row: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimate_time.main(["--gpu=H100", *flags])
+    assert re.search(f"^cost .*{row}", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_run_beyond_the_calendar_never_finishes(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--n_layer=10000", "--n_embd=1000000", "--n_head=10000", "--tokens=1e17"]
+    estimate_time.main(["--gpu=L4", *shape])
+    assert "finishes never" in capsys.readouterr().out
+
+
+def test_a_model_too_large_names_a_few_cards_that_it_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    estimate_time.main(["--gpu=RTX-4090", "--model=gpt2-xl"])
+    (line,) = re.findall(r"^.*one sequence at a time needs.*$", capsys.readouterr().out, re.M)
+    assert re.search(r"fits (\S+, ){3}\S+ and \d+ more;", line)
+
+
 def test_memory_check_rejects_what_it_does_not_answer(tmp_path: Path) -> None:
     words = ["--gpu=H100", "--deadline=12h", f"--report={tmp_path / 'r.json'}", "--explain"]
     code, said, error = call("memory_check.py", *words)
     assert (code, said, error.count("\n")) == (2, "", 1)
-    assert error.startswith("error: --deadline and --report and --explain: for ")
-    assert "estimate" in error
+    assert all(f"unknown flag --{name}" in error for name in ("deadline", "report", "explain"))
+    code, said, error = call("memory_check.py", "--nodes=2")
+    assert (code, said, error.count("\n")) == (2, "", 1)
     assert call("memory_check.py", "--gpu=H100", "--price=3", "--json").returncode == 0
 
 
@@ -333,6 +388,9 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run: Path) -> None
         run_clock.estimate_remaining(a_run)
     metrics.write_text(text.replace("524288", "1024"))
     with pytest.raises(ConfigError, match="another config"):
+        run_clock.estimate_remaining(a_run)
+    metrics.write_text(re.sub(r'"max_steps": \d+', '"max_steps": null', text))
+    with pytest.raises(ConfigError, match="does not say how long"):
         run_clock.estimate_remaining(a_run)
     metrics.write_text("no json\n")
     with pytest.raises(GPT2LabError, match="line 1"):

@@ -134,6 +134,22 @@ def test_a_run_fits_exactly_if_its_upper_bound_is_within_the_budget(hours: float
         assert estimate(job.with_steps(steps + 1), where, KNOWN).seconds.high > window.budget
 
 
+@pytest.mark.parametrize(
+    ("checkpoint_freq", "eval_freq", "saves"),
+    [(0, 0, 1), (4, 6, 4), (5, 0, 2), (3, 100, 4), (1, 1, 10)],
+)
+def test_saves_are_steps_that_checkpoint_or_evaluate(
+    checkpoint_freq: int, eval_freq: int, saves: int
+) -> None:
+    job = job_for(checkpoint_freq=checkpoint_freq, eval_freq=eval_freq)
+    assert job.with_steps(10).count("checkpoint") == saves
+
+
+def test_no_number_of_saves_is_too_large_to_count() -> None:
+    job = job_for(checkpoint_freq=2, eval_freq=0)
+    assert job.with_steps(1_000_000).count("checkpoint") == 500_000
+
+
 def test_scaling_is_that_of_the_published_model() -> None:
     """Nearly linear on NVLink, visibly worse over PCIe, useless over 10 Gb/s Ethernet."""
 

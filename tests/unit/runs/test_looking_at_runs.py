@@ -28,7 +28,7 @@ import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.target import find_folder
-from gpt2lab.commands import plot
+from gpt2lab.commands import plot, resume_command
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.command_line import parse
 from gpt2lab.config.settings import to_flat
@@ -378,12 +378,14 @@ def test_an_ablation_is_drawn_as_mean_and_standard_error(tmp_path: Path) -> None
         (["RUN", "--out", "x.pdf"], "end in .png or .svg"),
         (["RUN", "--out", "nowhere/x.png"], "cannot be written"),
         (["EMPTY"], "has taken no step"),
-        (["--speeds", "none.json"], "--speeds needs --out"),
+        (["--speeds", "none.json"], "say where to write with --out"),
         (["--speeds", "none.json", "--out", "x.svg"], "no table of speeds"),
-        (["--speeds", "none.json", "--out", "x.svg", "--log", "x"], "--log and --only_loss are"),
+        (["--speeds", "none.json", "--out", "x.svg", "--log", "x"], "leave out --log"),
+        (["--speeds", "none.json", "--ladder", "EMPTY", "--out", "x.svg"], "leave out --speeds"),
+        (["--speeds", "none.json", "--compare", "b", "--out", "x.svg"], "leave out --speeds"),
         (["--ablation", "EMPTY"], "no table of an ablation"),
         (["--ablation", "EMPTY", "--x", "step"], "--x tokens or hours"),
-        (["RUN", "--ablation", "EMPTY"], "--ablation takes no run"),
+        (["RUN", "--ablation", "EMPTY"], "leave out runs"),
     ],
 )
 def test_a_plot_that_cannot_be_drawn_is_one_line(
@@ -453,6 +455,14 @@ def test_the_printed_command_continues_the_run(run_dir: Path) -> None:
     done = call(program, *argv)
     assert done.returncode == 0, done.stderr
     assert max(launch.steps(run_dir)) == 14
+
+
+@pytest.mark.parametrize(
+    ("flag", "output"), [("--image=x", "--output k8s"), ("--accelerator=A100", "--output sky")]
+)
+def test_a_flag_of_another_kind_of_job_is_rejected(run_dir: Path, flag: str, output: str) -> None:
+    with pytest.raises(ConfigError, match=f"goes with {output}"):
+        resume_command.main([str(run_dir), flag])
 
 
 def test_a_checkpoint_s_folder_names_its_step_and_the_world_is_a_choice(run_dir: Path) -> None:
