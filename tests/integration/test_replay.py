@@ -413,7 +413,7 @@ def test_a_step_that_no_sample_broke_is_called_so(own: Path) -> None:
 
 
 def test_wrong_words_for_why_spike(own: Path) -> None:
-    assert "--worst 0 must be at least 1" in call("why_spike.py", own, "clean", "--worst=0", code=2)
+    assert "worst 0 must be at least 1" in call("why_spike.py", own, "clean", "--worst=0", code=2)
     assert "no step 99; it has" in call("why_spike.py", own, "clean", "--step=99", code=2)
     for checkpoint in (own / "runs" / "clean").glob("step_*"):
         shutil.rmtree(checkpoint)

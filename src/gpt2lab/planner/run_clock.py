@@ -282,11 +282,10 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     Raises: ConfigError if the folder is not a run that has begun, or its log does not match its config.json.
     """
     config, log = history.read_config(run_dir), history.read_log(run_dir)
-    begun = log.of_kind("begin")
-    if not begun:
+    if not log:
         raise ConfigError(f"{run_dir}: has not begun to train; nothing to go by yet")
-    begin = begun[-1]
-    if not all(type(begin.get(name)) is int for name in ("max_steps", "tokens_per_step")):
+    begin = log.last_begin
+    if begin is None or "tokens_per_step" not in begin:
         raise ConfigError(
             f"{run_dir}: {catalog.METRICS} does not say how long the run is; restore the run's own files"
         )

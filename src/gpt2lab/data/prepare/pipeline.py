@@ -375,17 +375,18 @@ def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
     different = ""
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
-        kept = {"tokenizer": None} | (manifest.get("request") or {})
-        names = [name for name in kept if kept[name] != request.get(name)]
-        if "request" in manifest:
-            shown = ", ".join(names).replace("content", "source") or "text in the source"
-            different = f" (another {shown})"
-        if manifest.get("request") == request:
+        before = manifest.get("request")
+        if before == request:
             check_prepared(folder, manifest)
-        if manifest.get("request") == request and _is_unchanged(source, folder, manifest):
-            shutil.rmtree(_partial(folder), ignore_errors=True)  # of a start killed at its very end
-            return True
-        if "request" in manifest and "groups" not in manifest:
+            if _is_unchanged(source, folder, manifest):
+                # Of a start that was killed at its very end.
+                shutil.rmtree(_partial(folder), ignore_errors=True)
+                return True
+            different = " (another text in the source)"
+        elif isinstance(before, dict):
+            names = [name for name in request if before.get(name) != request[name]]
+            different = f" (another {', '.join(names or ['version']).replace('content', 'source')})"
+        if before is not None and "groups" not in manifest:
             raise DataError(
                 f"{folder}: prepared by an earlier version, which divided by position; it can still be trained on; "
                 f"choose another --out for a split by document, or move it away"
