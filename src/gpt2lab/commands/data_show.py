@@ -61,13 +61,13 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
             f"it has {fmt.steps(numbers[0], numbers[-1])}" if len(numbers) else "it has taken none"
         )
         raise ConfigError(f"{run_dir}: no step {step}; {taken}")
-    begun = [e for e in log.of_kind("begin") if e["attempt"] == event["attempt"]]
-    if not begun:
+    begin = log.begin_of(event["attempt"])
+    if begin is None or "tokens_per_step" not in begin:
         raise ConfigError(
             f"{run_dir}: metrics.jsonl does not say how start {event['attempt']} began"
         )
     context_length = config.model.context_length
-    samples = begun[-1]["tokens_per_step"] // context_length
+    samples = begin["tokens_per_step"] // context_length
     recipe = recipe_named("pretrain" if config.tuning.instructions is None else "finetune")
     data = recipe.open_data(with_data_at(config, data_dir), history.read_tokenizer(run_dir))
     recorded = history.record_of_start(run_dir, event["attempt"]).get("data_fingerprint")
@@ -79,7 +79,7 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
         context_length=context_length,
         shuffle=config.data.shuffle,
         seed=config.data.seed,
-        version=begun[-1].get("order_version", 1),
+        version=begin.get("order_version", 1),
     )
     first = event["first_sample"]
     numbers = np.arange(first, first + samples)

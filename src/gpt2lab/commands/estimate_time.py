@@ -166,7 +166,7 @@ def _warnings(found: Estimate) -> list[str]:
         if epochs > 4
     ]
     evals, total = found.breakdown["eval"].value, found.seconds.value
-    if found.event_share > _EVENT_SHARE and evals > _WANTED_SHARE * total:
+    if found.event_share > _EVENT_SHARE and evals > 2 * _WANTED_SHARE * total:
         wanted = (eval_freq or steps) * evals / (_WANTED_SHARE * (total - evals))
         better = min(steps, -(-round(wanted) // 50) * 50)
         warnings.append(

@@ -319,10 +319,14 @@ def learning_rate_line(config: Config, rule: LrRule, *, typed: bool) -> str:
     found, size = learning_rates(config), config.batch.total_batch_size
     batch = found["reference_batch"]
     text = f"{'max_lr':<12} {config.optim.max_lr:<14g} "
+    if size == batch and config.optim.max_lr == found["none"]:
+        return f"{text}the preset's"
+    text += f"the preset's is {found['none']:g} at {batch:,} tokens a step"
     if size == batch:
-        return f"{text}the preset's is {found['none']:g} at these {size:,} tokens a step"
-    text += f"the preset's is {found['none']:g} at {batch:,} tokens a step; at these {size:,} by the rule sqrt "
-    text += f"{found['sqrt']:.2g}, linear {found['linear']:.2g}"
+        return text
+    text += (
+        f"; at these {size:,} by the rule sqrt {found['sqrt']:.2g}, linear {found['linear']:.2g}"
+    )
     text += "" if typed else f"; --lr_rule {rule}: --max_lr {found[rule]:.2g}"
     if size > _SURGE * batch:
         text += f"; above {_SURGE:g} times the reference batch the best rate may fall again"

@@ -286,8 +286,8 @@ def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
         rows.append(Forecast("tokens/s", *bounds, median, verdict, "{:,.0f}".format))
     needed = (document.get("memory") or {}).get("total")
     if needed and (peak := log.peak_memory()):
-        share = f"{needed / peak:.0%} of the actual, the most of any start"
-        rows.append(Forecast("peak memory", needed, None, None, peak, share, _gib))
+        share = f"{needed / peak:.0%} of the actual peak"
+        rows.append(Forecast("memory", needed, None, None, peak, share, _gib))
     loss, evals = document.get("loss") or {}, log.current("eval")
     measured = evals[max(evals)]["val_loss"] if evals else None
     if loss.get("value") is not None and measured is not None:
@@ -318,8 +318,8 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
                 "world_size": begin["world_size"],
                 "level": resume.get("level", "fresh"),
                 "changes": [
-                    (name, _setting(old), _setting(new))
-                    for name, (old, new) in (resume.get("changes") or {}).items()
+                    (name, *(_setting(value)[: 12 if name == "data" else None] for value in pair))
+                    for name, pair in resume.get("changes", {}).items()
                 ],
                 "end": ends[-1]["reason"] if ends else "no end recorded",
             }

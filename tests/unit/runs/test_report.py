@@ -287,7 +287,7 @@ def test_peak_memory_is_the_most_of_all_starts(run_dir: Path) -> None:
     document = json.loads((run_dir / "estimate.json").read_text())
     document["memory"] = {**(document.get("memory") or {}), "total": 6 * 2**30}
     (run_dir / "estimate.json").write_text(json.dumps(document))
-    wanted = "peak memory 6.00 GiB - 3.00 GiB 200% of the actual, the most of any start"
+    wanted = "memory 6.00 GiB - 3.00 GiB 200% of the actual peak"
     assert wanted in text_of(render(run_dir))
 
 
