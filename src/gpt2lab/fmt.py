@@ -59,8 +59,8 @@ def steps(first: int, last: int) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Write seconds in the two largest units: 18_120 -> '5h 02m'; None -> 'n/a'."""
-    if seconds is None:
+    """Write seconds in the two largest units: 18_120 -> '5h 02m'; None and infinite ones -> 'n/a'."""
+    if seconds is None or not math.isfinite(seconds):
         return "n/a"
     whole = round(seconds)
     for unit, size, next_unit, next_size in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60)):

@@ -19,6 +19,14 @@ def test_one_step_is_no_range() -> None:
 
 
 @pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(18_120.0, "5h 02m"), (59.0, "59s"), (None, "n/a"), (3600 * 1e308, "n/a")],
+)
+def test_a_span_has_two_units_where_it_is_known(seconds: float | None, text: str) -> None:
+    assert fmt.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
     ("text", "count"), [("2.5B", 2_500_000_000), ("4_096", 4096), ("1e3", 1000), (".5k", 500)]
 )
 def test_a_count_has_a_unit_of_thousands(text: str, count: int) -> None:

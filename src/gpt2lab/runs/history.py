@@ -52,7 +52,10 @@ _FORMS: dict[str, tuple[Rules, ...]] = {
         {"state": TEXT, "step": COUNT},
         {"exit_code": or_null(NUMBER), "reason": or_null(STRING)},
     ),
-    "run.json": ({}, {"environment": OBJECT, "initial_weights": or_null(OBJECT)}),
+    "run.json": (
+        {},
+        {"environment": OBJECT, "provenance": OBJECT, "initial_weights": or_null(OBJECT)},
+    ),
     "estimate.json": (
         {},
         {
