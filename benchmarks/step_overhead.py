@@ -49,14 +49,14 @@ def describe(result: dict[str, Any]) -> str:
         f"{result['optimizer']}, {result['processes']} ranks on the CPU, medians of {result['steps']} steps, "
         "milliseconds of the main thread's CPU time",
         "",
-        "| mode | parameters | norm, clipping, loss | update, exchange, clearing | goal | operators of these |",
-        "|---|---|---|---|---|---|",
+        "| mode | parameters | norm, clipping, loss | operators | update, exchange, clearing | operators | goal |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
         goal, after = row["goal_ms"], row["after_ms"]
         met = "" if goal is None else f"{goal:g} ({'met' if after <= goal else 'missed'})"
         lines.append(
-            f"| {row['mode']} | {row['parameters']} | {row['before_ms']:.2f} | {after:.2f} "
-            f"| {met} | {row['operators_after']} |"
+            f"| {row['mode']} | {row['parameters']} | {row['before_ms']:.2f} | {row['operators_before']} "
+            f"| {after:.2f} | {row['operators_after']} | {met} |"
         )
     return "\n".join(lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import sys
@@ -25,16 +24,6 @@ from gpt2lab.training.train_step import is_finite, train_step
 WARM_UP = 5  # steps
 
 
-class _Marked(Strategy):
-    """Notes when the backward pass has ended."""
-
-    began = 0.0
-
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        self.began = time.thread_time()
-        return super().clip_grad_norm(model, max_norm)
-
-
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators that run while it is entered, views too: each costs the CPU microseconds."""
 
@@ -43,6 +32,19 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+class _Marked(Strategy):
+    """Notes when the backward pass has ended; from there on `counting` counts operators."""
+
+    began = 0.0
+    counting: _Operators | None = None
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        if self.counting is not None:
+            self.counting.__enter__()  # type: ignore[no-untyped-call]
+        self.began = time.thread_time()
+        return super().clip_grad_norm(model, max_norm)
 
 
 def main(parallel: Parallel, optimizer: Optimizer, layers: int, steps: int) -> None:
@@ -75,15 +77,17 @@ def main(parallel: Parallel, optimizer: Optimizer, layers: int, steps: int) -> N
         step(number, lambda knew=knew: knew.append(time.thread_time()))  # type: ignore[misc]
         parts.append((knew[0] - strategy.began, time.thread_time() - knew[0]))
     before, after = (1000 * statistics.median(part) for part in zip(*parts[WARM_UP:], strict=True))
-    with contextlib.ExitStack() as counting:
-        operators = _Operators()  # type: ignore[no-untyped-call]
-        step(WARM_UP + steps, lambda: counting.enter_context(operators) and None)
+    strategy.counting = operators = _Operators()  # type: ignore[no-untyped-call]
+    counts: list[int] = []
+    step(WARM_UP + steps, lambda: counts.append(operators.count))
+    operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     if runtime.rank == 0:
         result = {
             "parameters": len(list(model.parameters())),
             "before_ms": before,
             "after_ms": after,
-            "operators_after": operators.count,
+            "operators_before": counts[0],
+            "operators_after": operators.count - counts[0],
         }
         print("result " + json.dumps(result), flush=True)
     runtime.close()

@@ -18,7 +18,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if gradients and gradients[0].device.type == "cuda":
         return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
     norms = [g if g.dim() < 2 else torch.linalg.vector_norm(g, dim=-1) for g in gradients]
-    return torch.stack([n.double().square().sum() for n in norms]).sum()
+    return torch.cat([n.flatten() for n in norms]).double().square().sum()
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -84,6 +84,8 @@ def test_the_cpus_work_outside_the_model_mode_by_mode(tmp_path: Path) -> None:
     ]
     by_layers = [row["operators_after"] for row in rows if row["mode"] == "zero1"]
     assert by_layers[0] == by_layers[1]
+    by_layers = [row["operators_before"] for row in rows if row["mode"] == "ddp"]
+    assert by_layers[1] - by_layers[0] == 2 * 4  # the norm of a matrix is one, vectors are joined
     for row in rows:
         assert row["after_ms"] > 0
         assert f"| {row['mode']} | {row['parameters']} | {row['before_ms']:.2f} |" in said
