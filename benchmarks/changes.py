@@ -26,11 +26,11 @@ from tyro.conf import Positional
 
 from gpt2lab import files, fmt
 from gpt2lab.commands import entry
-from gpt2lab.config.command_line import argument, option, parse, run_tyro
+from gpt2lab.commands.command_line import argument, option, parse, run_tyro
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import CheckError, ConfigError
-from gpt2lab.evaluation import over_seeds
+from gpt2lab.lab import over_seeds
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, RotaryAngles, apply_rotary, attend, embedding
 from gpt2lab.model.loss import cross_entropy_sum, head_cross_entropy_sum

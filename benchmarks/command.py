@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from benchmarks.sizes import CPU_SIZES, VARIANTS, SizeName, VariantName
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.commands.command_line import option, run_tyro
 from gpt2lab.config.schema import ActivationCheckpointing, ModelName, Optimizer, Parallel
 from gpt2lab.errors import ConfigError
 

@@ -24,7 +24,7 @@ from tyro.conf import Positional
 
 from gpt2lab.commands import entry
 from gpt2lab.commands.ablation_table import Mean, mean
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import CheckError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.order import Order

@@ -9,7 +9,7 @@ from typing import Any
 import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.training.pretrain import pretrain
 from tiny import flags_of, write_items, write_shards
 

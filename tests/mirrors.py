@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.checkpoint.mirror import Mirror
+from gpt2lab.mirror.storage import Mirror
 
 FACTS: dict[str, Any] = {
     "run": "run",

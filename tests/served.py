@@ -17,8 +17,8 @@ from typing import Any
 
 import launch
 import tiny
-from gpt2lab.config.command_line import parse
-from gpt2lab.evaluation.completion import Completer, Style
+from gpt2lab.commands.command_line import parse
+from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.training.pretrain import pretrain
 
@@ -47,7 +47,7 @@ def train(folder: Path) -> Path:
 
 
 def completer(runs: Path, name: str) -> Completer:
-    return Completer(name, checkpoint_dir=runs, device="cpu", dtype="fp32", style=Style())
+    return Completer(name, checkpoint_dir=runs, device="cpu", dtype="fp32", style=SamplingParams())
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def in_thread(
 
     import uvicorn
 
-    from gpt2lab.commands.serve_app import build_app
+    from gpt2lab.serving.app import build_app
 
     name = model.target.name
     app, engine = build_app(model, name, token=token, host="127.0.0.1", max_waiting=max_waiting)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2lab.data.formats import Layout, Place
-from gpt2lab.data.prepare.existing import Wanted
+from gpt2lab.interop.import_shards import Wanted
+from gpt2lab.interop.token_files import Layout, Place
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 
 Documents = list[list[int]]

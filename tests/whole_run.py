@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpt2lab.checkpoint import catalog, manifest
-from gpt2lab.config import command_line
+from gpt2lab.commands import command_line
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.training.pretrain import pretrain

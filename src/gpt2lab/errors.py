@@ -97,7 +97,7 @@ class OutOfMemoryError(GPT2LabError):
     is_local = True
 
 
-class TornUpdateError(Exception):
+class PartialUpdateError(Exception):
     """An error within the optimizer step: some weights are updated and others are not, so none may be saved."""
 
 

@@ -57,7 +57,7 @@ def command_words(verb: str) -> list[str]:
     """Return the words that call a verb from the working directory, whether or not the environment is activated."""
     if not IS_CHECKOUT:
         return [program("gpt2lab"), verb]
-    return [program("python"), for_people(REPOSITORY / script(verb))]
+    return [program("python"), display_path(REPOSITORY / script(verb))]
 
 
 def child_environment() -> dict[str, str]:
@@ -87,7 +87,7 @@ def of_user(variable: str, below_home: str) -> Path:
         return Path("/nonexistent") / below_home
 
 
-def for_people(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Show a path relative to the working directory where that is shorter."""
     try:
         return str(path.relative_to(Path.cwd()))
@@ -100,4 +100,4 @@ def program(name: str) -> str:
     ours = Path(sys.executable).parent / name
     if not ours.exists() or shutil.which(name) == str(ours):
         return name
-    return for_people(ours)
+    return display_path(ours)

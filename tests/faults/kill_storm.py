@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 import launch  # noqa: E402
 from gpt2lab.checkpoint import catalog  # noqa: E402
-from gpt2lab.config.command_line import parse  # noqa: E402
+from gpt2lab.commands.command_line import parse  # noqa: E402
 from gpt2lab.training.pretrain import pretrain  # noqa: E402
 
 FLAGS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness import PACE, STEPS, FaultRun, python_program
 
-from gpt2lab.data.prepare.existing import Wanted, adopt
+from gpt2lab.interop.import_shards import Wanted, adopt
 
 pytestmark = pytest.mark.fault
 

@@ -19,7 +19,7 @@ from harness import SHAPE, FaultRun
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.model.gpt import build_model
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.tokenizers.training import train_bpe

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import command as benchmark
+from gpt2lab.commands.command_line import Actions
 from gpt2lab.commands.verbs import VERBS
-from gpt2lab.config.command_line import Actions
 from gpt2lab.config.settings import LEAVES
 from launch import REPOSITORY
 

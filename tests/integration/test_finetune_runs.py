@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 
 import launch
 from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
+from gpt2lab.commands.command_line import DEFAULTS, parse
 from gpt2lab.commands.data_show import describe as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.commands.preflight import preflight
 from gpt2lab.commands.resume_command import plan_continuation, write
-from gpt2lab.config.command_line import DEFAULTS, parse
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.finetuning.recipe import FINETUNING
-from gpt2lab.runs.report import render
+from gpt2lab.report.page import render
 from gpt2lab.tokenizers.chat_template import as_prompt
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from gpt2lab.training.pretrain import pretrain

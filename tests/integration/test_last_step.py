@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import SaveError
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.stop import Signals

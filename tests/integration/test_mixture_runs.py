@@ -13,13 +13,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import launch
+from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.data_show import tokens_of_step
-from gpt2lab.config.command_line import parse
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation.compare import compare
+from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
-from gpt2lab.runs.report import render
-from gpt2lab.runs.tensorboard import rebuild_tensorboard
+from gpt2lab.report.page import render
+from gpt2lab.tracking.tensorboard import rebuild_tensorboard
 from gpt2lab.training.pretrain import pretrain
 from tiny import VOCAB, write_shards
 

@@ -16,7 +16,7 @@ import torch
 import launch
 from corpora import run_prepare, write_jsonl
 from gpt2lab.checkpoint import manifest
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.shards import measure_shard
 from gpt2lab.data.verify import verify

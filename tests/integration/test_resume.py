@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import CheckpointError
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run

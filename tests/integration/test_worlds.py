@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.training.pretrain import pretrain
 
 STEPS = 50

@@ -150,7 +150,7 @@ def compare_modes(folder: Path, runtime: Runtime, optimizer: str) -> None:
             assert traffic.calls == ({"all_gather": 1} if "fsdp" in mode else {})
             assert type(model) is GPT
             compare({name: p.cpu() for name, p in model.named_parameters()}, content_of(here))
-        assert store.is_spread_out(here.model, here.optimizers)
+        assert store.has_sharded_state(here.model, here.optimizers)
         held = sum(
             (value.to_local() if hasattr(value, "to_local") else value).numel()
             for optimizer in here.optimizers

@@ -342,7 +342,7 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskBudget:
     """The disk of a run before it starts, in bytes."""
 
     folder: Path  # the nearest existing one, on the same disk as the run
@@ -373,13 +373,13 @@ class Room:
         )
 
 
-def look_for_room(run_dir: Path, needed: int) -> Room:
+def look_for_room(run_dir: Path, needed: int) -> DiskBudget:
     """Compare the bytes that a run keeps at once with what its disk has."""
     folder = run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent
     infos, _ = list_checkpoints(run_dir)
-    return Room(
+    return DiskBudget(
         folder=folder,
         free=shutil.disk_usage(folder).free,
         held=sum(info.num_bytes for info in infos),

@@ -10,9 +10,9 @@ from pathlib import Path
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
-from gpt2lab.checkpoint.mirror import describe_status
 from gpt2lab.errors import CheckpointError
 from gpt2lab.files import JsonFile
+from gpt2lab.mirror.storage import describe_status
 
 
 def print_checkpoints(
@@ -38,10 +38,10 @@ def print_checkpoints(
         print(json.dumps({"checkpoint_dir": str(checkpoint_dir), "runs": found}))
         return code
     if not listed:
-        print(f"no checkpoints in {paths.for_people(runs[0] if run_name else checkpoint_dir)}")
+        print(f"no checkpoints in {paths.display_path(runs[0] if run_name else checkpoint_dir)}")
     for run, infos, damaged in listed:
         total = fmt.num_bytes(sum(info.num_bytes for info in infos))
-        print(f"{paths.for_people(run)}: {fmt.number_of(len(infos), 'checkpoint')}, {total}")
+        print(f"{paths.display_path(run)}: {fmt.number_of(len(infos), 'checkpoint')}, {total}")
         print(checkpoint_table(infos))
         with contextlib.suppress(CheckpointError):  # a run may have no status yet
             status = JsonFile(run / "status.json", CheckpointError).read()

@@ -126,7 +126,7 @@ def staging_bytes(model: nn.Module, optimizers: Optimizers) -> int:
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
-def is_spread_out(model: nn.Module, optimizers: Optimizers) -> bool:
+def has_sharded_state(model: nn.Module, optimizers: Optimizers) -> bool:
     """Tell whether tensors are sharded, so that one rank alone cannot make a checkpoint."""
     held = [parameter for o in optimizers for _, parameter in parameters_of(o, model)]
     return any(is_sharded(tensor) for tensor in [*model.parameters(), *held])

@@ -31,7 +31,7 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
-from gpt2lab.config.command_line import (
+from gpt2lab.commands.command_line import (
     Actions,
     Command,
     argument,
@@ -50,7 +50,7 @@ from gpt2lab.errors import (
     SavedInterrupt,
     SaveError,
 )
-from gpt2lab.evaluation.over_seeds import SMALLEST
+from gpt2lab.lab.over_seeds import SMALLEST
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
         return write_table(done, out, target=flags.target, smallest=smallest, max_seeds=max_seeds)
 
     def carry(new: list[Run], before: list[Run]) -> None:
-        carry_out(
+        run_all(
             new,
             jobs=flags.jobs,
             refresh=lambda done: write([*before, *done]),
@@ -366,12 +366,12 @@ def require_own_settings(command: Command) -> None:
         differs = value not in (None, "auto") and had[name] != value
         if differs and policy_of(name, fresh) != "free":
             raise ConfigError(
-                f"{paths.for_people(run_dir)} was run with {name} {had[name]}, not {value}; "
+                f"{paths.display_path(run_dir)} was run with {name} {had[name]}, not {value}; "
                 f"name the setting otherwise or remove that folder"
             )
 
 
-def carry_out(
+def run_all(
     runs: Sequence[Run],
     *,
     jobs: int = 1,

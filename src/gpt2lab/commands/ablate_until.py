@@ -11,8 +11,8 @@ from pathlib import Path
 
 from gpt2lab.commands.ablation_table import Run, read_curve
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.seeds import decide, first_bounded
 from gpt2lab.evaluation.uncertainty import ALPHA
+from gpt2lab.lab.seeds import decide, first_bounded
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 

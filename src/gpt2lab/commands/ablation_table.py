@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.errors import CheckError, SaveError, system_errors_as
-from gpt2lab.evaluation import over_seeds
-from gpt2lab.evaluation.over_seeds import Comparison
 from gpt2lab.evaluation.results import Results, file_of_step, read_results
 from gpt2lab.evaluation.uncertainty import t_half_width
 from gpt2lab.files import is_number, replace_durably
+from gpt2lab.lab import over_seeds
+from gpt2lab.lab.over_seeds import Comparison
 from gpt2lab.runs import history
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import Actions, Command
+from gpt2lab.commands.command_line import Actions, Command
 from gpt2lab.config.schema import ModelConfig, RecipeName
 from gpt2lab.config.settings import to_flat, wrong_flags
 from gpt2lab.config.settings_file import read_dict, read_file, read_values
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.completion import Completer, Style, check_style
+from gpt2lab.evaluation.completion import Completer, SamplingParams, check_sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,18 +42,18 @@ class LanguageModel:
         self,
         text: str = "",
         *,
-        max_new_tokens: int = Style.max_new_tokens,
-        temperature: float = Style.temperature,
-        top_k: int = Style.top_k,
-        top_p: float = Style.top_p,
-        seed: int = Style.seed,
+        max_new_tokens: int = SamplingParams.max_new_tokens,
+        temperature: float = SamplingParams.temperature,
+        top_k: int = SamplingParams.top_k,
+        top_p: float = SamplingParams.top_p,
+        seed: int = SamplingParams.seed,
     ) -> str:
         """Return `text` and its continuation, one string; the same seed gives the same continuation.
 
         Raises: ConfigError if the text is longer than the context or no text, or a setting cannot work.
         """
-        style = Style(max_new_tokens, temperature, top_k, top_p, seed)
-        check_style(style)
+        style = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed)
+        check_sampling(style)
         self._completer.style = style
         (found,) = self._completer.complete(self._encode(text))
         return text + found.text
@@ -114,7 +114,7 @@ def load(
             checkpoint_dir=paths.runs_folder(_path(checkpoint_dir)),
             device=device,
             dtype=dtype,
-            style=Style(),
+            style=SamplingParams(),
         )
     )
 
@@ -221,11 +221,11 @@ def estimate(**flags: Any) -> dict[str, Any]:
     Raises: ConfigError; NoSourceError if there is nothing to predict from.
     """
     from gpt2lab.commands.estimate_time import find_answer
-    from gpt2lab.planner.ask import Ask
+    from gpt2lab.planner.ask import EstimateRequest
 
     given = {name: _as_typed(name, value) for name, value in flags.items()}
-    _check_flags(Ask, given, "estimate")
-    document, _, _ = find_answer(Ask(**given))
+    _check_flags(EstimateRequest, given, "estimate")
+    document, _, _ = find_answer(EstimateRequest(**given))
     return document
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.commands.replay import open_run
-from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import GPT2LabError
 
 if TYPE_CHECKING:
+    from gpt2lab.lab.divergence import Side
     from gpt2lab.runs.events import Event
-    from gpt2lab.training.divergence import Side
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def bisect(folder_a: Path, folder_b: Path, *, data_dir: tuple[str, ...] = ()) ->
     Raises: CheckpointError naming a checkpoint of both runs that is damaged.
     """
     from gpt2lab.checkpoint import manifest
-    from gpt2lab.training import divergence
-    from gpt2lab.training.replay import QUANTITIES, other_values
+    from gpt2lab.lab import divergence
+    from gpt2lab.lab.replay import QUANTITIES, other_values
 
     a, b = (divergence.open_side(folder, data_dir) for folder in (folder_a, folder_b))
     for side in (a, b):
         if not len(side.log.numbers):
-            raise GPT2LabError(f"{paths.for_people(side.folder)}: has taken no step to compare")
+            raise GPT2LabError(f"{paths.display_path(side.folder)}: has taken no step to compare")
     logged, count = divergence.first_logged_difference(a, b)
     if not count:
         raise GPT2LabError("no step is in the logs of both runs")
@@ -128,7 +128,7 @@ def bisect(folder_a: Path, folder_b: Path, *, data_dir: tuple[str, ...] = ()) ->
         notes.append(
             "the environment of one run is no longer recorded, so environments were not compared"
         )
-    names = (paths.for_people(a.folder), paths.for_people(b.folder))
+    names = (paths.display_path(a.folder), paths.display_path(b.folder))
     if step is None:
         compared += f", settings and environment of step {last}"
         notes += [f"different, without effect so far: {line}" for line in (*settings, *unlike)]
@@ -161,8 +161,8 @@ def _named(found: Any) -> str:
 
 def _notes(a: Side, b: Side, x: Event, y: Event) -> list[str]:
     """Name versions of code that differ, and steps that one run alone has."""
+    from gpt2lab.lab.replay import other_values
     from gpt2lab.runs.history import record_of_start
-    from gpt2lab.training.replay import other_values
 
     notes = []
     if (ends := (int(a.log.numbers[-1]), int(b.log.numbers[-1])))[0] != ends[1]:
@@ -212,7 +212,7 @@ def _replay(a: Side, b: Side, step: int, equal: int | None) -> tuple[str | None,
 
     Returns: the first tensor that differs before the step, if that is known; what to conclude; the count of replays.
     """
-    from gpt2lab.training.divergence import first_tensor
+    from gpt2lab.lab.divergence import first_tensor
 
     sides = {"A": a, "B": b}
     todo = [name for name, side in sides.items() if any(s < step for s in side.checkpoints())]
@@ -258,7 +258,7 @@ def _agreement(
     tolerance: dict[str, float] | None,
 ) -> list[str]:
     """Say with which logs a replayed step agrees."""
-    from gpt2lab.training.replay import first_difference
+    from gpt2lab.lab.replay import first_difference
 
     step = event["step"]
     agrees = [

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from gpt2lab import paths
+from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.commands.sample import load, typed_lines
-from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation.completion import Style
+from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.runs.console import say
 from gpt2lab.tokenizers.chat_template import can_be_written
 
@@ -31,7 +31,9 @@ class Talk:
 
     target: Positional[str] = argument(TARGET)
     system: str = option("", "system message before the conversation, as training had it")
-    style: Style = option(Style(max_new_tokens=200, temperature=0.7), "how an answer is drawn")
+    style: SamplingParams = option(
+        SamplingParams(max_new_tokens=200, temperature=0.7), "how an answer is drawn"
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")

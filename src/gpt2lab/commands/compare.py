@@ -16,9 +16,9 @@ from typing import Literal
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.over_seeds import SMALLEST
+from gpt2lab.lab.over_seeds import SMALLEST
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Compare:
 def main(argv: list[str]) -> int:
     """Compare and print."""
     flags = run_tyro(Compare, argv)
-    from gpt2lab.evaluation import run_groups
-    from gpt2lab.evaluation.compare import as_json, compare, describe
+    from gpt2lab.lab import run_groups
+    from gpt2lab.lab.compare import as_json, compare, describe
 
     folder = paths.runs_folder(flags.checkpoint_dir)
     if run_groups.is_group(flags.a) or run_groups.is_group(flags.b):
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     differences = compare(flags.a, flags.b, checkpoint_dir=folder, only=flags.only)
     explained = None
     if flags.explain:
-        from gpt2lab.evaluation import explain
+        from gpt2lab.lab import explain
 
         explained = explain.explain(flags.a, flags.b, checkpoint_dir=folder)
     if flags.json:

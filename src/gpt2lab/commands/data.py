@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.opening import TOKENIZER
 
@@ -116,7 +116,7 @@ class Import:
 
     def execute(self) -> int:
         """Write the manifest and print what it holds."""
-        from gpt2lab.data.prepare.existing import Wanted, adopt
+        from gpt2lab.interop.import_shards import Wanted, adopt
 
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
@@ -167,7 +167,7 @@ def main(argv: list[str]) -> int:
 def _size(folder: Path, manifest: dict[str, Any]) -> str:
     files = manifest["files"]
     total = sum(file["tokens"] for file in files)
-    return f"{paths.for_people(folder)}: {len(files)} files, {total:,} tokens"
+    return f"{paths.display_path(folder)}: {len(files)} files, {total:,} tokens"
 
 
 def _described(manifest: dict[str, Any]) -> str:

@@ -127,7 +127,7 @@ def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
         )
     count, width = tokens.windows.shape
     lines = [
-        f"step {tokens.step} of {paths.for_people(run_dir)}: epoch {tokens.epoch}, {count} windows "
+        f"step {tokens.step} of {paths.display_path(run_dir)}: epoch {tokens.epoch}, {count} windows "
         f"of {width - 1} + 1 tokens, batch_hash {tokens.hash} as logged"
     ]
     for row, place in enumerate(tokens.places):

@@ -6,7 +6,7 @@ import json
 import os
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
@@ -58,14 +58,14 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
         return 0
     console = Console()
     say = console.print
-    say(f"{'run':<14} {paths.for_people(start.run_dir)}")
+    say(f"{'run':<14} {paths.display_path(start.run_dir)}")
     say(f"{'data':<14} {start.describe_data()}")
     for line in start.describe_sources():
         say(f"{'source':<14} {line}")
     say(describe(plan, start.config))
     say(f"{'memory':<14} {NOT_COUNTED if offloaded else describe_memory(need)}")
     if start.initial:
-        say(f"{'begins with':<14} {paths.for_people(start.initial.target.folder)}")
+        say(f"{'begins with':<14} {paths.display_path(start.initial.target.folder)}")
     if start.checkpoint:
         step = start.checkpoint.step
         say(f"{'resumes from':<14} step {step} ({plan.max_steps - step} to go)")

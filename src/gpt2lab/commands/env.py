@@ -22,7 +22,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from gpt2lab import __version__, paths
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.commands.command_line import option, run_tyro
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "transformers")
 _GIB = 2**30
@@ -110,7 +110,7 @@ def _run(name: str, checkpoint_dir: Path | None) -> dict[str, Any]:
     trained_on = facts.get("environment") or {}
     names = ("torch", "device", "world_size", "dtype", "parallel", "compile")
     return {
-        "folder": paths.for_people(folder),
+        "folder": paths.display_path(folder),
         "model": settings["model"],
         "state": status.state,
         "exit_code": status.exit_code,

@@ -14,13 +14,13 @@ import time
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.config.command_line import run_tyro
+from gpt2lab.commands.command_line import run_tyro
 from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
 from gpt2lab.optim.schedule import default_warmup
 from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, reports, run_clock
-from gpt2lab.planner.ask import Ask, Predictor, check, start_of, window_of
+from gpt2lab.planner.ask import EstimateRequest, Predictor, check, start_of, window_of
 from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.runs.history import find_run
@@ -36,10 +36,10 @@ _WANTED_SHARE = 0.02  # of the time that evaluations take with it
 
 def main(argv: list[str]) -> int:
     """Answer the question on the command line."""
-    return answer(run_tyro(Ask, argv, about=__doc__, common=_COMMON))
+    return answer(run_tyro(EstimateRequest, argv, about=__doc__, common=_COMMON))
 
 
-def answer(ask: Ask) -> int:
+def answer(ask: EstimateRequest) -> int:
     """Print one report, or one JSON object, and return the exit code: 0, or 3 if the run does not fit.
 
     Raises: GPT2LabError with its exit code.
@@ -49,7 +49,7 @@ def answer(ask: Ask) -> int:
     return code
 
 
-def find_answer(ask: Ask) -> tuple[dict[str, Any], str, int]:
+def find_answer(ask: EstimateRequest) -> tuple[dict[str, Any], str, int]:
     """Return the answer as JSON and as text, and the exit code; write the file of --report durably.
 
     Raises: GPT2LabError with its exit code.
@@ -62,7 +62,7 @@ def find_answer(ask: Ask) -> tuple[dict[str, Any], str, int]:
     return document, text, code
 
 
-def _find_answer(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
+def _find_answer(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
     if ask.list_gpus:
         return *_describe_hardware(known), 0
     if ask.accuracy:
@@ -85,7 +85,7 @@ def _find_answer(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
     return alternatives.describe_comparison(predictor, profile, ask.compare, window)
 
 
-def _describe_job(ask: Ask, known: Hardware) -> tuple[dict[str, Any], str, int]:
+def _describe_job(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any], str, int]:
     """Return the forecast of a run to come as JSON and as text, and the exit code.
 
     Raises: GPT2LabError with its exit code.

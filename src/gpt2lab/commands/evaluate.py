@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError, system_errors_as
 from gpt2lab.runs.console import say
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.hellaswag import HellaSwag
     from gpt2lab.evaluation.results import Results
-    from gpt2lab.evaluation.token_losses import TokenLosses
     from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
+    from gpt2lab.lab.token_losses import TokenLosses
 
 _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
@@ -121,7 +121,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     """
     from gpt2lab.checkpoint.target import find_target
     from gpt2lab.config.schema import Config
-    from gpt2lab.evaluation.tasks import keep_tasks, measure_tasks, require_lm_eval
+    from gpt2lab.interop.tasks import keep_tasks, measure_tasks, require_lm_eval
 
     runs = paths.runs_folder(wanted.checkpoint_dir)
     # One rank asks nobody: a name that means nothing is rejected before torch is imported.
@@ -133,9 +133,9 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.hellaswag import summarize
     from gpt2lab.evaluation.results import write_results
-    from gpt2lab.evaluation.token_losses import describe_losses
     from gpt2lab.evaluation.validation import NUMBERS
     from gpt2lab.finetuning.evaluation import require_rouge, rouge_l
+    from gpt2lab.lab.token_losses import describe_losses
     from gpt2lab.runs.evaluations import file_of
 
     runtime = Runtime()
@@ -327,7 +327,7 @@ def _keep(kept: TokenLosses, wanted: Evaluate, target: Target) -> Path:
 
     Raises: SaveError.
     """
-    from gpt2lab.evaluation.token_losses import LOSSES, write_token_losses
+    from gpt2lab.lab.token_losses import LOSSES, write_token_losses
     from gpt2lab.runs import evaluations, history
 
     folder = wanted.save
@@ -375,7 +375,7 @@ def describe(numbers: dict[str, Any]) -> str:
     """Return the numbers as text."""
     step = "" if numbers["step"] is None else f", step {numbers['step']}"
     lines = [
-        f"{paths.for_people(Path(numbers['target']))}{step} ({numbers['dtype']} on {numbers['device']})"
+        f"{paths.display_path(Path(numbers['target']))}{step} ({numbers['dtype']} on {numbers['device']})"
     ]
     if numbers["val_loss"] is not None:
         bits = numbers["bits_per_byte"]
@@ -388,7 +388,7 @@ def describe(numbers: dict[str, Any]) -> str:
         error = fmt.number(numbers["val_loss_se_by_source"][name])
         lines.append(f"    {name:<15}{loss:.4f} +- {error}")
     if "token_losses" in numbers:
-        lines.append(f"    each token's loss: {paths.for_people(Path(numbers['token_losses']))}")
+        lines.append(f"    each token's loss: {paths.display_path(Path(numbers['token_losses']))}")
     if numbers["generate"] is not None:
         answers = numbers["generate"]
         lines.append(

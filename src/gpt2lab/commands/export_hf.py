@@ -14,7 +14,7 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.target import Target, find_target
-from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     print(
         json.dumps(found)
         if flags.json
-        else f"{paths.for_people(Path(found['out']))}: {found['parameters']:,} parameters, {found['dtype']}; "
+        else f"{paths.display_path(Path(found['out']))}: {found['parameters']:,} parameters, {found['dtype']}; "
         f"{whose} differ by at most {found['max_abs_diff']:.1e} of {found['max_abs_logit']:.1f}"
     )
     return 0
@@ -96,10 +96,10 @@ def _export(flags: Export, target: Target, out: Path) -> tuple[dict[str, Any], t
     """Write the format; torch is imported only here, so a wrong name does not wait for it."""
     dtype: Any = flags.dtype  # one that the format has
     if flags.format == "gguf":
-        from gpt2lab.huggingface.gguf_file import export_gguf
+        from gpt2lab.interop.gguf_file import export_gguf
 
         return export_gguf(target, out=out, dtype=dtype)
-    from gpt2lab.huggingface.export import SHARD_BYTES, export
+    from gpt2lab.interop.export import SHARD_BYTES, export
 
     shard_bytes = _shard_bytes(flags) or SHARD_BYTES
     return export(

@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass
 
 from gpt2lab import fmt
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.commands.command_line import option, run_tyro
 from gpt2lab.distributed import processor
 from gpt2lab.planner import hardware, machine
 from gpt2lab.planner.machine import GpuState

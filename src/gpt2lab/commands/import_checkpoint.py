@@ -14,10 +14,8 @@ import torch
 
 from gpt2lab import paths
 from gpt2lab.checkpoint import store
-from gpt2lab.checkpoint.foreign import Foreign, read_foreign
-from gpt2lab.checkpoint.nanogpt import Entry, differences, entries_of
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import LENGTHS
 from gpt2lab.config.settings import ARCHITECTURE, to_flat
@@ -29,6 +27,8 @@ from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.by_source import open_validation
 from gpt2lab.evaluation.validation import ValidationLoss
 from gpt2lab.files import sha256_of
+from gpt2lab.interop.foreign import Foreign, read_foreign
+from gpt2lab.interop.nanogpt import Entry, differences, entries_of
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
@@ -78,7 +78,7 @@ def import_checkpoint(command: Command, path: Path) -> int:
         f"{describe(loss, seconds)}{'' if before is None else f' | best in the file {before:.4f}'}\n"
         f"optimizer {moments}\n"
         f"data begins at sample 0: the file does not say which windows it was trained on\n"
-        f"saved as {paths.for_people(folder)}; go on with: "
+        f"saved as {paths.display_path(folder)}; go on with: "
         f"{summary.command_to_resume(start.run_dir, world_size=1)}"
     )
     return 0

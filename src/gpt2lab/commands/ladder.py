@@ -21,9 +21,9 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands import ablation_table
-from gpt2lab.commands.ablate import carry_out, check_runs, naming, require_own_settings
+from gpt2lab.commands.ablate import check_runs, naming, require_own_settings, run_all
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.commands.ladder_file import DATA, FAMILIES, Family, read_family
-from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import (
     CheckError,
     ConfigError,
@@ -36,7 +36,7 @@ from gpt2lab.planner import auto, calibration, hardware, ladder
 from gpt2lab.planner.ask import read_count
 from gpt2lab.planner.estimate import estimate
 from gpt2lab.planner.ladder import Ladder
-from gpt2lab.planner.machine import Seen, look
+from gpt2lab.planner.machine import DetectedHardware, look
 from gpt2lab.planner.scaling_law import Rung, require_enough
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.planner.timing import Interval
@@ -85,10 +85,10 @@ class Run:
         rungs, checks = family.rung_runs(out), _rate_runs(family, out)
         _require_law(_starts(rungs).values())
         check_runs([*rungs, *checks, *top])
-        carry_out([*rungs, *checks], jobs=self.jobs)
+        run_all([*rungs, *checks], jobs=self.jobs)
         if top:
             say(_describe_prediction(_predict_top(top, out, _read(family, out))))
-            carry_out(top, jobs=self.jobs)
+            run_all(top, jobs=self.jobs)
         print(_report(_results(family, out)))
         return 0
 
@@ -151,7 +151,7 @@ def _open(file: str, out: Path | None) -> tuple[Family, Path]:
     needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
     if DATA in needed and not data.is_dir():
         raise DataError(
-            f"{paths.for_people(data)}: no such data folder; make it with: {paths.command('tokenizer')} train "
+            f"{paths.display_path(data)}: no such data folder; make it with: {paths.command('tokenizer')} train "
             f"python-stdlib --vocab_size 512 --out tok512 && {paths.command('prepare')} python-stdlib "
             f"--tokenizer tok512 --val_tokens 900000 --out {DATA}"
         )
@@ -256,7 +256,7 @@ def _plan(family: Family, out: Path) -> dict[str, Any]:
 def _time(start: Start, out: Path) -> Interval | None:
     """Return how long one run takes here alone, None where nothing is known of the machine."""
     known = hardware.load()
-    seen = Seen(()) if start.config.system.device == "cpu" else look()
+    seen = DetectedHardware(()) if start.config.system.device == "cpu" else look()
     job = auto.job_on(seen, start.config, start.plan, start.data.tokens("train"))
     try:
         on, ratios = calibration.this_machine(seen, known, calibration.read(out), job)
@@ -319,7 +319,7 @@ def _losses(
             curve = None
         if curve is None or curve.tokens[-1] != tokens:
             holder = holder_of(out / run.name)
-            again = fmt.command_line(["run", family.file, "--out", paths.for_people(out)])
+            again = fmt.command_line(["run", family.file, "--out", paths.display_path(out)])
             fix = (
                 f"{holder} trains it; wait for it"
                 if holder
@@ -351,7 +351,7 @@ def _read(family: Family, out: Path) -> Ladder:
     shared = next(iter(starts.values()))
     settings = ladder.shared_settings(shared.config) | {
         "data": shared.data.fingerprint,
-        "data_name": paths.for_people(shared.data.folder),
+        "data_name": paths.display_path(shared.data.folder),
         "tokenizer": shared.data.tokenizer.name if shared.data.tokenizer else None,
         "total_batch_size": shared.config.batch.total_batch_size,
         "val_tokens": shared.config.eval.val_tokens,

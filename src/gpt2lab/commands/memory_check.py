@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 
 from gpt2lab import fmt
-from gpt2lab.config.command_line import run_tyro
+from gpt2lab.commands.command_line import run_tyro
 from gpt2lab.planner import hardware, reports
 from gpt2lab.planner.ask import JobFlags, Predictor, check_job
 from gpt2lab.planner.memory import PARTS

@@ -13,7 +13,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 
 # Flags that draw something else than runs, and those that count beside them and --out.
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     """Read the runs, draw them, and say where."""
     flags = run_tyro(Plot, argv)
     _check(flags)
-    from gpt2lab.runs import plots
+    from gpt2lab.report import plots
 
     out = paths.from_working_directory(flags.out) if flags.out else None
     if out and out.suffix not in (".png", ".svg"):
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
         plots.draw_ablation(folder / "ablation.json", out, view)
     else:
         out = _draw_runs(flags, out)
-    print(paths.for_people(out))
+    print(paths.display_path(out))
     return 0
 
 
@@ -105,7 +105,8 @@ def _check(flags: Plot) -> None:
 
 
 def _draw_runs(flags: Plot, out: Path | None) -> Path:
-    from gpt2lab.runs import curves, history, plots
+    from gpt2lab.report import curves, plots
+    from gpt2lab.runs import history
 
     if not flags.runs:
         raise ConfigError(

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from gpt2lab import fmt, paths
+from gpt2lab.commands.command_line import Command
 from gpt2lab.commands.trials import DISK_BYTES, try_disk, try_network, try_step
-from gpt2lab.config.command_line import Command
 from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime

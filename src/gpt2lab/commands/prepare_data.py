@@ -14,7 +14,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import argument, check_least, option, run_tyro
+from gpt2lab.commands.command_line import argument, check_least, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
 from gpt2lab.tokenizers.opening import TOKENIZER, open_tokenizer
@@ -112,7 +112,7 @@ def prepare(flags: PrepareData) -> Path:
     )
     for warning in result.warnings if result else ():
         say(f"warning: {warning}")
-    already = f"{paths.for_people(folder)}: already prepared"
+    already = f"{paths.display_path(folder)}: already prepared"
     print(pipeline.describe(result) if result else already)
     if part[1] == 1:
         manifest = result.manifest if result else read_manifest(folder)
@@ -126,7 +126,7 @@ def prepare(flags: PrepareData) -> Path:
 def _command_to_train(folder: Path, tokens: int) -> str:
     """Return a command that trains on the data: a small model where there is little text."""
     model = "gpt2-micro" if tokens < _FEW_TOKENS else "gpt2"
-    flags = ["--model", model, "--data_dir", paths.for_people(folder)]
+    flags = ["--model", model, "--data_dir", paths.display_path(folder)]
     return fmt.command_line([*paths.command_words("train"), *flags])
 
 

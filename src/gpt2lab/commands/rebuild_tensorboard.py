@@ -10,7 +10,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ def main(argv: list[str]) -> int:
     from gpt2lab.runs import history
 
     found = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
-    from gpt2lab.runs.tensorboard import rebuild_tensorboard  # torch
+    from gpt2lab.tracking.tensorboard import rebuild_tensorboard  # torch
 
     folder, count = rebuild_tensorboard(found)
-    print(f"{paths.for_people(folder)}: {count:,} events")
+    print(f"{paths.display_path(folder)}: {count:,} events")
     return 0

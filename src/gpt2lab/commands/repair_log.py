@@ -15,7 +15,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError, SaveError, system_errors_as
 from gpt2lab.files import staged_file, sync_folder
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         removed, original = remove_damaged_lines(run_dir / METRICS)
         (run_dir / log_index.INDEX).unlink(missing_ok=True)
         log_index.read_chunks(run_dir)
-    shown = paths.for_people(run_dir / METRICS)
+    shown = paths.display_path(run_dir / METRICS)
     for number, what in removed[:_SHOWN]:
         print(f"{shown} line {number:,}: {what}; removed")
     if len(removed) > _SHOWN:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         print(f"{shown}: no damaged line")
     else:
         print(
-            f"{len(removed):,} damaged lines removed; the original is {paths.for_people(original)}"
+            f"{len(removed):,} damaged lines removed; the original is {paths.display_path(original)}"
         )
     return 0
 

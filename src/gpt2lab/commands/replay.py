@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
-    from gpt2lab.training.replay import Change, Replay, ReplayedStep
+    from gpt2lab.lab.replay import Change, Replay, ReplayedStep
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
     steps = read_steps(flags.steps)
     run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
-    from gpt2lab.training.replay import Change
+    from gpt2lab.lab.replay import Change
 
     change = Change(
         frozenset(flags.without_sample),
@@ -126,7 +126,7 @@ class Replayed:
         """Write it for people."""
         first, last = self.shown[0].event["step"], self.shown[-1].event["step"]
         lines = [
-            f"{paths.for_people(self.run)}, {fmt.steps(first, last)} from the checkpoint of step "
+            f"{paths.display_path(self.run)}, {fmt.steps(first, last)} from the checkpoint of step "
             f"{self.from_step}{f', {self.change}' if self.change else ''}",
             *self.notes,
         ]
@@ -217,8 +217,8 @@ def replay(
 def open_run(run_dir: Path, steps: range, data_dir: tuple[str, ...] = ()) -> Replay:
     """Load the newest checkpoint before the first of some steps, and say so on stderr."""
     from gpt2lab.commands.train import recipe_named
+    from gpt2lab.lab.replay import open_replay
     from gpt2lab.runs import history
-    from gpt2lab.training.replay import open_replay
 
     is_tuned = history.read_config(run_dir).tuning.instructions is not None
     recipe = recipe_named("finetune" if is_tuned else "pretrain")

@@ -11,7 +11,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 
 
@@ -29,7 +29,8 @@ class Report:
 def main(argv: list[str]) -> int:
     """Write the page and say where."""
     flags = run_tyro(Report, argv)
-    from gpt2lab.runs import history, report
+    from gpt2lab.report import page as report
+    from gpt2lab.runs import history
 
     if not flags.runs:
         raise ConfigError(
@@ -42,5 +43,5 @@ def main(argv: list[str]) -> int:
     if out.suffix != ".html":
         raise ConfigError(f"--out {out}: a page is written; let the name end in .html")
     report.write_report(folders, out)
-    print(paths.for_people(out))
+    print(paths.display_path(out))
     return 0

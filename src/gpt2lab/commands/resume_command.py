@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from gpt2lab import paths
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.commands.job_files import (
     Job,
     Output,
@@ -21,7 +22,6 @@ from gpt2lab.commands.job_files import (
     write_sky,
     write_slurm,
 )
-from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs.console import say
@@ -116,8 +116,8 @@ def plan_continuation(
     Raises: GPT2LabError.
     """
     from gpt2lab.checkpoint import catalog
+    from gpt2lab.commands.command_line import parse
     from gpt2lab.commands.train import recipe_named
-    from gpt2lab.config.command_line import parse
     from gpt2lab.config.mixture import normal_words, read_sources
     from gpt2lab.runs import history
     from gpt2lab.runs.summary import program_of

@@ -24,7 +24,7 @@ from tyro.conf import Positional
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.files import JsonFile, sync_folder
@@ -47,7 +47,7 @@ class Rm:
         """Ask, and delete; return the exit code."""
         folders = _find(self.names, self.checkpoint_dir)
         for folder in folders:
-            print(f"{paths.for_people(folder)}: {_describe(folder)}")
+            print(f"{paths.display_path(folder)}: {_describe(folder)}")
         return _act(folders, "delete", delete, sure=self.yes)
 
 
@@ -72,8 +72,8 @@ class Archive:
                 raise ConfigError(f"--to {to}: lies inside the run {folder}; choose another --to")
             if os.path.lexists(to / folder.name):
                 raise ConfigError(f"{to / folder.name}: is there already; choose another --to")
-            print(f"{paths.for_people(folder)}: {_describe(folder)}")
-        question = f"move to {paths.for_people(to)}"
+            print(f"{paths.display_path(folder)}: {_describe(folder)}")
+        question = f"move to {paths.display_path(to)}"
         return _act(folders, question, lambda folder: archive(folder, to), sure=self.yes)
 
 
@@ -87,7 +87,7 @@ class Sync:
 
     def execute(self) -> int:
         """Send each run and say how much of it; return the exit code."""
-        from gpt2lab.runs import tracking
+        from gpt2lab.tracking import followers as tracking
 
         if not self.names:
             raise ConfigError(_NO_RUN)
@@ -99,7 +99,7 @@ class Sync:
         for folder, flat in zip(folders, settings, strict=True):
             count = tracking.sync(folder.resolve(), self.to, settings=flat)
             said = f"{count:,} events sent to {self.to}" if count else f"{self.to} has all events"
-            print(f"{paths.for_people(folder)}: {said}")
+            print(f"{paths.display_path(folder)}: {said}")
         return 0
 
 
@@ -233,7 +233,7 @@ def _act(folders: list[Path], what: str, act: Callable[[Path], None], *, sure: b
             return 1
     for folder in folders:
         act(folder)
-    print(f"done: {', '.join(paths.for_people(folder) for folder in folders)}")
+    print(f"done: {', '.join(paths.display_path(folder) for folder in folders)}")
     return 0
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
+from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.completion import Style, check_style
+from gpt2lab.evaluation.completion import SamplingParams, check_sampling
 from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Sample:
     batch: Path | None = option(None, "file of prompts, one a line")
     out: Path | None = option(None, "with --batch: file to write, one JSON object a text")
     num_samples: int = option(1, "texts for each prompt", least=1)
-    style: Style = option(Style(), "how a text is drawn")
+    style: SamplingParams = option(SamplingParams(), "how a text is drawn")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto = cuda if there is one")
     dtype: Literal["auto", "fp32", "bf16"] = option("fp32", "matmul precision")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -82,12 +82,12 @@ def _check(flags: Sample) -> None:
         raise ConfigError("--batch IN.txt and --out OUT.jsonl go together")
 
 
-def load(flags: Any, style: Style) -> "Completer":
+def load(flags: Any, style: SamplingParams) -> "Completer":
     """Load the model that the flags of sample, chat or serve name, and print its warnings.
 
     Raises: ConfigError, CheckpointError.
     """
-    check_style(style)
+    check_sampling(style)
     from gpt2lab.evaluation.completion import Completer
 
     completer = Completer(

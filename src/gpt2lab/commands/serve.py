@@ -19,10 +19,10 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from gpt2lab import paths
+from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.commands.sample import load
-from gpt2lab.config.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.completion import Style
+from gpt2lab.evaluation.completion import SamplingParams
 
 _TOKEN = "GPT2LAB_API_KEY"
 _LAST_SECONDS = 5  # for the token that is computed when the server is told to end
@@ -49,10 +49,10 @@ def main(argv: list[str]) -> int:
     token = os.environ.get(_TOKEN)
     _check(flags, token)
     with _listen(flags.host, flags.port) as listener:
-        completer = load(flags, Style())
+        completer = load(flags, SamplingParams())
         import uvicorn
 
-        from gpt2lab.commands.serve_app import build_app
+        from gpt2lab.serving.app import build_app
 
         name = completer.target.name.rstrip("/").rpartition("/")[2]
         app, engine = build_app(

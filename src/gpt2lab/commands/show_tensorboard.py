@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.commands.command_line import option, run_tyro
 from gpt2lab.errors import ConfigError, system_errors_as
 
 _HOST = "localhost"
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         return 0
     found = found or _start(folder, pid_file, flags.port)
     print(
-        f"http://{_HOST}:{found['port']}/ shows {paths.for_people(folder)} (process {found['pid']}); "
+        f"http://{_HOST}:{found['port']}/ shows {paths.display_path(folder)} (process {found['pid']}); "
         f"make tensorboard-stop ends it"
     )
     return 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import option, run_tyro
+from gpt2lab.commands.command_line import option, run_tyro
 from gpt2lab.errors import ConfigError
 
 _DAY = 86_400.0  # seconds
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         runs = read()
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if not runs:
-            return f"no runs in {paths.for_people(folder)}"
+            return f"no runs in {paths.display_path(folder)}"
         return overview.describe(runs, width=width)
 
     if flags.json:

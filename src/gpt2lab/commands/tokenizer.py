@@ -12,7 +12,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import argument, option, run_tyro
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -82,7 +82,7 @@ class Train:
         found = train_bpe(texts, self.vocab_size or 32_768) if is_bpe else characters_of(texts)
         with system_errors_as(ConfigError, out, fix="choose another --out"):
             _write(found, out)
-        print(f"{paths.for_people(out)}: {found.describe()}, end of text {found.end_of_text}")
+        print(f"{paths.display_path(out)}: {found.describe()}, end of text {found.end_of_text}")
         return 0
 
     def _check_characters(self, out: Path) -> None:

@@ -12,7 +12,7 @@ from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gpt2lab.config.command_line import Command, Page
+    from gpt2lab.commands.command_line import Command, Page
     from gpt2lab.training.recipe import Recipe
 
 
@@ -22,7 +22,7 @@ _OF_THE_PLACE = frozenset({"vocab_size", "num_tokens", "data_dir", "checkpoint_d
 
 def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | None = None) -> int:
     """Do what the command line says and return the exit code; `page`: whose help is shown."""
-    from gpt2lab.config.command_line import parse
+    from gpt2lab.commands.command_line import parse
 
     command = parse(argv, recipe_name, page=page)
     if command.actions.list_checkpoints:
@@ -102,7 +102,7 @@ def import_checkpoint(argv: list[str]) -> int:
 
     Raises: ConfigError if it is missing.
     """
-    from gpt2lab.config import help_page
+    from gpt2lab.commands import help_page
 
     if not help_page.asked(argv) and (not argv or argv[0].startswith("-")):
         raise ConfigError(
@@ -124,9 +124,9 @@ def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
     if os.environ.get("RANK", "0") == "0":
         write_file(path, config, leave_out=_OF_THE_PLACE - command.typed)
         verb = "finetune" if command.recipe == "finetune" else "train"
-        words = [*paths.command_words(verb), "--config", paths.for_people(path)]
+        words = [*paths.command_words(verb), "--config", paths.display_path(path)]
         print(
-            f"wrote {paths.for_people(path)}; nothing was trained. "
+            f"wrote {paths.display_path(path)}; nothing was trained. "
             f"Train with: {fmt.command_line(words)}"
         )
     return 0

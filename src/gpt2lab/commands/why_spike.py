@@ -17,12 +17,12 @@ import numpy as np
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
+from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.commands.replay import open_run
-from gpt2lab.config.command_line import argument, option, run_tyro
 from gpt2lab.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from gpt2lab.training.spike import Contribution, WithoutSample
+    from gpt2lab.lab.spike import Contribution, WithoutSample
 
 _HEAD, _TAIL, _ROWS = 160, 60, 10  # characters of a text, lines of the table
 _LITTLE = 0.8  # of the norm: if more is left without the worst sample, it does not explain the norm
@@ -89,7 +89,7 @@ class Spike:
         chosen = f" ({self.how}, the largest in the log that can be replayed)" if self.how else ""
         loss, norm = _shown(self.loss), _shown(self.grad_norm)
         lines = [
-            f"step {self.step} of {paths.for_people(self.run)}{chosen}",
+            f"step {self.step} of {paths.display_path(self.run)}{chosen}",
             f"loss {loss}, gradient norm {norm}, {fmt.number_of(len(self.parts), 'sample')}: "
             + (self.departure or "as logged"),
         ]
@@ -140,8 +140,8 @@ def explain(
 ) -> Spike:
     """Replay up to a step, and divide its gradient by sample."""
     from gpt2lab.commands.data_show import tokens_of_step
-    from gpt2lab.training.replay import Change, first_difference, without
-    from gpt2lab.training.spike import WithoutSample, contributions, patterns
+    from gpt2lab.lab.replay import Change, first_difference, without
+    from gpt2lab.lab.spike import WithoutSample, contributions, patterns
 
     how = None
     if step is None:
@@ -185,16 +185,16 @@ def explain(
 
 def _choose(run_dir: Path) -> tuple[int, str]:
     from gpt2lab.checkpoint import catalog
+    from gpt2lab.lab.spike import FEWEST_BEFORE, largest_spike
     from gpt2lab.runs import history
-    from gpt2lab.training.spike import FEWEST_BEFORE, largest_spike
 
     infos = catalog.list_checkpoints(run_dir)[0]
     if not infos:
-        raise ConfigError(f"{paths.for_people(run_dir)}: it has no checkpoint to replay from")
+        raise ConfigError(f"{paths.display_path(run_dir)}: it has no checkpoint to replay from")
     found = largest_spike(history.read_log(run_dir), after=infos[0].step)
     if found is None:
         raise ConfigError(
-            f"{paths.for_people(run_dir)}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
+            f"{paths.display_path(run_dir)}: no step after its first checkpoint has {FEWEST_BEFORE} steps before it to "
             f"be compared with; name one with --step"
         )
     return found

@@ -39,7 +39,7 @@ def missing_folder(folder: Path, otherwise: str) -> DataError:
     for place in (folder.parent, paths.from_repository(Path("data"))):
         found = [*place.glob(f"*/{MANIFEST}"), *place.glob("*/*_train_*")]
         names = {file.parent.name for file in found}
-        if hint := fmt.did_you_mean(folder.name, names, flag=f"{paths.for_people(place)}/"):
+        if hint := fmt.did_you_mean(folder.name, names, flag=f"{paths.display_path(place)}/"):
             return DataError(f"{folder}: no such data folder; {hint}")
     return DataError(f"{folder}: no such data folder; {otherwise}")
 

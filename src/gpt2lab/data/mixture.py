@@ -375,6 +375,6 @@ def describe_sources(data: TokenData, order: Order | Mixture, *, samples: int) -
         shares = ", then ".join(f"{share[name]:.2%}" for share in phases)
         lines.append(
             f"{name}: {shares} of the samples, {source.tokens('train'):,} training tokens, "
-            f"{epochs[name]:.3f} epochs ({paths.for_people(source.folder)})"
+            f"{epochs[name]:.3f} epochs ({paths.display_path(source.folder)})"
         )
     return lines

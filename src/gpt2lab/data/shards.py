@@ -116,7 +116,7 @@ class TokenData:
         """Describe the data for people; `unused_targets` at the shards' ends belong to no window."""
         other = "" if self.tokenizer in (GPT2, None) else f", tokenizer {self.tokenizer.describe()}"
         return (
-            f"{paths.for_people(self.folder)}, {self.tokens('train'):,} training tokens "
+            f"{paths.display_path(self.folder)}, {self.tokens('train'):,} training tokens "
             f"({unused_targets:,} targets at shard ends unused), fingerprint {self.fingerprint[:12]}{other}"
         )
 
@@ -142,7 +142,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
             before = f"{paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} --out {name} && "
         prepare = (
             f"prepare one with: {before}{paths.command('prepare')} python-stdlib --tokenizer {name} "
-            f"--out {paths.for_people(folder)}"
+            f"--out {paths.display_path(folder)}"
         )
     if not folder.is_dir():
         raise missing_folder(folder, prepare)
@@ -217,7 +217,7 @@ def document_ends(shard: Shard) -> np.ndarray:
 
     Raises: DataError if the index is gone or no longer what it was.
     """
-    from gpt2lab.data import formats
+    from gpt2lab.interop import token_files as formats
 
     assert shard.index is not None
     path = shard.index.path
@@ -238,7 +238,7 @@ def open_shard(path: Path) -> Shard:
     """
     from numpy.lib import format as npy  # numpy only where shards are really opened
 
-    from gpt2lab.data import formats
+    from gpt2lab.interop import token_files as formats
 
     try:
         size = path.stat().st_size

@@ -200,7 +200,7 @@ def describe(folder: Path, stats: dict[str, SplitStats]) -> str:
     """Write the statistics as a table, a column for each split."""
     columns = [_column(split) for split in stats.values()]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return f"{paths.for_people(folder)}\n" + fmt.table(["", *stats], rows)
+    return f"{paths.display_path(folder)}\n" + fmt.table(["", *stats], rows)
 
 
 def _column(split: SplitStats) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt2lab.checkpoint.target import find_target, was_tuned
-from gpt2lab.config.command_line import check_least, option
+from gpt2lab.commands.command_line import check_least, option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.files import staged_file
@@ -21,7 +21,7 @@ from gpt2lab.tokenizers.opening import why_no_text
 
 
 @dataclass(frozen=True)
-class Style:
+class SamplingParams:
     """How a text is drawn: flags of scripts/sample.py and scripts/chat.py."""
 
     max_new_tokens: int = option(100, "most tokens of a text, not counting its prompt", least=1)
@@ -31,7 +31,7 @@ class Style:
     seed: int = option(1337, "same seed and same prompt, same text", least=0)
 
 
-def check_style(style: Style) -> None:
+def check_sampling(style: SamplingParams) -> None:
     """Reject settings that cannot draw a token.
 
     Raises: ConfigError.
@@ -62,7 +62,7 @@ class Completer:
         checkpoint_dir: Path,
         device: Literal["auto", "cpu", "cuda"],
         dtype: Literal["auto", "fp32", "bf16"],
-        style: Style,
+        style: SamplingParams,
     ) -> None:
         """Load the model that `name` means.
 
@@ -122,7 +122,7 @@ class Completer:
         yield from self.tokenizer.stream(id for (id,) in drawn if id != end)
 
     def draw(
-        self, ids: list[int], number: int, places: list[int], style: Style
+        self, ids: list[int], number: int, places: list[int], style: SamplingParams
     ) -> Generator[list[int], None, None]:
         """Yield the next id of the text at each place; `end_of_text` for one that has ended."""
         import torch

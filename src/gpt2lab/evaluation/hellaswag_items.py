@@ -70,7 +70,7 @@ def fetch_hellaswag(
     path = path or paths.from_repository(DEFAULT_PATH)
     if path.exists():
         return path
-    by_hand = f"download it yourself (curl -L --create-dirs -o {paths.for_people(path)} {url}) or give --hellaswag_path"
+    by_hand = f"download it yourself (curl -L --create-dirs -o {paths.display_path(path)} {url}) or give --hellaswag_path"
     content = _download(url, connect_seconds, by_hand)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.shards import TokenData

@@ -74,7 +74,7 @@ class InstructionData(TokenData):
         train, val = self.rows["train"], self.rows["val"]
         filled = train.targets() / (len(train) * (train.ids.shape[1] - 1))
         return (
-            f"{paths.for_people(self.folder)}, {self.conversations['train']:,} conversations in {len(train):,} rows "
+            f"{paths.display_path(self.folder)}, {self.conversations['train']:,} conversations in {len(train):,} rows "
             f"({train.targets():,} answer tokens, {filled:.0%} of the positions), {self.conversations['val']:,} "
             f"in {len(val):,} rows held out, fingerprint {self.fingerprint[:12]}"
         )

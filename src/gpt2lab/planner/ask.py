@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.config.command_line import check_least, option
+from gpt2lab.commands.command_line import check_least, option
 from gpt2lab.config.derived import check_fsdp_param_dtype, compiles, fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.presets import preset
@@ -24,7 +24,7 @@ from gpt2lab.planner.estimate import Estimate, Window, estimate
 from gpt2lab.planner.hardware import Hardware, Profile
 from gpt2lab.planner.job import Job, fit_mini_batch
 from gpt2lab.planner.ladder import find_ladder
-from gpt2lab.planner.machine import Machine, Seen, look, named
+from gpt2lab.planner.machine import DetectedHardware, Machine, look, named
 from gpt2lab.planner.memory import Dtype
 
 LENGTHS = ("tokens", "steps", "epochs", "num_samples")
@@ -129,7 +129,7 @@ class JobFlags:
 
 
 @dataclass(frozen=True)
-class Ask(JobFlags):
+class EstimateRequest(JobFlags):
     """Predict a run: time, memory, cost and loss before it starts; without flags, the newest run's remaining time."""
 
     run_name: str | None = option(None, "run to project; default the one written to last")
@@ -166,7 +166,7 @@ def _given(ask: JobFlags) -> list[str]:
     return [leaf.name for leaf in leaves if getattr(ask, leaf.name) != leaf.default]
 
 
-def check(ask: Ask) -> None:
+def check(ask: EstimateRequest) -> None:
     """Check all flags: those that exclude or need each other, and their bounds.
 
     Raises: ConfigError with one line.
@@ -217,7 +217,7 @@ def read_count(name: str, text: str) -> int:
     return number
 
 
-def window_of(ask: Ask, now: float) -> Window | None:
+def window_of(ask: EstimateRequest, now: float) -> Window | None:
     """Return the window of --deadline and --margin, None without --deadline.
 
     Raises: ConfigError if it is not a time, lies in the past, or leaves nothing after the margin.
@@ -242,7 +242,7 @@ def window_of(ask: Ask, now: float) -> Window | None:
     return Window(seconds, margin)
 
 
-def start_of(ask: Ask, now: float) -> float:
+def start_of(ask: EstimateRequest, now: float) -> float:
     """Return when the run starts, Unix seconds."""
     return now if ask.start is None else _moment("start", ask.start)
 
@@ -350,7 +350,7 @@ class Predictor:
         """Look at this machine, unless a card is named."""
         self.ask, self.hardware = ask, known
         self.gpu = known.gpu(ask.gpu) if ask.gpu is not None else None
-        self.seen = look() if self.gpu is None else Seen(())
+        self.seen = look() if self.gpu is None else DetectedHardware(())
         self.records = calibration.read(ask.folder())
         self.is_cpu = self.gpu is None and self.seen.is_cpu
         self.world_size = ask.gpus or max(1, len(self.seen.gpus))

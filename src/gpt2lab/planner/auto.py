@@ -29,7 +29,7 @@ from gpt2lab.planner.estimate import (
 )
 from gpt2lab.planner.hardware import Gpu, Hardware
 from gpt2lab.planner.job import Job, Plan
-from gpt2lab.planner.machine import Seen, look, named, total_memory
+from gpt2lab.planner.machine import DetectedHardware, look, named, total_memory
 from gpt2lab.planner.reports import GIB
 from gpt2lab.runs.console import say
 
@@ -93,7 +93,7 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
     total = total_memory()
     if total is None or (config.system.device != "cpu" and shutil.which("nvidia-smi")):
         return
-    held = job_on(Seen(()), config, plan, train_tokens).memory()
+    held = job_on(DetectedHardware(()), config, plan, train_tokens).memory()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = ranks * (held.params + held.optimizer + held.gradients)
     if needed > total:
@@ -103,7 +103,7 @@ def check_memory(config: Config, plan: Plan, *, train_tokens: int) -> None:
         )
 
 
-def job_on(seen: Seen, config: Config, plan: Plan, train_tokens: int) -> Job:
+def job_on(seen: DetectedHardware, config: Config, plan: Plan, train_tokens: int) -> Job:
     """Return the job of a start of the trainer on this machine."""
     dtype = config.system.dtype
     return Job.of_run(
@@ -159,11 +159,11 @@ def choose_settings(
     return chosen
 
 
-def _look(system: SystemConfig) -> Seen:
-    return Seen(()) if system.device == "cpu" else look()
+def _look(system: SystemConfig) -> DetectedHardware:
+    return DetectedHardware(()) if system.device == "cpu" else look()
 
 
-def _steps_in_window(job: Job, seen: Seen, checkpoint_dir: Path) -> int:
+def _steps_in_window(job: Job, seen: DetectedHardware, checkpoint_dir: Path) -> int:
     hours = job.config.length.max_hours
     if hours is None:
         raise ConfigError("--fit_schedule needs --max_hours: the window that the run must end in")

@@ -26,7 +26,7 @@ from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import machine, timing
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import Machine, Seen
+from gpt2lab.planner.machine import DetectedHardware, Machine
 from gpt2lab.planner.timing import Measured, Rates, fit, work
 from gpt2lab.runs.history import Log, stall_of
 
@@ -193,7 +193,7 @@ def _measured(record: Mapping[str, Any]) -> Measured:
 
 
 def this_machine(
-    seen: Seen,
+    seen: DetectedHardware,
     hardware: Hardware,
     records: Sequence[Mapping[str, Any]],
     job: Job,

@@ -112,7 +112,7 @@ def read_ladder(folder: Path) -> Ladder:
     found = file.read() if file.path.exists() else {}
     if found.get("format") != _FORMAT:
         raise ConfigError(
-            f"{paths.for_people(folder)} holds no ladder that was fitted: "
+            f"{paths.display_path(folder)} holds no ladder that was fitted: "
             f"{paths.command('ladder')} fit FILE writes {FILE} there"
         )
     rules = {"name": TEXT, "settings": OBJECT, "rungs": list_of(OBJECT, "a list of objects")}
@@ -159,7 +159,7 @@ def write_prediction(folder: Path, ladder: Ladder, point: Point) -> dict[str, An
         same = (inputs, point.parameters, point.tokens, point.seeds)
         if tuple(found.get(k) for k in ("inputs_sha256", "parameters", "tokens", "seeds")) != same:
             raise CheckError(
-                f"{paths.for_people(path)} was written at {found.get('written')} from other losses or for another top "
+                f"{paths.display_path(path)} was written at {found.get('written')} from other losses or for another top "
                 f"rung: a prediction is not changed; run the ladder in a new folder (--out)"
             )
         return found

@@ -48,7 +48,7 @@ class GpuState:
 
 
 @dataclass(frozen=True)
-class Seen:
+class DetectedHardware:
     """The GPUs of this machine, before a job is known."""
 
     gpus: tuple[GpuState, ...]
@@ -87,7 +87,7 @@ _QUERY = (
 )
 
 
-def look() -> Seen:
+def look() -> DetectedHardware:
     """Ask nvidia-smi for the GPUs that CUDA_VISIBLE_DEVICES leaves to a process.
 
     It sees none where there is no driver or no answer in five seconds.
@@ -111,7 +111,7 @@ def look() -> Seen:
             clock=_known(cells[8]),
             throttle=_known(cells[9]),
         )
-    return Seen(_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return DetectedHardware(_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _visible(found: dict[str, GpuState], chosen: str | None) -> tuple[GpuState, ...]:

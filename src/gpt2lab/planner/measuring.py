@@ -30,7 +30,7 @@ from gpt2lab.data.manifest import MANIFEST
 from gpt2lab.errors import ConfigError, NoSourceError, system_errors_as
 from gpt2lab.files import temporary_folder
 from gpt2lab.planner import calibration, hardware, machine, reports
-from gpt2lab.planner.ask import Ask, Predictor
+from gpt2lab.planner.ask import EstimateRequest, Predictor
 from gpt2lab.planner.hardware import Profile
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Watch
@@ -80,7 +80,9 @@ def _steps_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "step"]
 
 
-def measure(ask: Ask, predictor: Predictor, profile: Profile) -> tuple[Ask, dict[str, Any] | None]:
+def measure(
+    ask: EstimateRequest, predictor: Predictor, profile: Profile
+) -> tuple[EstimateRequest, dict[str, Any] | None]:
     """Search the mini batch and time this machine, as asked; return the flags to answer now, and the search.
 
     Raises: NoSourceError if the machine is too busy or too slow; ConfigError if the trainer fails.
@@ -402,7 +404,7 @@ def self_test(folder: Path) -> tuple[dict[str, Any], str, int]:
     known, steps = hardware.load(), SELF_TEST_STEPS
     folder.mkdir(parents=True, exist_ok=True)
     with temporary_folder(folder / "self-test") as place:
-        ask = Ask(
+        ask = EstimateRequest(
             checkpoint_dir=place,
             model="gpt2-micro",
             mini_batch_size=8,

@@ -328,7 +328,7 @@ def describe(remaining: Remaining, now: float) -> str:
         around = f"{fmt.count(rate.low)} ... {fmt.count(rate.high)}"
         speed = f"{fmt.count(rate.value)} tok/s in the last start ({around})"
     lines = [
-        f"run          {paths.for_people(remaining.run_dir)}",
+        f"run          {paths.display_path(remaining.run_dir)}",
         f"done         {done} (steps alone {fmt.duration(remaining.trained_seconds)})",
         f"speed        {speed}",
     ]

@@ -78,7 +78,7 @@ def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
     folder = find_folder(run, runs)
     if folder is None:
         raise ConfigError(
-            f"{run}: no run of this name in {paths.for_people(runs)}, and no such folder"
+            f"{run}: no run of this name in {paths.display_path(runs)}, and no such folder"
             f"{similar_run(run, runs)}"
         )
     return folder
@@ -185,7 +185,7 @@ class Log:
             for line, what in chunk.damaged
         ]
         more = f" and {count - NAMED_LINES:,} more" if count > NAMED_LINES else ""
-        run = fmt.word_of_bash(paths.for_people(self._run_dir))
+        run = fmt.word_of_bash(paths.display_path(self._run_dir))
         return (
             f"{self._run_dir / METRICS} {'; '.join(named[:NAMED_LINES])}{more}: edited, or the disk is damaged; "
             f"left out, {paths.command('repair-log')} {run} removes it"

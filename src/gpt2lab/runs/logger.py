@@ -25,8 +25,8 @@ from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
 from gpt2lab.runs import log_index
 from gpt2lab.runs.console import Console, beats, silence_ends
-from gpt2lab.runs.tensorboard import mirror, open_tensorboard
-from gpt2lab.runs.tracking import FINISH_SECONDS, TrackerProcess, open_trackers
+from gpt2lab.tracking.followers import FINISH_SECONDS, TrackerProcess, open_trackers
+from gpt2lab.tracking.tensorboard import mirror, open_tensorboard
 
 if TYPE_CHECKING:
     import torch
@@ -210,7 +210,7 @@ class MetricsLogger:
         if self._log is not None:
             self._on_console(lambda console: console.show(text))
 
-    def break_silence(self, text: str, *, step_seconds: float) -> None:
+    def log_if_quiet(self, text: str, *, step_seconds: float) -> None:
         """Say text where no line came for long; nothing on a terminal, whose progress line rewrites itself."""
         on_terminal = self._console is not None and self._console.is_terminal
         now = monotonic()

@@ -10,9 +10,9 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.mirror import describe_status
 from gpt2lab.checkpoint.target import is_run
 from gpt2lab.errors import GPT2LabError
+from gpt2lab.mirror.storage import describe_status
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
 from gpt2lab.runs.lock import holder_of

@@ -59,7 +59,7 @@ def describe_run(run_dir: Path) -> str:
     else:
         lines.append("  begin again       with the same command line: nothing was saved")
     if (run_dir / "tensorboard").exists():
-        words = [paths.program("tensorboard"), "--logdir", paths.for_people(run_dir.parent)]
+        words = [paths.program("tensorboard"), "--logdir", paths.display_path(run_dir.parent)]
         lines.append(f"  look at it        {fmt.command_line(words)}")
     else:
         then = fmt.command_line(paths.command_words("tensorboard"))
@@ -73,7 +73,7 @@ def commands_after(run_dir: Path) -> list[str]:
     """Return what people do with a complete run: continue prompts, write its report, and teach it to answer."""
     name, folder = run_dir.name, []
     if run_dir.parent != paths.runs_folder(None):
-        folder = ["--checkpoint_dir", paths.for_people(run_dir.parent)]
+        folder = ["--checkpoint_dir", paths.display_path(run_dir.parent)]
 
     def line(verb: str, *words: str) -> str:
         return fmt.command_line([*paths.command_words(verb), *words, *folder])
@@ -99,11 +99,11 @@ def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     words = [paths.program("python")]
     if world_size > 1:
         words = [paths.program("torchrun"), f"--nproc_per_node={world_size}"]
-    words += [paths.for_people(Path(word)) for word in paths.trainer(program_of(run_dir))]
+    words += [paths.display_path(Path(word)) for word in paths.trainer(program_of(run_dir))]
     words += ["--run_name", run_dir.name]
     words += ["--resume", "latest"]
     if run_dir.parent != paths.runs_folder(None):
-        words += ["--checkpoint_dir", paths.for_people(run_dir.parent)]
+        words += ["--checkpoint_dir", paths.display_path(run_dir.parent)]
     return fmt.command_line(words)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.mirror.upload import Uploader
 from gpt2lab.model.gpt import GPT
 from gpt2lab.planner.run_clock import RunClock
 from gpt2lab.runs.folder import RunFolder

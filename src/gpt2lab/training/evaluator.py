@@ -11,8 +11,8 @@ from gpt2lab.errors import DataError, NonFiniteError
 from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
-from gpt2lab.evaluation.token_losses import describe_losses, write_token_losses
 from gpt2lab.evaluation.validation import ValidationLoss
+from gpt2lab.lab.token_losses import describe_losses, write_token_losses
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.evaluations import items_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint.target import Target, find_folder, find_target
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig, ModelName
 from gpt2lab.config.settings import ARCHITECTURE, options_of, override

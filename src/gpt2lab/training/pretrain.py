@@ -13,9 +13,8 @@ from typing import Literal
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.mirror_upload import Uploader
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.settings import to_flat
 from gpt2lab.distributed.compile_cache import use_cache_folder
@@ -32,14 +31,21 @@ from gpt2lab.errors import (
     GPT2LabError,
     InUseError,
     OutOfMemoryError,
+    PartialUpdateError,
     SaveError,
-    TornUpdateError,
     first_line,
     is_out_of_memory,
     to_gpt2lab_error,
 )
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.mirror.resume import (
+    catch_up_after_end,
+    fetch_on_this_machine,
+    open_uploader,
+    wait_limit,
+)
+from gpt2lab.mirror.upload import Uploader
 from gpt2lab.model import attention_backend, rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
@@ -52,12 +58,6 @@ from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.control import Control
 from gpt2lab.training.evaluator import Evaluator
-from gpt2lab.training.from_mirror import (
-    catch_up_after_end,
-    fetch_on_this_machine,
-    open_uploader,
-    wait_limit,
-)
 from gpt2lab.training.health import why_host_decides
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
 from gpt2lab.training.recipe import PRETRAINING, Recipe
@@ -122,7 +122,7 @@ def pretrain(
             _train(components, signals, folder, began)
     except Exception as error:
         # The first update makes the optimizer's state, so that a step may fit until then and not after.
-        cause = error.__cause__ if isinstance(error, TornUpdateError) else error
+        cause = error.__cause__ if isinstance(error, PartialUpdateError) else error
         if isinstance(error, GPT2LabError) or not is_out_of_memory(cause):
             raise
         assert isinstance(cause, Exception)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import fit_vocabulary
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import Config

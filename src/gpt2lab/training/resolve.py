@@ -18,9 +18,8 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.checkpoint.mirror import connect
 from gpt2lab.checkpoint.target import tokenizer_of
-from gpt2lab.config.command_line import Command
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import check_fsdp_param_dtype, count_steps, mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.resume_policy import find_changes, reject_changes
@@ -38,6 +37,8 @@ from gpt2lab.data.order import VERSION
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, InUseError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
+from gpt2lab.mirror.resume import check_mirror, fetch_newer, url_of
+from gpt2lab.mirror.storage import connect
 from gpt2lab.optim.schedule import default_min_lr, default_warmup
 from gpt2lab.planner.auto import OpenSettings, check_memory, choose_settings
 from gpt2lab.planner.job import Plan, make_plan
@@ -45,7 +46,6 @@ from gpt2lab.runs import history
 from gpt2lab.runs.lock import holder_of
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
-from gpt2lab.training.from_mirror import check_mirror, fetch_newer, url_of
 from gpt2lab.training.init_from import InitialWeights, begin_from
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.start import Start
@@ -167,7 +167,7 @@ def resolve(
     trained_on = origin.manifest["data_fingerprint"] if origin else None
     if data.fingerprint != trained_on:
         name = run_dir.name if initial is None else initial.target.name
-        require_same(of_weights, data.tokenizer, model=name, data=paths.for_people(data.folder))
+        require_same(of_weights, data.tokenizer, model=name, data=paths.display_path(data.folder))
     version = checkpoint.manifest.get("order_version", 1) if checkpoint else VERSION
     if not 1 <= version <= VERSION:
         raise CheckpointError(

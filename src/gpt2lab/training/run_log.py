@@ -96,7 +96,7 @@ class StepLog:
         short = f"step {step}/{last_step} | loss {stats.loss:.4f} | lr {lr:.1e} | {rate:,.0f} tok/s | eta {eta}"
         self._logger.show(short)
         if not (step == 1 or is_due(step, log_freq, last_step)):
-            self._logger.break_silence(short, step_seconds=seconds)
+            self._logger.log_if_quiet(short, step_seconds=seconds)
         else:
             targets = "" if batch.num_targets == tokens else f" | targets {batch.num_targets:,}"
             rates = f"{lr:.1e}" + (
@@ -261,12 +261,12 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         world_size=plan.batch.world_size,
         order_version=start.order.version,
     )
-    logger.say(f"run            {paths.for_people(start.run_dir)} (start {start.attempt})")
+    logger.say(f"run            {paths.display_path(start.run_dir)} (start {start.attempt})")
     logger.say(f"data           {start.describe_data()}")
     for line in start.describe_sources():
         logger.say(f"source         {line}")
     if start.initial is not None:
-        source = paths.for_people(start.initial.target.folder)
+        source = paths.display_path(start.initial.target.folder)
         logger.say(f"begins with    {source}, sha256 {start.initial.sha256[:12]}")
     logger.say(describe(plan, start.config))
     trained = sum(p.numel() for p in components.model.parameters() if p.requires_grad)

@@ -253,7 +253,7 @@ class Saver:
             folder = self.folder or (opened := RunFolder(self.run_dir))
             folder.check_lock()
             self.settle()
-            if state.step == 0 or store.is_spread_out(self.model, self.optimizers):
+            if state.step == 0 or store.has_sharded_state(self.model, self.optimizers):
                 return False
             needed = store.staging_bytes(self.model, self.optimizers)
             # A GPU copies faster into the buffer; it is too small while the only save had no moments.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2lab.checkpoint.catalog import CheckpointInfo, Room
+from gpt2lab.checkpoint.catalog import CheckpointInfo, DiskBudget
 from gpt2lab.config.schema import Config
 from gpt2lab.data.mixture import Mixture, describe_sources
 from gpt2lab.data.order import Order
@@ -30,7 +30,7 @@ class Start:
     order: Order | Mixture  # of the training samples
     val_orders: tuple[Order, ...]  # of each source's validation windows
     plan: Plan
-    room: Room
+    room: DiskBudget
     hellaswag: Literal["off", "on", "fetch"]  # fetch: wanted, but nobody gave a file
     stop_after_steps: int | None
     deadlines: dict[str, float]  # reason: moment on rank 0's monotonic clock

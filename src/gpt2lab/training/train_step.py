@@ -11,7 +11,7 @@ from torch import nn
 
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.strategy import Mark, Numbers, Strategy
-from gpt2lab.errors import TornUpdateError
+from gpt2lab.errors import PartialUpdateError
 from gpt2lab.model.rng import fold_seed
 from gpt2lab.optim.optimizers import reject_on_device, set_learning_rate
 
@@ -74,7 +74,7 @@ def train_step(
     `accept(loss, grad_norm)` decides before the weights change; both are global, so all ranks decide alike. None: the
     device rejects what is not finite, and nothing here waits for it.
 
-    Raises: TornUpdateError if the optimizer failed half-way.
+    Raises: PartialUpdateError if the optimizer failed half-way.
     """
     set_learning_rate(optimizers, lr)
     began = ready = strategy.mark()
@@ -104,5 +104,5 @@ def train_step(
             optimizer.step()
         strategy.clear_gradients(model)
     except Exception as error:
-        raise TornUpdateError(f"the optimizer failed half-way: {error}") from error
+        raise PartialUpdateError(f"the optimizer failed half-way: {error}") from error
     return StepStats(numbers, accepted, work=(began, ready), done=strategy.mark())

@@ -21,8 +21,8 @@ from gpt2lab.errors import (
     DataError,
     FolderLostError,
     GPT2LabError,
+    PartialUpdateError,
     PeerError,
-    TornUpdateError,
     is_lost_peer,
 )
 from gpt2lab.model import rng
@@ -112,10 +112,10 @@ class Trainer:
                 if self.is_last:
                     return self.end()
                 with contextlib.closing(self.loader.batches(self.state.samples)) as batches:
-                    reason = self.train_on(batches)
+                    reason = self.run_steps(batches)
                 if reason != "rewind":
                     return reason
-        except (GPT2LabError, TornUpdateError):
+        except (GPT2LabError, PartialUpdateError):
             raise
         except Exception as error:
             if (lost := self.check_folder()) is not None:
@@ -140,7 +140,7 @@ class Trainer:
         waited = time.monotonic() - signals.asked_at
         return waited > max(self.grace / 2, self.control.margin_seconds)
 
-    def train_on(self, batches: Iterator[GlobalBatch]) -> str | None:
+    def run_steps(self, batches: Iterator[GlobalBatch]) -> str | None:
         """Train on batches in order; return why that ended: None at the end, `rewind`, or the reason of a stop."""
         while True:
             self.heartbeat.enter("reading data", self.newest_step + 1)
@@ -168,7 +168,7 @@ class Trainer:
                 self.launch(batch)
                 if len(self.launched) > 1:
                     self.finish()  # the step before, while the device computes this one
-                if self.is_followed_at_once(self.launched[0]):
+                if self.can_launch_next(self.launched[0]):
                     continue
                 went_on = self.finish()
             if not went_on:
@@ -259,7 +259,7 @@ class Trainer:
         )
         return spiked
 
-    def is_followed_at_once(self, step: LaunchedStep) -> bool:
+    def can_launch_next(self, step: LaunchedStep) -> bool:
         """Tell whether the next step is launched before this one is read: nothing is due between them."""
         first = self.first_step + 1  # compiles, and is announced so
         if not self.is_pipelined or self.state.non_finite_in_a_row or step.number == first:

@@ -24,7 +24,7 @@ import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import staged
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data

@@ -21,8 +21,8 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.manifest import staged
 from gpt2lab.commands import verbs
+from gpt2lab.commands.command_line import Actions
 from gpt2lab.commands.entry import run as run_command
-from gpt2lab.config.command_line import Actions
 from gpt2lab.config.schema import Config, TuningConfig
 from gpt2lab.config.settings import LEAVES, to_flat
 from gpt2lab.data.shards import open_data
@@ -193,7 +193,7 @@ def test_a_quick_command_never_imports_torch_and_writes_nothing(
     assert answer.returncode == (2 if "rejected" in command else 0), answer.stderr[-2000:]
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", answer.stderr, re.MULTILINE))
     assert {
-        "gpt2lab.config.command_line",
+        "gpt2lab.commands.command_line",
         "tyro",
     } <= imported  # the list is really what was imported
     assert not {name for name in imported if name.split(".")[0] == "torch"}

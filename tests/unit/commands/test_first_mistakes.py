@@ -222,7 +222,7 @@ def test_a_dry_run_compares_the_memory_with_what_is_free(
         (line,) = [one for one in done.stdout.splitlines() if one.startswith("memory ")]
         return line
 
-    monkeypatch.setattr(auto.Seen, "free_memory", lambda seen, ranks: 8e9)
+    monkeypatch.setattr(auto.DetectedHardware, "free_memory", lambda seen, ranks: 8e9)
     assert memory().endswith("for each rank, 7.5 GiB free here")
     wide = memory("--n_embd=8192")
     assert "does not fit, not even one sequence at a time; choose a smaller model" in wide

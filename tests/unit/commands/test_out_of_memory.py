@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpt2lab.checkpoint import weights
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.training.pretrain import pretrain
 from launch import REPOSITORY, call
 from tiny import flags_of, write_items, write_shards
@@ -43,7 +43,7 @@ def test_no_room_for_the_weights_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weights, "load_weights", lambda target: allocate())
-    monkeypatch.setattr("gpt2lab.huggingface.export.load_weights", lambda target: allocate())
+    monkeypatch.setattr("gpt2lab.interop.export.load_weights", lambda target: allocate())
     done = call(*words, "--checkpoint_dir=runs", folder=folder)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()

@@ -14,9 +14,8 @@ import pytest
 
 import launch
 from gpt2lab import __version__, paths
-from gpt2lab.commands import verbs
+from gpt2lab.commands import help_page, verbs
 from gpt2lab.commands.verbs import VERBS
-from gpt2lab.config import help_page
 from gpt2lab.errors import ConfigError
 from launch import REPOSITORY, SCRIPTS
 from tiny import CONTEXT, write_shards

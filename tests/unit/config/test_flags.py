@@ -23,15 +23,15 @@ import pytest
 import tyro
 
 from gpt2lab import paths
-from gpt2lab.config.command_line import Actions, parse
+from gpt2lab.commands.command_line import Actions, parse
 from gpt2lab.config.other_programs import FLAGS, RENAMED, VALUES
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName, fixed
 from gpt2lab.config.settings import ARCHITECTURE, LEAVES, override, policy_of, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner.alternatives import learning_rates
-from gpt2lab.planner.ask import Ask, settings_of
-from gpt2lab.runs import report
+from gpt2lab.planner.ask import EstimateRequest, settings_of
+from gpt2lab.report import page as report
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.txt"
 
@@ -208,7 +208,7 @@ def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_pa
     assert rate(f"--config={file}") == theirs
     over = parse(["--model=modern-mini", "--optimizer=adamw"]).override(preset("gpt2-micro"))
     assert to_flat(over)["max_lr"] == rate("--model=gpt2-mini")
-    asked = settings_of(Ask(model="modern-micro"), {"optimizer": "adamw"})
+    asked = settings_of(EstimateRequest(model="modern-micro"), {"optimizer": "adamw"})
     assert learning_rates(asked)["reference_rate"] == asked.optim.max_lr == theirs
     rows = {name: differs for name, _, _, differs in report._settings(asked)}
     assert (rows["optimizer"], rows["max_lr"], rows["muon_lr"]) == (True, False, False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.mixture import Phase, read_sources
 from gpt2lab.config.schema import Config, DataConfig
 from gpt2lab.config.settings import data_name, find_problems, override, to_flat

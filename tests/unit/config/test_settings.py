@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, find_problems, is_path, override, to_flat

@@ -11,7 +11,7 @@ import pytest
 import gpt2lab
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError

@@ -23,7 +23,7 @@ from numpy.lib import format as npy
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.data import windows as verifier_module
 from gpt2lab.data.order import Shuffle
 from gpt2lab.data.shards import Shard, open_data

@@ -17,10 +17,10 @@ import pytest
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.data.manifest import fingerprint_of, read_manifest
 from gpt2lab.data.prepare.assemble import merge
-from gpt2lab.data.prepare.existing import Wanted, adopt
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.errors import DataError
+from gpt2lab.interop.import_shards import Wanted, adopt
 
 Manifest = dict[str, Any]
 

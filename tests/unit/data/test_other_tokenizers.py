@@ -13,11 +13,11 @@ import corpora
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.prepare.assemble import merge
-from gpt2lab.data.prepare.existing import Wanted, adopt
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.interop.import_shards import Wanted, adopt
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of

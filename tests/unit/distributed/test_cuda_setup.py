@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.schema import ModelConfig, SystemConfig, TuningConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_residual_dtype

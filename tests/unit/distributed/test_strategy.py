@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import launch
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, Parallel, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import launch
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation.compare import compare
 from gpt2lab.evaluation.results import Results, read_results, write_results
+from gpt2lab.lab.compare import compare
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.pretrain import pretrain

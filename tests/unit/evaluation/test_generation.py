@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.sample import compare_with_rerun, describe
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.evaluation.completion import Completer, Style
+from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.evaluation.generation import _pick, draw, draw_each, sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_tokens import load_questions
@@ -48,7 +48,7 @@ def completer(folder: Path, **style: Any) -> Completer:
         checkpoint_dir=folder,
         device="cpu",
         dtype="fp32",
-        style=Style(**{"max_new_tokens": 20, "seed": 1, **style}),
+        style=SamplingParams(**{"max_new_tokens": 20, "seed": 1, **style}),
     )
 
 
@@ -231,7 +231,7 @@ def test_the_command_prints_prompt_and_text_and_the_speed(
         f"{text}\n---\n" for text in texts
     )
     assert expected.describe_speed().startswith("10 tokens in ")
-    expected.style = Style(**{**vars(expected.style), "max_new_tokens": 60})
+    expected.style = SamplingParams(**{**vars(expected.style), "max_new_tokens": 60})
     expected.complete([1])
     assert expected.describe_speed().endswith(
         "beyond 48 tokens the oldest half of a text was forgotten"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import hellaswag_tokens
 from gpt2lab.evaluation.hellaswag_items import Item, fetch_hellaswag, read_items, tokenize

@@ -14,7 +14,7 @@ from conversations import CONTEXT, finetune, flags_of, write_model
 from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target, was_tuned
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation.completion import Completer, Style
+from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.finetuning.chat import Chat
 from gpt2lab.finetuning.rows import Rows, build_rows, last_exchanges
 from gpt2lab.tokenizers.chat_template import Turn, encode
@@ -52,7 +52,7 @@ class Echo:
 
     context_length = CONTEXT
     tokenizer = GPT2
-    style = Style(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
+    style = SamplingParams(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int | None]] = []
@@ -198,7 +198,7 @@ def test_a_completer_stops_where_it_is_told(folder: Path) -> None:
         checkpoint_dir=folder / "runs",
         device="cpu",
         dtype="fp32",
-        style=Style(max_new_tokens=20, temperature=0.0, top_k=0, seed=0),
+        style=SamplingParams(max_new_tokens=20, temperature=0.0, top_k=0, seed=0),
     )
     ids = encode([Turn("user", "Hi")], GPT2)[0]
     assert "".join(completer.stream(ids, number=0, place=0)) == "Hello there"

@@ -106,9 +106,9 @@ def test_a_prompt_is_a_user_or_the_template_as_it_is_typed(tokenizer: Any) -> No
 
 
 def test_a_tuned_models_prompt_may_hold_the_control_token(folder: Path, sampled: Any) -> None:
-    from gpt2lab.evaluation.completion import Completer, Style
+    from gpt2lab.evaluation.completion import Completer, SamplingParams
 
-    style = Style(max_new_tokens=2)
+    style = SamplingParams(max_new_tokens=2)
     for name, count in (("tuned", 1), (str(folder / "hf"), 0)):
         completer = Completer(
             name, checkpoint_dir=folder / "runs", device="cpu", dtype="fp32", style=style

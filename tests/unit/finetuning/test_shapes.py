@@ -17,7 +17,7 @@ from conversations import CONTEXT, write_model
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation.completion import Style
+from gpt2lab.evaluation.completion import SamplingParams
 from gpt2lab.finetuning.chat import Chat
 from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.rows import open_instructions
@@ -188,7 +188,7 @@ class Echo:
     """Remembers what it was given."""
 
     context_length, tokenizer = CONTEXT, GPT2
-    style = Style(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
+    style = SamplingParams(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []

@@ -14,7 +14,7 @@ import torch
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import find_problems, options_of, override

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config, OptimConfig
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError

@@ -16,11 +16,11 @@ from gpt2lab.config.settings import override
 from gpt2lab.errors import NoSourceError
 from gpt2lab.model.counts import count_adapters, count_parameters, training_flops_per_token
 from gpt2lab.planner import ask, calibration, hardware, measuring, timing
-from gpt2lab.planner.ask import Ask, Predictor
+from gpt2lab.planner.ask import EstimateRequest, Predictor
 from gpt2lab.planner.calibration import Kind, this_machine
 from gpt2lab.planner.estimate import EventCosts, event_costs
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import GpuState, Seen
+from gpt2lab.planner.machine import DetectedHardware, GpuState
 from gpt2lab.planner.timing import Measured, Rates, fit, work
 from gpt2lab.runs.history import Log
 
@@ -172,9 +172,9 @@ def test_an_unknown_gpu_is_measured_never_guessed() -> None:
     card = GpuState(0, "NVIDIA Mystery 9", 2**35, 2**35, 0.0, "1", "9.0", None, None, None)
     job = Job(preset("gpt2-nano"), max_steps=1, world_size=1, dtype="bf16", compiled=True)
     with pytest.raises(NoSourceError, match="--measure"):
-        this_machine(Seen((card,)), KNOWN, [], job)
+        this_machine(DetectedHardware((card,)), KNOWN, [], job)
     seen = record(device="NVIDIA Mystery 9", dtype="bf16", compile=True, threads=1)
-    found, _ = this_machine(Seen((card,)), KNOWN, [seen], job)
+    found, _ = this_machine(DetectedHardware((card,)), KNOWN, [seen], job)
     amount = work(preset("gpt2-nano").model, micro_batch=8, accumulation=4)
     assert found.rates.seconds(amount) == pytest.approx(0.5, rel=0.1)
 
@@ -188,7 +188,7 @@ def test_a_gpu_that_others_use_is_no_measure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     card = GpuState(0, "NVIDIA H200", 2**37, 2**37, busy, "1", "9.0", None, None, None)
-    monkeypatch.setattr(ask, "look", lambda: Seen((card,)))
+    monkeypatch.setattr(ask, "look", lambda: DetectedHardware((card,)))
     step = {"event": "step", "attempt": 1, "time": 1.0, "step_seconds": 0.5, "peak_memory_bytes": 1}
     events = [step | {"step": n, "elapsed_seconds": n / 2} for n in range(1, 9)]
     config = preset("gpt2-nano")
@@ -198,7 +198,7 @@ def test_a_gpu_that_others_use_is_no_measure(
         events, environment, vars(config.model) | vars(config.batch), 0.01, out_of_memory=False
     )
     monkeypatch.setattr(measuring, "run_trial", lambda *_, **__: trial)
-    asked = Predictor(Ask(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
+    asked = Predictor(EstimateRequest(model="gpt2-nano", checkpoint_dir=tmp_path), KNOWN)
     if verdict == "rejected":
         with pytest.raises(NoSourceError, match="others used 97% of its GPU"):
             measuring.probe(asked, hardware.find_profile(None, KNOWN), seconds=15)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.config.command_line import Command, parse
+from gpt2lab.commands.command_line import Command, parse
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, hardware
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.machine import GpuState, Seen
+from gpt2lab.planner.machine import DetectedHardware, GpuState
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
@@ -128,7 +128,7 @@ def test_another_machine_than_the_presets_is_said(
     says: str | None,
 ) -> None:
     card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None, None)
-    seen = Seen((GpuState(*card),) if here else ())
+    seen = DetectedHardware((GpuState(*card),) if here else ())
     monkeypatch.setattr(auto, "look", lambda: seen)
     settled(data, "--preset=1xa100", world=1)
     said = capsys.readouterr().err

@@ -15,7 +15,7 @@ import gpt2lab
 from gpt2lab.commands import estimate_time
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.planner import forecast, memory, run_clock
-from gpt2lab.planner.ask import Ask
+from gpt2lab.planner.ask import EstimateRequest
 from gpt2lab.planner.reports import KEYS
 from gpt2lab.runs import history
 from launch import HANG_SECONDS, SCRIPTS, Done, call
@@ -66,11 +66,11 @@ def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_pat
 def test_json_is_one_object_with_every_key_in_every_mode(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
-    from gpt2lab.config.command_line import run_tyro
+    from gpt2lab.commands.command_line import run_tyro
 
     (tmp_path / "runs").mkdir()
     flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}", "--json"]
-    assert estimate_time.answer(run_tyro(Ask, flags)) in (0, 3)
+    assert estimate_time.answer(run_tyro(EstimateRequest, flags)) in (0, 3)
     out, err = capsys.readouterr()
     assert err == ""
     assert out.count("\n") == 1
@@ -98,7 +98,7 @@ def test_the_api_answers_as_the_command_does(
     assert capsys.readouterr().out == ""
     assert set(json.loads(report.read_text())) == set(found)
     words = {name: str(value) if name == "steps" else value for name, value in flags.items()}
-    estimate_time.answer(Ask(**words, json=True))
+    estimate_time.answer(EstimateRequest(**words, json=True))
     printed = json.loads(capsys.readouterr().out)
     assert _shape(found) == _shape(printed)
     assert found.get("comparison", {}) == printed.get("comparison", {})
@@ -194,13 +194,13 @@ REFUSALS = {
 def test_what_cannot_be_is_one_line_and_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    from gpt2lab.commands.command_line import run_tyro
     from gpt2lab.commands.entry import run
-    from gpt2lab.config.command_line import run_tyro
 
     flags, code, word = REFUSALS[what]
     flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}"]
     monkeypatch.setattr(sys, "argv", ["estimate_time.py", *flags])
-    assert run(lambda argv: estimate_time.answer(run_tyro(Ask, argv))) == code
+    assert run(lambda argv: estimate_time.answer(run_tyro(EstimateRequest, argv))) == code
     out, err = capsys.readouterr()
     if code in (2, 4):
         assert out == ""
@@ -322,11 +322,11 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(
     assert left.seconds.value == pytest.approx(500 * 2.0 + 2 * 10.0)
     assert left.seconds.low <= 1020 <= left.seconds.high
     assert [step for step, _ in left.milestones] == [750, 1000]
-    assert estimate_time.answer(Ask(checkpoint_dir=a_run.parent)) == 0
+    assert estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent)) == 0
     shown = capsys.readouterr().out
     assert "500 of 1,000 steps" in shown
     assert "75%" in shown
-    estimate_time.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))
     assert set(KEYS) <= set(json.loads(capsys.readouterr().out))
 
 
@@ -349,7 +349,7 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(
     (a_run / "config.json").write_text(json.dumps(flat))
     environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
     (a_run / "run.json").write_text(json.dumps({"environment": environment}))
-    estimate_time.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))
     found = json.loads(capsys.readouterr().out)["memory"]
     config = history.read_config(a_run)
     expected = memory.StepMemory(
@@ -374,7 +374,7 @@ def test_memory_that_no_formula_knows_is_null(
     (a_run / "config.json").write_text(json.dumps(flat))
     environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
     (a_run / "run.json").write_text(json.dumps({"environment": environment}))
-    estimate_time.answer(Ask(checkpoint_dir=a_run.parent, json=True))
+    estimate_time.answer(EstimateRequest(checkpoint_dir=a_run.parent, json=True))
     assert json.loads(capsys.readouterr().out)["memory"] is None
 
 

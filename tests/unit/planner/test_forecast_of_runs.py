@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.config import command_line
+from gpt2lab.commands import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, calibration

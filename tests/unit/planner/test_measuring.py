@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.config import command_line
+from gpt2lab.commands import command_line
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.config.settings import LEAVES, override, to_flat

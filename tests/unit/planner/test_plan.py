@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.config.command_line import Command, parse
+from gpt2lab.commands.command_line import Command, parse
 from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
 from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, ModelConfig
 from gpt2lab.config.settings import override, to_flat

@@ -228,7 +228,7 @@ def test_in_a_file_steps_break_a_long_silence(
     for end in (600.0, 1200.0):
         while now + step_seconds < end:
             now += step_seconds
-            logger.break_silence(f"at {now}", step_seconds=step_seconds)
+            logger.log_if_quiet(f"at {now}", step_seconds=step_seconds)
         told.append(capsys.readouterr().out.count("\n"))
     logger.close()
     assert told == [pytest.approx(young, abs=1), pytest.approx(old, abs=1)]

@@ -10,7 +10,7 @@ import pytest
 
 from gpt2lab.commands.evaluate import main
 from gpt2lab.errors import ConfigError
-from gpt2lab.evaluation import tasks as harness
+from gpt2lab.interop import tasks as harness
 from gpt2lab.runs.evaluations import add_tasks, newest_tasks
 from gpt2lab.runs.history import Log
 

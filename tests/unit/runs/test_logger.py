@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 import launch
 from ecosystem import works_with
-from gpt2lab.config import command_line
+from gpt2lab.commands import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError

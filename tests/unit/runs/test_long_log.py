@@ -21,7 +21,9 @@ import pytest
 from gpt2lab.commands.repair_log import remove_damaged_lines
 from gpt2lab.errors import SaveError
 from gpt2lab.planner import run_clock
-from gpt2lab.runs import curves, history, log_index, overview, report, summary
+from gpt2lab.report import curves
+from gpt2lab.report import page as report
+from gpt2lab.runs import history, log_index, overview, summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import current, newest_event, open_log, read_events, read_log
 from gpt2lab.runs.log_index import FLOATS, INDEX, read_chunks

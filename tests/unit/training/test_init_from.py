@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import launch
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.training.pretrain import pretrain

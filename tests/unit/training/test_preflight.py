@@ -18,7 +18,7 @@ import torch
 import launch
 from gpt2lab import fmt, paths
 from gpt2lab.commands import preflight, trials
-from gpt2lab.config.command_line import parse
+from gpt2lab.commands.command_line import parse
 from gpt2lab.config.settings import override
 from gpt2lab.training.resolve import resolve
 from whole_run import Run

@@ -16,7 +16,7 @@ from gpt2lab.config.schema import ModelConfig, OptimConfig, Optimizer, SystemCon
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.errors import TornUpdateError
+from gpt2lab.errors import PartialUpdateError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.model.loss import cross_entropy_sum, token_losses
 from gpt2lab.optim.optimizers import assert_partition, build_optimizers, set_learning_rate
@@ -336,7 +336,7 @@ def test_an_optimizer_that_fails_half_way_says_that_nothing_may_be_saved(strateg
             raise RuntimeError("out of memory")
 
     net = Line()
-    with pytest.raises(TornUpdateError, match="half-way: out of memory"):
+    with pytest.raises(PartialUpdateError, match="half-way: out of memory"):
         train_step(
             net,
             [Failing([{"params": list(net.parameters()), "lr_scale": 1.0}])],

@@ -104,7 +104,7 @@ def describe(result: Result) -> str:
             f"{len(result.manifest['files']):,} files, {fmt.num_bytes(result.total('bytes'))}",
         ),
         ("time", f"{fmt.duration(result.seconds)} ({speed:,.0f} tokens/s)"),
-        ("folder", paths.for_people(result.folder)),
+        ("folder", paths.display_path(result.folder)),
     ]
     if back:
         rows.insert(2, ("held back", f"{back:,} tokens of long val documents, in neither split"))
@@ -240,7 +240,7 @@ def prepare(
     except KeyboardInterrupt as interrupt:
         if str(interrupt):  # it says what is kept of this start
             raise
-        earlier = f"{paths.for_people(_partial(folder))} keeps what an earlier start prepared"
+        earlier = f"{paths.display_path(_partial(folder))} keeps what an earlier start prepared"
         raise KeyboardInterrupt(
             earlier if _partial(folder).exists() else "nothing was written"
         ) from interrupt
@@ -453,7 +453,7 @@ def _staging(target: Path, request: dict[str, Any], plan: Plan) -> Iterator[Path
                 shutil.rmtree(partial, ignore_errors=True)
             elif isinstance(error, (DataError, KeyboardInterrupt)):
                 kept = (
-                    f"{done} of {count} groups are kept in {paths.for_people(partial)}: "
+                    f"{done} of {count} groups are kept in {paths.display_path(partial)}: "
                     f"the same command line goes on from there"
                 )
                 raise type(error)("; ".join(filter(None, (str(error), kept)))) from error

@@ -1,1 +1,0 @@
-"""Weights in the layout of other programs: transformers and llama.cpp."""

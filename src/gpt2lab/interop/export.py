@@ -1,0 +1,225 @@
+"""Write weights as a Hugging Face folder, and prove that transformers computes the same from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+
+from gpt2lab import paths
+from gpt2lab.checkpoint.faults import faultpoint
+from gpt2lab.checkpoint.target import Target, was_tuned
+from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.errors import CheckError, ConfigError, SaveError, first_line, system_errors_as
+from gpt2lab.files import staged_folder, write_durably
+from gpt2lab.interop.model_card import write_card
+from gpt2lab.model.gpt import GPT
+from gpt2lab.model.hf_config import GPT2LAB, HF_INDEX, model_type_of, write_hf_config
+from gpt2lab.model.hf_weights import hf_tensors
+from gpt2lab.tokenizers import chat_template
+from gpt2lab.tokenizers.gpt2 import GPT2, vocabulary_files
+from gpt2lab.tokenizers.huggingface import TOKENIZER_FILE
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.opening import why_no_text
+from gpt2lab.tokenizers.plain import CharactersTokenizer
+
+Dtype = Literal["float32", "bfloat16"]
+TOLERANCE = 1e-5  # of the largest logit
+SHARD_BYTES = 5 * 10**9  # larger weights are split into files of at most this size
+# Also in the folder of a model that transformers does not know: the code that trust_remote_code runs.
+OWN_FILES = ("configuration_gpt2lab.py", "modeling_gpt2lab.py")
+_TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345"
+
+
+def export(
+    target: Target,
+    *,
+    out: Path,
+    dtype: Dtype,
+    push_to_hub: str | None,
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Write the weights of `target` to the new folder `out`; it appears complete and checked, or not at all.
+
+    Returns: the numbers, as --json prints them, and warnings.
+
+    Raises: ConfigError, CheckpointError or DataError before anything is written; CheckError if transformers loads or
+    computes otherwise; SaveError.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            "an export is checked with transformers, which is not installed (the extra `export`): "
+            'pip install "transformers>=5"'
+        )
+    if out.exists():
+        raise ConfigError(f"{out}: exists already; choose another --out")
+    if push_to_hub is not None:
+        _check_login()
+    model = load_weights(target).eval()
+    tokenizer = target.tokenizer()
+    if why_no_text(tokenizer, model.config.vocab_size):
+        tokenizer = None
+    tensors = hf_tensors(model, getattr(torch, dtype))
+    with system_errors_as(SaveError, out, fix="choose another --out"), staged_folder(out) as folder:
+        _write_weights(folder, tensors, shard_bytes)
+        faultpoint("export.weights", 0)
+        end_of_text = tokenizer.end_of_text if tokenizer else None
+        write_hf_config(model.config, folder, dtype=dtype, end_of_text=end_of_text)
+        if model_type_of(model.config) == GPT2LAB:
+            for name in OWN_FILES:
+                shutil.copyfile(Path(__file__).with_name(name), folder / name)
+        if tokenizer is not None:
+            _write_tokenizer(folder, target, tokenizer, model.config.context_length)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(getattr(torch, dtype)))
+        max_abs_diff, max_abs_logit = _check(folder, model, tokenizer)
+        numbers = {
+            "out": str(out),
+            "max_abs_diff": max_abs_diff,
+            "max_abs_logit": max_abs_logit,
+            "parameters": sum(tensor.numel() for tensor in tensors.values()),
+            "dtype": dtype,
+        }
+        write_card(target, folder, numbers)
+        faultpoint("export.before_rename", 0)
+    if push_to_hub is not None:
+        _push(out, push_to_hub)
+    return numbers, target.warnings
+
+
+def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int) -> None:
+    """Write one file, or shards of at most `shard_bytes` and their index, as transformers' save_pretrained does."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
+    )
+    for file, names in split.filename_to_tensors.items():
+        some = {name: tensors[name] for name in names}
+        write_durably(folder / file, safetensors.torch.save(some, metadata={"format": "pt"}))
+    if split.is_sharded:
+        count = sum(tensor.numel() for tensor in tensors.values())
+        index = {
+            "metadata": {"total_parameters": count, **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        (folder / HF_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_tokenizer(
+    folder: Path, target: Target, tokenizer: Tokenizer, context_length: int
+) -> None:
+    """Write the tokenizer, the end-of-text settings, and the chat template of a tuned model."""
+    end = tokenizer.end_token
+    special: dict[str, Any] = {"bos_token": end, "eos_token": end}
+    if tokenizer == GPT2:
+        merges, ids = vocabulary_files()
+        shutil.copyfile(merges, folder / "merges.txt")
+        shutil.copyfile(ids, folder / "vocab.json")
+        special["unk_token"] = end
+        kind = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+    else:
+        (folder / TOKENIZER_FILE).write_bytes(tokenizer.tokenizer_json())
+        kind = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
+    settings = {**special, **kind, "model_max_length": context_length}
+    if was_tuned(target):
+        settings["chat_template"] = chat_template.jinja(end)
+    generation = {name: tokenizer.end_of_text for name in ("bos_token_id", "eos_token_id")}
+    for name, values in (
+        ("special_tokens_map.json", special),
+        ("tokenizer_config.json", settings),
+        ("generation_config.json", generation),
+    ):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float, float]:
+    """Return the largest difference of transformers' logits from the model's, and the largest logit.
+
+    One text of random ids as long as the context, so that every position is looked up; fp32 on the CPU.
+
+    Raises: CheckError.
+    """
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    network = GPT2LMHeadModel
+    if model_type_of(model.config) == GPT2LAB:  # the same file as in the folder
+        from gpt2lab.interop.modeling_gpt2lab import GPT2LabForCausalLM
+
+        network = GPT2LabForCausalLM
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    real, length = model.config.id_limit, model.config.context_length
+    ids = torch.randint(0, real, (1, length), generator=torch.Generator().manual_seed(0))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    with torch.no_grad():
+        expected = model(ids)[..., :real]
+        try:
+            theirs = network.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            found = theirs.eval()(ids).logits
+        except Exception as error:  # transformers may raise anything
+            raise CheckError(
+                f"the export was not kept: transformers cannot use it ({first_line(error)})"
+            ) from error
+    torch.set_float32_matmul_precision(precision)
+    difference = (found - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, largest):  # also when it is not a number
+        raise CheckError(
+            f"the export was not kept: transformers' logits differ by {difference:.2e} from ours, "
+            f"whose largest is {largest:.2f}"
+        )
+    if tokenizer is not None:
+        text = _text_for(tokenizer)
+        # A tokenizer needs none of the folder's code. Without trust_remote_code=False transformers asks on stdout.
+        loaded = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        ids_of_text = tokenizer.encode(text)
+        if loaded(text, add_special_tokens=False)["input_ids"] != ids_of_text:
+            raise CheckError("the export was not kept: transformers' tokenizer gives other ids")
+        if loaded.decode(ids_of_text) != tokenizer.decode(ids_of_text):
+            raise CheckError("the export was not kept: transformers' tokenizer gives other text")
+    return difference, largest
+
+
+def _text_for(tokenizer: Tokenizer) -> str:
+    """Return a text to compare tokenizers with: of the tokenizer's own characters if it knows no others."""
+    if isinstance(tokenizer, CharactersTokenizer):
+        return "".join(tokenizer.characters)
+    return _TEXT
+
+
+def _check_login() -> None:
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().whoami()
+    except Exception as error:  # not logged in, a dead token, no network
+        raise ConfigError(
+            f"--push_to_hub: the Hugging Face Hub does not know you ({first_line(error)}); hf auth login"
+        ) from error
+
+
+def _push(out: Path, name: str) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, exist_ok=True).repo_id
+        api.upload_folder(repo_id=repository, folder_path=out, commit_message="Export by gpt2lab")
+    except Exception as error:  # many kinds; the folder is complete
+        raise SaveError(
+            f"{paths.display_path(out)} is written and checked, but not pushed to {name} ({first_line(error)})"
+        ) from error

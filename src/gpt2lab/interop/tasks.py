@@ -1,0 +1,232 @@
+"""Tasks of EleutherAI's lm-evaluation-harness on a model of ours: their numbers, and their items to compare."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpt2lab import fmt
+from gpt2lab.checkpoint.target import is_run
+from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
+from gpt2lab.evaluation.results import Results, write_results
+from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.runs import history
+from gpt2lab.runs.evaluations import add_tasks, file_of, items_folder
+
+if TYPE_CHECKING:
+    from gpt2lab.checkpoint.catalog import CheckpointInfo
+    from gpt2lab.checkpoint.target import Target
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.model.gpt import GPT
+
+# Resamples for the standard error of metrics that are not means, such as a perplexity. They give the error to 2 %;
+# lm-eval's default of 100,000 takes minutes.
+_BOOTSTRAPS = 1000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tasks and groups of tasks: their numbers as JSON values, and the results of tasks item by item."""
+
+    numbers: dict[str, dict[str, Any]]
+    items: dict[str, Results]
+
+
+def require_lm_eval(tasks_path: Path | None) -> None:
+    """Raise ConfigError if lm-eval is not installed, or there are no tasks in the folder."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            "--tasks needs EleutherAI's lm-eval, which is not installed: pip install 'gpt2lab[lm-eval]'"
+        )
+    if tasks_path is not None and not any(tasks_path.rglob("*.yaml")):
+        raise ConfigError(
+            f"--tasks_path {tasks_path}: no such folder, or no task in it (a .yaml file)"
+        )
+
+
+def measure_tasks(
+    names: str,
+    target: Target,
+    model: GPT,
+    *,
+    strategy: Strategy,
+    runtime: Runtime,
+    limit: int | None,
+    num_fewshot: int | None,
+    tasks_path: Path | None,
+    apply_chat_template: bool,
+) -> Measured | None:
+    """Return what lm-eval's tasks `names`, separated by commas, measure; None on other ranks than 0.
+
+    `tasks_path`: a folder with more tasks as YAML files. `limit`: of each task only the first items.
+
+    Raises: ConfigError, DataError in one line.
+    """
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # no forks of a process with threads and a GPU
+    with contextlib.redirect_stdout(sys.stderr):  # what the library prints is no result
+        from lm_eval import simple_evaluate
+
+        from gpt2lab.interop.lm_eval import GPT2LabLM
+
+        answerer = GPT2LabLM(target, model, strategy=strategy, runtime=runtime)
+        if apply_chat_template:
+            answerer.chat_template(True)  # fails before any data is read
+        wanted = [name.strip() for name in names.split(",") if name.strip()]
+        manager = _in_one_line(lambda: _manager(wanted, tasks_path))
+        load = manager.load
+        manager.load = lambda names: runtime.on_all_ranks(lambda: _in_one_line(lambda: load(names)))
+        found = _in_one_line(
+            lambda: simple_evaluate(
+                model=answerer,
+                tasks=wanted,
+                task_manager=manager,
+                limit=limit,
+                num_fewshot=num_fewshot,
+                apply_chat_template=apply_chat_template,
+                bootstrap_iters=0 if runtime.rank else _BOOTSTRAPS,
+            )
+        )
+    if runtime.rank:
+        return None
+    return _read(found)
+
+
+def keep_tasks(measured: Measured, checkpoint: CheckpointInfo) -> str | None:
+    """Write what was measured into the run of a checkpoint; return the problem, as the numbers are printed anyway."""
+    run_dir, step = checkpoint.path.parent, checkpoint.step
+    if not is_run(run_dir):  # a checkpoint that was copied
+        return None
+    folder = items_folder(run_dir, step)
+    try:
+        for name, results in measured.items.items():
+            write_results(file_of(folder, name), replace(results, step=step))
+        add_tasks(run_dir, history.read_log(run_dir), step, measured.numbers)
+    except OSError as error:
+        return f"{folder}: not written ({error.strerror})"
+    return None
+
+
+def _manager(wanted: list[str], tasks_path: Path | None) -> Any:
+    """Return lm-eval's index of tasks, after checking that all wanted ones are in it.
+
+    Raises: ConfigError for a name that it does not know.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise ConfigError("--tasks: give names separated by commas, each once")
+    if tasks_path is not None:  # to read lm-eval's own 14,000 files takes seconds
+        manager = TaskManager(include_path=str(tasks_path), include_defaults=False)
+        if set(wanted) <= set(manager.all_subtasks):
+            return manager
+    manager = TaskManager(include_path=tasks_path and str(tasks_path))
+    known = manager.all_tasks
+    for name in wanted:
+        if name not in known:
+            hint = fmt.did_you_mean(name, known)
+            raise ConfigError(
+                f"--tasks {name}: lm-eval knows no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
+                f"its tasks, --tasks_path adds a folder of your own"
+            )
+    return manager
+
+
+def _in_one_line(act: Callable[[], Any]) -> Any:
+    """Return what `act` returns; any exception of lm-eval or datasets becomes a DataError."""
+    try:
+        return act()
+    except (GPT2LabError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise DataError(f"lm-eval: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _read(found: dict[str, Any]) -> Measured:
+    """Read what lm-eval returned."""
+    numbers: dict[str, dict[str, Any]] = {}
+    items: dict[str, Results] = {}
+    sizes, shots = found["n-samples"], found["n-shot"]
+    for task, values in found["results"].items():
+        size = sizes.get(task)
+        shot = shots.get(task)
+        n = size["effective"] if size else None
+        name = task + (f"-{shot}shot" if shot else "")
+        if size and n < size["original"]:
+            name += f"-first{n}"
+        metrics = _metrics(values)
+        if not metrics:  # a heading of other tasks
+            continue
+        numbers[name] = {"task": task, "n": n, "num_fewshot": shot, "metrics": metrics}
+        samples = found["samples"].get(task)
+        if samples and (results := _items(name, samples, metrics)) is not None:
+            items[name] = results
+    return Measured(numbers, items)
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Return {metric: value and standard error} of lm-eval's `acc,none` and `acc_stderr,none`."""
+    metrics = {}
+    for key, value in values.items():
+        metric, comma, filter = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error: Any = values.get(f"{metric}_stderr,{filter}")
+        known = isinstance(error, int | float) and math.isfinite(error)
+        name = _metric_name(metric, filter)
+        metrics[name] = {"value": float(value), "se": float(error) if known else None}
+    return metrics
+
+
+def _metric_name(metric: str, filter: str) -> str:
+    return metric if filter == "none" else f"{metric},{filter}"
+
+
+def _items(name: str, samples: list[dict[str, Any]], metrics: dict[str, Any]) -> Results | None:
+    """Return the items of a task, for metrics that are means over them; None if none is."""
+    digest = hashlib.sha256()
+    per_unit: dict[str, dict[int, Any]] = {}
+    for sample in sorted(samples, key=lambda sample: int(sample["doc_id"])):
+        digest.update(
+            f"{sample['doc_hash']} {sample['prompt_hash']} {sample['target_hash']}\n".encode()
+        )
+        for metric in sample["metrics"]:
+            key = _metric_name(metric, sample["filter"])
+            per_unit.setdefault(key, {})[sample["doc_id"]] = sample[metric]
+    kept: dict[str, np.ndarray] = {}
+    weights = None
+    for metric, by_item in per_unit.items():
+        if metric not in metrics:
+            continue
+        try:
+            values = np.array(list(by_item.values()), dtype=np.float64)
+        except (TypeError, ValueError):  # a metric that takes all answers at once
+            continue
+        own = None
+        if metric == "bits_per_byte" and values.ndim == 2:  # log-probability and bytes of each text
+            own = values[:, 1]
+            values = -values[:, 0] / own / math.log(2)
+        if values.ndim != 1 or (own is not None and kept):
+            continue
+        # Only a mean over items can be compared item by item.
+        mean = estimate_mean(values, own)
+        if math.isclose(mean.mean, metrics[metric]["value"], rel_tol=1e-9):
+            kept[metric], weights = values, own
+            if metrics[metric]["se"] is None:  # lm-eval has none for bits per byte
+                metrics[metric]["se"] = mean.se
+    if not kept:
+        return None
+    units = {"name": name, "items": digest.hexdigest()}
+    return Results("tasks", units, kept, {}, weights=weights)

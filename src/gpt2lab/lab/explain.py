@@ -1,0 +1,416 @@
+"""Where the difference of two evaluations comes from: B - A split by what tokens are and where they stand. No torch.
+
+A group's part of the difference is the sum over its tokens divided by the number of all tokens, so that the parts of a
+split add up to the whole. Standard errors count documents, as those of the losses do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2lab import fmt
+from gpt2lab.data.mixture import validation_orders
+from gpt2lab.data.shards import TokenData, open_data
+from gpt2lab.data.windows import WindowReader
+from gpt2lab.errors import DataError
+from gpt2lab.evaluation.uncertainty import (
+    GroupMeans,
+    Sums,
+    estimate_groups,
+    t_half_width,
+    t_p_value,
+)
+from gpt2lab.evaluation.validation_windows import (
+    checksums_of,
+    choose_windows,
+    divide_windows,
+    hash_checksums,
+)
+from gpt2lab.lab import token_groups
+from gpt2lab.lab.token_losses import Source, TokenLosses, find_token_losses
+
+NOISE = 0.05  # of all groups of all splits together
+_TOKENS_AT_ONCE = 1 << 18
+_MOST_NAMED = 3  # groups in the sentence
+_LEAST_DEGREES = 1  # of freedom: two documents of equal weight; fewer tell nothing from noise
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of a split, in nats/token; an error is None where a single document decides."""
+
+    name: str
+    tokens: float  # share of all tokens, by the weights of a mixture
+    a: float
+    b: float
+    mean: float  # b - a
+    mean_se: float | None
+    part: float  # tokens * mean: the parts of a split add up to the difference
+    part_se: float | None
+    part_low: float | None  # its 95 % interval; None where less than two documents decide
+    part_high: float | None
+    excess: float  # part - tokens * difference: what the group has beyond its size
+    excess_se: float | None
+    stands_out: bool  # its excess is beyond noise
+
+
+@dataclass(frozen=True)
+class Split:
+    """All tokens, divided one way; groups without a token are left out."""
+
+    by: str
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The difference of two evaluations and where it comes from."""
+
+    step_a: int | None
+    step_b: int | None
+    tokens: int
+    units: int
+    unit: str  # document or window
+    difference: float  # of the kept losses, nats/token: what the parts of each split add up to
+    difference_se: float | None
+    exact_difference: float  # before the losses were rounded to fp16
+    splits: tuple[Split, ...]
+    left_out: tuple[str, ...]  # splits that the data do not allow, and why
+
+
+def explain(name_a: str, name_b: str, *, checkpoint_dir: Path) -> Explanation:
+    """Split B - A of the token losses that two names hold.
+
+    Raises: DataError if one has none, they are not of the same tokens, or the tokens are no longer there.
+    """
+    a, b = (find_token_losses(name, checkpoint_dir) for name in (name_a, name_b))
+    if a.layout() != b.layout():
+        raise DataError(
+            f"the token losses of {name_a} and {name_b} are not of the same tokens (other validation data, "
+            f"--val_tokens, context length or weights of a mixture); evaluate both alike with --keep_token_losses"
+        )
+    return explain_losses(a, b)
+
+
+# -- the tokens ------------------------------------------------------------------------------------------------------
+
+
+class _Windows:
+    """The windows of one source, as they were measured."""
+
+    def __init__(self, source: Source, other: Source, T: int) -> None:
+        """`other`: the same windows, whose folder may lie elsewhere.
+
+        Raises: DataError if the folder is gone or has other data.
+        """
+        folder = next((f for f in (source.folder, other.folder) if Path(f).is_dir()), None)
+        if folder is None:
+            raise DataError(
+                f"{source.folder}: the data of the token losses are no longer there; put them back, or evaluate both "
+                f"again with --val DIR --keep_token_losses"
+            )
+        self.source, self.folder = source, folder
+        self.data = open_data(Path(folder), vocab_size=None)
+        if self.data.fingerprint != source.fingerprint:
+            raise self._changed()
+        self.shards = self.data.splits["val"]
+        ids = 2**32 if self.data.tokenizer is None else self.data.tokenizer.size
+        self.reader = WindowReader(self.shards, context_length=T, id_limit=ids)
+        (order,) = validation_orders(self.data, context_length=T)
+        samples = choose_windows(order, source.windows)
+        self.ends = self.reader.find_document_ends(self.data.end_of_text.id)
+        self.shard, self.offset = order.locate(samples)
+        parts = divide_windows(order, samples, self.ends)
+        unit = np.repeat(parts.unit.astype(np.int32), parts.end - parts.begin)
+        self.unit = unit.reshape(len(samples), T)
+        self.kind = parts.kind
+
+    def read(self, rows: slice) -> np.ndarray:
+        """Return some windows, (n, T + 1)."""
+        return self.reader.read(self.shard[rows], self.offset[rows])
+
+    def check(self, checksums: np.ndarray) -> None:
+        """Compare the windows with those that were measured.
+
+        Raises: DataError.
+        """
+        if hash_checksums(checksums) != self.source.windows_sha256:
+            raise self._changed()
+
+    def _changed(self) -> DataError:
+        return DataError(
+            f"{self.folder}: not the data that the token losses are of; restore them, or evaluate both again with "
+            f"--keep_token_losses"
+        )
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some windows of one source: ids, (n, T + 1), their rows in it, and its number."""
+
+    source: int
+    rows: slice
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Grouping:
+    """One way to divide tokens: the names of the groups, and the group of each target of a chunk, (n, T)."""
+
+    by: str
+    names: tuple[str, ...]
+    group: Callable[[_Chunk], np.ndarray]
+
+
+def _groupings(opened: list[_Windows], T: int) -> tuple[list[_Grouping], list[str]]:
+    """Return the ways to divide these tokens, and what is not possible."""
+    first, left_out = opened[0].data, []
+    frequencies = _mix([one.data for one in opened], [one.source.weight for one in opened])
+    bounds = token_groups.window_bounds(T)
+    in_window = token_groups.by_place(np.arange(1, T + 1), bounds)
+    found = [
+        _Grouping(
+            "frequency of the token in the training shards",
+            token_groups.FREQUENCIES,
+            lambda chunk: token_groups.by_frequency(chunk.windows, frequencies),
+        ),
+        _Grouping(
+            "position in the window: tokens before it",
+            token_groups.window_places(T),
+            lambda chunk: np.broadcast_to(in_window, (len(chunk.windows), T)),
+        ),
+    ]
+    if all(one.kind == "document" for one in opened):
+        tokens = [[shard.tokens for shard in one.shards] for one in opened]
+
+        def in_document(chunk: _Chunk) -> np.ndarray:
+            of, n = opened[chunk.source], chunk.source
+            places = token_groups.places_in_documents(
+                of.ends, tokens[n], of.shard[chunk.rows], of.offset[chunk.rows], T
+            )
+            return token_groups.by_place(places, token_groups.IN_DOCUMENT)
+
+        name = "position in the document"
+        found.append(_Grouping(name, token_groups.DOCUMENT_PLACES, in_document))
+    else:
+        left_out.append(
+            "position in the document: the data do not say where documents end, or have only one"
+        )
+    found.append(
+        _Grouping(
+            "repetition of earlier text in the window",
+            token_groups.REPETITIONS,
+            lambda chunk: token_groups.by_repetition(chunk.windows),
+        )
+    )
+    try:
+        if first.tokenizer is None:
+            raise DataError("the tokenizer of the data is not known")
+        kinds = token_groups.TextKinds(first.tokenizer)
+        found.append(
+            _Grouping("kind of text", token_groups.KINDS, lambda chunk: kinds.group(chunk.windows))
+        )
+    except DataError as error:
+        left_out.append(f"kind of text: {error}")
+    if len(opened) > 1:
+        found.append(
+            _Grouping(
+                "source",
+                tuple(one.source.name for one in opened),
+                lambda chunk: np.full((len(chunk.windows), T), chunk.source, np.uint8),
+            )
+        )
+    return found, left_out
+
+
+def _mix(data: list[TokenData], weights: list[float]) -> np.ndarray:
+    """Return the occurrences of each id per million training tokens of a mixture."""
+    counts = [token_groups.count_training_tokens(one) for one in data]
+    mixed = np.zeros(max(map(len, counts)))
+    for count, weight in zip(counts, weights, strict=True):
+        mixed[: len(count)] += weight * count
+    return mixed
+
+
+# -- the sums --------------------------------------------------------------------------------------------------------
+
+
+def explain_losses(a: TokenLosses, b: TokenLosses) -> Explanation:
+    """Split B - A of two evaluations of the same tokens. Some windows at a time are in memory.
+
+    Raises: DataError if the tokens are no longer there.
+    """
+    T = a.losses.shape[1]
+    opened = [_Windows(*pair, T) for pair in zip(a.sources, b.sources, strict=True)]
+    groupings, left_out = _groupings(opened, T)
+    units = [int(one.unit.max()) + 1 for one in opened]
+    sums = [
+        [np.zeros((3, count, len(grouping.names))) for count in units] for grouping in groupings
+    ]
+    for chunk, losses in _chunks(opened, a, b):
+        unit = opened[chunk.source].unit[chunk.rows]
+        for grouping, of_sources in zip(groupings, sums, strict=True):
+            into = of_sources[chunk.source]
+            P = into.shape[2]
+            cell = (unit * P + grouping.group(chunk)).ravel()
+            for row, values in enumerate(losses):
+                into[row] += np.bincount(cell, values, minlength=into[row].size).reshape(-1, P)
+    weights = [source.weight for source in a.sources]
+    found = [estimate_groups([Sums(*one) for one in of], weights) for of in sums]
+    in_one = [Sums(*one.sum(axis=2, keepdims=True)) for one in sums[0]]  # a group of all tokens
+    whole = estimate_groups(in_one, weights)
+    kinds = {one.kind for one in opened}
+    return Explanation(
+        step_a=a.step,
+        step_b=b.step,
+        tokens=a.losses.size,
+        units=sum(units),
+        unit=kinds.pop() if len(kinds) == 1 else "document or window",
+        difference=float(whole.part[0]),
+        difference_se=_known(whole.part_se[0]),
+        exact_difference=b.val_loss - a.val_loss,
+        splits=_splits(groupings, found),
+        left_out=tuple(left_out),
+    )
+
+
+def _chunks(
+    opened: list[_Windows], a: TokenLosses, b: TokenLosses
+) -> Iterator[tuple[_Chunk, tuple[np.ndarray, ...]]]:
+    """Yield windows, and of their targets ones, the losses of A, and B - A, each flat.
+
+    Raises: DataError after the last window of a source if they are not those that were measured.
+    """
+    T, begin = a.losses.shape[1], 0
+    step = max(1, _TOKENS_AT_ONCE // T)
+    for number, one in enumerate(opened):
+        count = one.source.windows
+        checksums = np.empty(count, np.uint32)
+        for first in range(0, count, step):
+            rows = slice(first, min(first + step, count))
+            windows = one.read(rows)
+            checksums[rows] = checksums_of(windows)
+            place = slice(begin + rows.start, begin + rows.stop)
+            of_a = a.losses[place].astype(np.float64).ravel()
+            difference = b.losses[place].astype(np.float64).ravel() - of_a
+            yield _Chunk(number, rows, windows), (np.ones_like(of_a), of_a, difference)
+        one.check(checksums)
+        one.reader.close()
+        begin += count
+
+
+def _splits(groupings: list[_Grouping], found: list[GroupMeans]) -> tuple[Split, ...]:
+    """Return the splits; what stands out does so with as many tests as there are groups (Bonferroni)."""
+    filled = [np.flatnonzero(means.share > 0) for means in found]
+    tests = sum(len(groups) for groups in filled if len(groups) > 1)
+    splits = []
+    for grouping, means, groups in zip(groupings, found, filled, strict=True):
+        rows = []
+        for g in groups.tolist():
+            error, degrees = means.excess_se[g], means.excess_degrees[g]
+            p = 1.0
+            if len(groups) > 1 and error > 0 and degrees >= _LEAST_DEGREES:
+                p = float(t_p_value(means.excess[g], error, degrees))
+            half = math.nan
+            if means.part_degrees[g] >= _LEAST_DEGREES:
+                half = float(t_half_width(means.part_se[g], means.part_degrees[g]))
+            values = {name: float(getattr(means, name)[g]) for name in ("a", "mean", "part")}
+            rows.append(
+                Group(
+                    name=grouping.names[g],
+                    tokens=float(means.share[g]),
+                    b=values["a"] + values["mean"],
+                    **values,
+                    mean_se=_known(means.mean_se[g]),
+                    part_se=_known(means.part_se[g]),
+                    part_low=_known(values["part"] - half),
+                    part_high=_known(values["part"] + half),
+                    excess=float(means.excess[g]),
+                    excess_se=_known(error),
+                    stands_out=p * tests < NOISE,
+                )
+            )
+        splits.append(Split(grouping.by, tuple(rows)))
+    return tuple(splits)
+
+
+def _known(error: float) -> float | None:
+    return float(error) if math.isfinite(error) else None
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+
+
+def as_json(found: Explanation) -> dict[str, Any]:
+    """Return the explanation as JSON values."""
+    return {**asdict(found), "sentence": sentence(found)}
+
+
+def sentence(found: Explanation) -> str:
+    """Say in one sentence how large the difference is and where it is concentrated: of each split at most one group."""
+    size = f"{abs(found.difference):.4f} +- {fmt.number(found.difference_se)} nats/token"
+    whole = f"B is {'better' if found.difference < 0 else 'worse'} by {size}"
+    if not _is_clear(found):
+        whole = f"B and A differ by {size}, which is not beyond noise"
+    named = []
+    for split in found.splits:
+        if standing := [group for group in split.groups if group.stands_out]:
+            named.append((split, max(standing, key=lambda group: abs(group.excess))))
+    if not named:
+        return f"{whole}; no group of tokens differs from the others beyond noise."
+    named.sort(key=lambda pair: -abs(pair[1].excess))
+    places = [
+        f"'{group.name}' ({split.by.partition(':')[0]}; {group.tokens:.0%} of the tokens, "
+        f"{_share(group, found) if _is_clear(found) else f'{group.part:+.4f}'} of the difference)"
+        for split, group in named[:_MOST_NAMED]
+    ]
+    return f"{whole}; farthest from their share of the tokens: {', '.join(places)}."
+
+
+def _is_clear(found: Explanation) -> bool:
+    """Tell whether the whole is far enough from zero to be divided by."""
+    return found.difference_se is not None and abs(found.difference) > 2 * found.difference_se
+
+
+def _share(group: Group, found: Explanation) -> str:
+    return f"{round(group.part / found.difference, 2) + 0.0:.0%}"  # never -0%
+
+
+def describe(found: Explanation) -> str:
+    """Write the explanation as tables."""
+    header = ("tokens", "A", "B", "B - A", "se", "part", "se", "of all", "")
+    rows: list[tuple[str, ...]] = []
+    for split in found.splits:
+        rows.append((f"by {split.by}", *header) if not rows else (f"by {split.by}", *[""] * 9))
+        for g in split.groups:
+            of_all = _share(g, found) if _is_clear(found) else "-"
+            rows.append(
+                (
+                    f"  {g.name}",
+                    f"{g.tokens:.1%}",
+                    *(f"{g.a:.4f}", f"{g.b:.4f}", f"{g.mean:+.4f}", fmt.number(g.mean_se)),
+                    *(f"{g.part:+.4f}", fmt.number(g.part_se), of_all),
+                    "*" if g.stands_out else "",
+                )
+            )
+    steps = ", ".join(
+        f"{which} after step {step:,}"
+        for which, step in (("A", found.step_a), ("B", found.step_b))
+        if step is not None
+    )
+    left_out = "".join(f"\nnot split by {reason}" for reason in found.left_out)
+    return (
+        f"{sentence(found)}\n\n"
+        f"{fmt.table(rows[0], rows[1:])}{left_out}\n\n"
+        f"{found.tokens:,} tokens of {fmt.number_of(found.units, found.unit)}{f' ({steps})' if steps else ''}. "
+        f"part: tokens x (B - A); the parts of a split add up to {found.difference:+.4f}, which is "
+        f"{abs(found.difference - found.exact_difference):.1g} from the exact difference, because losses are kept in "
+        f"fp16. se: over {found.unit}s. *: its part differs from its share of the tokens beyond noise "
+        f"(p < {NOISE:g}, Bonferroni over all groups)."
+    )

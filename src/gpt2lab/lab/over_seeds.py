@@ -1,0 +1,257 @@
+"""Two settings, trained with the same seeds: the error over seeds and the error over documents, side by side. No torch.
+
+The two answer different questions and are never added. Over seeds: would other seeds show the difference too, on the
+same documents? Over documents: would other documents show it too, with the same trained models?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from gpt2lab import fmt
+from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.uncertainty import ALPHA, estimate_mean, t_half_width
+from gpt2lab.lab.seeds import (
+    MOST_SEEDS,
+    OverSeeds,
+    SeedsNeeded,
+    Sequential,
+    decide,
+    holm,
+    over_seeds,
+    seeds_needed,
+)
+
+SMALLEST = 0.01  # nats per token: a difference that is worth seeds
+QUESTIONS = (
+    "Over seeds: would other seeds show the difference too, on the same {unit}s? "
+    "Over {unit}s: would other {unit}s show it too, with the same trained models? "
+    "Neither error includes the other, and they are not added. "
+    "Differences over seeds are paired by seed and assumed Gaussian."
+)
+
+LOSS = "val_loss"  # the one metric of which is known that less is better
+# Of another metric: higher or lower.
+Verdict = Literal["better", "worse", "higher", "lower", "equal", "not decided"]
+
+
+@dataclass(frozen=True)
+class OverUnits:
+    """The difference over the units of an evaluation, such as documents, of the mean over seeds."""
+
+    unit: str
+    n: int
+    effective_n: float
+    paired: bool  # both settings were evaluated on the same units
+    mean: float
+    low: float | None  # 95 % interval, clustered by unit; None of a single unit
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A setting against a baseline: differences are setting - baseline, of a loss in nats per token."""
+
+    setting: str
+    baseline: str
+    over_seeds: OverSeeds
+    over_units: OverUnits | None  # None where no run keeps its evaluation unit by unit
+    p_holm: float | None  # of `over_seeds`, adjusted for all settings; None of a single seed
+    seeds_needed: SeedsNeeded | None
+    # With --until_decided. The t interval and test of `over_seeds` do not hold then: they chose their own seeds.
+    sequential: Sequential | None
+    verdict: Verdict
+    metric: str = LOSS
+
+
+def over_units(a: Sequence[Results], b: Sequence[Results], metric: str) -> OverUnits | None:
+    """Return the difference b - a of the mean over runs, clustered by unit; runs of one setting share their units.
+
+    Units that both were evaluated on are paired. Otherwise the squared errors add up, as for two independent sets.
+    None if there is nothing, or if runs of one setting have other units.
+    """
+    if not a or not b or any(r.units != runs[0].units for runs in (a, b) for r in runs):
+        return None
+    means = [np.mean([r.per_unit[metric] for r in runs], axis=0) for runs in (a, b)]
+    paired = a[0].units == b[0].units
+    if paired:
+        found = estimate_mean(means[1] - means[0], a[0].weights, a[0].strata)
+        mean, se, effective, degrees = found.mean, found.se, found.effective_n, found.degrees
+    else:
+        parts = [
+            estimate_mean(m, r[0].weights, r[0].strata) for m, r in zip(means, (a, b), strict=True)
+        ]
+        mean = parts[1].mean - parts[0].mean
+        effective = min(part.effective_n for part in parts)
+        degrees = min(part.degrees for part in parts)
+        known = [part.se for part in parts if part.se is not None]
+        se = math.hypot(*known) if len(known) == 2 else None
+    low = high = None
+    if se is not None:
+        half = float(t_half_width(se, degrees))
+        low, high = mean - half, mean + half
+    return OverUnits(a[0].unit, min(a[0].n, b[0].n), effective, paired, mean, low, high)
+
+
+def compare_all(
+    baseline: str,
+    differences: Mapping[str, Sequence[float]],
+    units: Mapping[str, OverUnits | None],
+    *,
+    smallest: float = SMALLEST,
+    until_decided: bool = False,
+    tests: int | None = None,
+    metric: str = LOSS,
+) -> list[Comparison]:
+    """Compare settings with a baseline, given {setting: its differences, seed by seed, in the order of the seeds}.
+
+    Holm's correction serves the t tests. Confidence sequences, power and equality share alpha out evenly (Bonferroni).
+    `tests`: how many settings were to be compared, if more than these; one that diverged has p = 1.
+    """
+    tests = max(1, tests or len(differences))
+    alpha = ALPHA / tests
+    found = {name: over_seeds(values) for name, values in differences.items()}
+    tested = {n: one.p for n, one in found.items() if one.p is not None and not until_decided}
+    p_values = [*tested.values(), *[1.0] * (tests - len(differences))]
+    adjusted = dict(zip(tested, holm(p_values), strict=False))
+    comparisons = []
+    for name, seeds in found.items():
+        need = seeds_needed(seeds, smallest, alpha=alpha, sequential=until_decided)
+        sequential = None
+        if until_decided:
+            sequential = decide(differences[name], smallest=smallest, alpha=alpha)
+            differs, equal = sequential.decision == "differs", sequential.decision == "equal"
+        else:
+            differs = adjusted.get(name, 1.0) < ALPHA
+            equal = False
+            if seeds.sd is not None:
+                half = t_half_width(seeds.sd / math.sqrt(seeds.seeds), seeds.seeds - 1, alpha)
+                equal = bool(abs(seeds.mean) + half < smallest)
+        lower = (sequential.mean if sequential else seeds.mean) < 0
+        verdict: Verdict = "equal" if equal else "not decided"
+        if differs:
+            words: tuple[Verdict, Verdict] = ("higher", "lower")
+            verdict = (words if metric != LOSS else ("worse", "better"))[lower]
+        p_holm, of_units = adjusted.get(name), units.get(name)
+        comparisons.append(
+            Comparison(name, baseline, seeds, of_units, p_holm, need, sequential, verdict, metric)
+        )
+    return comparisons
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def sentence(found: Comparison, *, smallest: float = SMALLEST) -> str:
+    """Say what a comparison shows, in one sentence."""
+    of = "" if found.metric == LOSS else f"{found.metric}: "
+    return f"{of}{_verdict(found, smallest)}{_on_other_units(found.over_units)}."
+
+
+def _unit(found: Comparison) -> str:
+    return " nats" if found.metric == LOSS else ""
+
+
+def _verdict(found: Comparison, smallest: float) -> str:
+    seeds, sequential = found.over_seeds, found.sequential
+    name, baseline = found.setting, found.baseline
+    if seeds.low is None or seeds.high is None:
+        return (
+            f"not decided: {name} - {baseline} is {seeds.mean:+.4f}{_unit(found)} with one seed, which says nothing "
+            f"about others"
+        )
+    mean, low, high = seeds.mean, seeds.low, seeds.high
+    what, over = "95 % interval", f"over {seeds.seeds} seeds"
+    if sequential is not None:
+        over = f"after {fmt.number_of(sequential.seeds, 'seed')}"
+        if sequential.low is None or sequential.high is None:
+            return f"not decided: {name} - {baseline} is {mean:+.4f}{_unit(found)} {over}, too few for an interval"
+        mean, low, high = sequential.mean, sequential.low, sequential.high
+        what = f"{100 * sequential.confidence:.4g} % confidence sequence"
+    if found.verdict not in ("equal", "not decided"):
+        if found.verdict in ("better", "lower"):
+            mean, low, high = -mean, -high, -low
+        by, low_end, high_end = _numbers(mean, low, high)
+        by += f"{_unit(found)} ({what} {low_end} to {high_end} {over})"
+        return f"{name} is {found.verdict} than {baseline} by {by}"
+    shown, low_end, high_end = _numbers(mean, low, high, sign="+")
+    interval = f"{what} {low_end} to {high_end} {over}"
+    if found.verdict == "equal":
+        return f"{name} and {baseline} differ by less than {smallest:g}{_unit(found)} ({interval})"
+    if sequential is None and not low <= 0 <= high:
+        interval += f"; corrected for all settings, p is {found.p_holm:.2g}"
+    return (
+        f"not decided: {name} - {baseline} is {shown}{_unit(found)} ({interval}); {_power(found)}"
+    )
+
+
+def _power(found: Comparison) -> str:
+    """Say how many seeds would show the smallest difference that matters."""
+    need, had = found.seeds_needed, found.over_seeds.seeds
+    assert need is not None  # of several seeds it is known
+    size = f"{need.difference:g}{_unit(found)}"
+    what = f"would show a difference of {size} in {100 * need.power:.0f} % of cases"
+    if need.seeds is None:
+        return f"only over {MOST_SEEDS:,} seeds {what}"
+    if need.seeds <= had:
+        return f"{need.seeds} seeds {what}"
+    return (
+        f"about {need.seeds:,} seeds {what} (between {_count(need.low)} and {_count(need.high)}: "
+        f"{had} seeds tell the spread only roughly)"
+    )
+
+
+def _count(seeds: int | None) -> str:
+    return f"over {MOST_SEEDS:,}" if seeds is None else f"{seeds:,}"
+
+
+def _on_other_units(found: OverUnits | None) -> str:
+    if found is None:
+        return ""
+    units = fmt.number_of(found.n, found.unit)
+    if found.low is None or found.high is None:
+        return f"; {units} do not show what others would"
+    low, high = _numbers(found.low, found.high, sign="+")
+    is_open = ", either sign is possible" if found.low <= 0 <= found.high else ""
+    others = "" if found.paired else ", not the same ones"
+    return f"; on other {found.unit}s {low} to {high} (95 %, {units}{others}){is_open}"
+
+
+def table(found: Sequence[Comparison], *, smallest: float = SMALLEST) -> list[list[str]]:
+    """Return the header and the rows of a table of comparisons."""
+    unit = next((one.over_units.unit for one in found if one.over_units), "document")
+    sequential = any(one.sequential for one in found)
+    header = ["setting", "verdict", "seeds", "difference, nats"]
+    header += ["confidence sequence"] if sequential else ["95 % over seeds", "p (Holm)"]
+    header += [f"95 % over {unit}s", f"{unit}s", f"seeds to see {smallest:g}"]
+    rows = [header]
+    for one in found:
+        seeds, units, need = one.over_seeds, one.over_units, one.seeds_needed
+        row = [one.setting, one.verdict, str(seeds.seeds), f"{seeds.mean:+.4f}"]
+        if one.sequential:
+            row.append(_show(one.sequential.low, one.sequential.high))
+        else:
+            row += [_show(seeds.low, seeds.high), fmt.number(one.p_holm, ".2g")]
+        row += [_show(units.low, units.high), f"{units.n:,}"] if units else ["n/a", "n/a"]
+        answer = "n/a"
+        if need is not None:
+            answer = _count(need.seeds)
+            answer += f" ({_count(need.low)} to {_count(need.high)})" if need.low else ""
+        rows.append([*row, answer])
+    return rows
+
+
+def _show(low: float | None, high: float | None) -> str:
+    return "n/a" if low is None or high is None else " to ".join(_numbers(low, high, sign="+"))
+
+
+def _numbers(*values: float, sign: str = "") -> list[str]:
+    """Write numbers with two digits of their distance, at least two decimals."""
+    width = max(values) - min(values)
+    digits = 4 if width <= 0 else min(6, max(2, 1 - math.floor(math.log10(width))))
+    return [f"{value:{sign}.{digits}f}" for value in values]

@@ -1,0 +1,472 @@
+"""Replay steps of a run from one of its checkpoints: as they were, or with one thing changed.
+
+A step is the trainer's own, on the components that a resume builds. Which samples it reads is what the log says that it
+consumed, so a run that was rewound replays as it went. No logger, saver or lock exists here: nothing of the run is
+written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.commands.command_line import Actions, Command
+from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
+from gpt2lab.data.documents import Documents, find_documents
+from gpt2lab.data.loader import GlobalBatch
+from gpt2lab.data.mixture import require_same_data, with_data_at
+from gpt2lab.distributed.runtime import Runtime, resolve_dtype
+from gpt2lab.distributed.strategy import Strategy, missing_for_compile
+from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.model import rng
+from gpt2lab.optim.schedule import default_min_lr
+from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
+from gpt2lab.runs.history import Log
+from gpt2lab.training.components import Components
+from gpt2lab.training.pretrain import build, check_attention, choose_hardware
+from gpt2lab.training.recipe import Recipe
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.train_step import train_step
+from gpt2lab.training.trainer import launch_step, state_after
+
+# What is compared of a step, in the order in which one follows from the other: name, field of the event.
+QUANTITIES = (
+    ("batch", "batch_hash"),
+    ("learning rate", "lr"),
+    ("loss", "loss"),
+    ("gradient norm", "grad_norm"),
+    ("update", "updated"),
+)
+# Relative, where sums have another order: of several ranks, or of a compiled run that is replayed without compiling.
+ROUNDING = {"loss": 1e-5, "grad_norm": 1e-4}
+_LOCATION = ("run_name", "checkpoint_dir")
+
+
+@dataclass(frozen=True)
+class Change:
+    """The one thing that a replay does otherwise; none by default.
+
+    Samples and documents are left out of the loss: their targets are masked, and the loss is the mean over the targets
+    that are left. The tokens stay what other targets see before them.
+    """
+
+    without_samples: frozenset[int] = frozenset()
+    without_documents: frozenset[int] = frozenset()
+    max_lr: float | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
+
+    def describe(self) -> str | None:
+        """Write it for people; None if nothing is changed.
+
+        Raises: ConfigError if it is more than one thing.
+        """
+        numbers = (("sample", self.without_samples), ("document", self.without_documents))
+        said = [
+            f"without {noun}{'s' if len(found) > 1 else ''} {', '.join(f'{n:,}' for n in sorted(found))}"
+            for noun, found in numbers
+            if found
+        ]
+        said += [f"with max_lr {self.max_lr:g}"] if self.max_lr is not None else []
+        said += [f"with dtype {self.dtype}"] if self.dtype is not None else []
+        if len(said) > 1:
+            raise ConfigError(f"{' and '.join(said)}: change one thing at a time")
+        return said[0] if said else None
+
+
+UNCHANGED = Change()
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step that was taken again."""
+
+    # Number and QUANTITIES by the names of the log; a number that is not finite is None.
+    event: Event
+    logged: Event
+    num_targets: int
+    # L2 norm of each layer's gradient before clipping, where it was asked for; None: not finite.
+    layers: dict[str, float | None]
+
+
+def first_difference(
+    a: Event, b: Event, *, tolerance: dict[str, float] | None = None
+) -> tuple[str, str] | None:
+    """Return the first of QUANTITIES in which two events of a step differ, (name, field); None if none does.
+
+    `tolerance`: relative, by field; default every bit.
+    """
+    for name, field in QUANTITIES:
+        x, y = a.get(field), b.get(field)
+        allowed = (tolerance or {}).get(field)
+        if isinstance(x, float) and isinstance(y, float) and allowed is not None:
+            is_same = math.isclose(x, y, rel_tol=allowed)
+        else:
+            is_same = x == y
+        if not is_same:
+            return name, field
+    return None
+
+
+def settings_of(run_dir: Path, log: Log, attempt: int) -> dict[str, Any]:
+    """Return the settings of a start of a run: those of the last one, with the changes of later resumes undone."""
+    settings = to_flat(history.read_config(run_dir))
+    for event in reversed(log.of_kind("resume")):
+        if event["attempt"] > attempt:
+            undone = {name: change[0] for name, change in event.get("changes", {}).items()}
+            settings |= {name: value for name, value in undone.items() if name in settings}
+    return settings
+
+
+def other_values(before: dict[str, Any], now: dict[str, Any], link: str = "->") -> list[str]:
+    """Return a line for each fact that differs, `threads 1 -> 2`, in the order of their names in the first."""
+    names = [*before, *(name for name in now if name not in before)]
+    return [
+        f"{name} {before.get(name)} {link} {now.get(name)}"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def open_replay(
+    run_dir: Path, recipe: Recipe, *, first: int, last: int, data_dir: tuple[str, ...] = ()
+) -> Replay:
+    """Load the newest intact checkpoint before step `first`, to replay steps up to `last`.
+
+    `data_dir`: what --data_dir says, if the run's data were moved.
+
+    Raises: ConfigError if there is none, or a step was not taken; CheckpointError, DataError.
+    """
+    if "RANK" in os.environ:
+        raise ConfigError("a replay is one process; start it without torchrun")
+    log, name = history.read_log(run_dir), paths.display_path(run_dir)
+    numbers = log.numbers
+    if not len(numbers):
+        raise ConfigError(f"{name}: has taken no step")
+    if first < 1 or last < first or not {first, last} <= set(numbers.tolist()):
+        asked, taken = fmt.steps(first, last), fmt.steps(numbers[0], numbers[-1])
+        raise ConfigError(f"{name}: no {asked}; it has {taken}")
+    infos = catalog.list_checkpoints(run_dir)[0]
+    notes: list[str] = []
+    for info in reversed([info for info in infos if info.step < first]):
+        try:
+            replay = _open(run_dir, recipe, log, info, data_dir, first=first, last=last)
+        except CheckpointError as error:
+            notes.append(f"passed over: {error}")
+        else:
+            replay.notes = tuple(notes)
+            return replay
+    if notes:
+        raise CheckpointError(f"no intact checkpoint before step {first} is left; {notes[0]}")
+    least = infos[0].step + 1 if infos else None
+    left = "it has no checkpoint" if least is None else f"steps from {least} on can be replayed"
+    raise ConfigError(f"{name}: no checkpoint before step {first} is left; {left}")
+
+
+def _open(
+    run_dir: Path,
+    recipe: Recipe,
+    log: Log,
+    info: CheckpointInfo,
+    data_dir: tuple[str, ...],
+    *,
+    first: int,
+    last: int,
+) -> Replay:
+    logged = {number: log.step(number) for number in range(info.step + 1, last + 1)}
+    if missing := [number for number, event in logged.items() if event is None]:
+        raise ConfigError(f"{paths.display_path(run_dir)}: step {missing[0]} is not in its log")
+    events = {number: event for number, event in logged.items() if event is not None}
+    _require_one_setting(run_dir, log, events, first=first)
+    attempt = events[info.step + 1]["attempt"]
+    record = history.record_of_start(run_dir, attempt)
+    saved, wanted = to_flat(info.config()), settings_of(run_dir, log, attempt)
+    values = {n: v for n, v in wanted.items() if saved[n] != v and n not in _LOCATION}
+    # As typed: a start with another optimizer must name its rate, and a floor that is not named follows the peak.
+    values |= {name: wanted[name] for name in ("max_lr", "min_lr")}
+    if begin := log.begin_of(attempt):  # by epochs or tokens, other data would mean another length
+        values["max_steps"] = begin["max_steps"]
+    values |= {"checkpoint_mirror": None, "hellaswag_path": None}
+    config = with_data_at(override(info.config(), values), data_dir)
+    if data_dir:
+        values["data_dir"] = config.data.data_dir
+        data = recipe.open_data(config, history.read_tokenizer(run_dir))
+        trained_on = record.get("data_fingerprint") or info.manifest["data_fingerprint"]
+        require_same_data(data, trained_on, words=data_dir, run=run_dir.name)
+    # The environment: here, and as it was.
+    runtime, rounding = Runtime(), None
+    runtime.use(config.system)
+    saved_on = record.get("environment") or info.manifest["environment"]
+    if saved_on.get("world_size", 1) > 1 and config.system.reduce != "exact":
+        rounding = "the run's ranks summed in another order than one process does"
+    lacks = missing_for_compile(runtime.device) if config.system.compile == "on" else None
+    if lacks:
+        values["compile"] = "off"
+        rounding = f"the run was compiled, and nothing can compile here ({lacks})"
+    if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
+        torch.set_num_threads(threads)  # sums depend on it
+    # From here on as the trainer resumes.
+    actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
+    is_tuned = wanted["instructions"] is not None
+    command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
+    start = choose_hardware(resolve(command, recipe, world_size=1, set_aside=False), runtime)
+    model = recipe.build_model(start, runtime)
+    start = check_attention(start, model, runtime)
+    components = build(start, runtime, model, recipe, against_log="skip")
+    return Replay(components, events, saved_on=saved_on, rounding=rounding)
+
+
+def _require_one_setting(run_dir: Path, log: Log, events: dict[int, Event], *, first: int) -> None:
+    """Reject steps between which a resume changed what decides the numbers.
+
+    Raises: ConfigError.
+    """
+    config = history.read_config(run_dir)
+    by_attempt = {event["attempt"]: event for event in log.of_kind("resume")}
+    attempts = [event["attempt"] for event in events.values()]
+    for attempt in range(attempts[0] + 1, attempts[-1] + 1):
+        resume = by_attempt.get(attempt, {"changes": {}, "step": 0})
+        changed = [n for n in resume["changes"] if n == "data" or policy_of(n, config) == "guarded"]
+        if changed and attempt in attempts:
+            step = resume["step"]
+            fix = "replay the steps before and after it alone"
+            if step < first:
+                fix = f"no checkpoint from step {step} on is left to replay later ones from"
+            raise ConfigError(
+                f"{paths.display_path(run_dir)}: a resume after step {step} changed {', '.join(changed)}; {fix}"
+            )
+
+
+class Replay:
+    """A run as it was after some step. It goes on step by step."""
+
+    def __init__(
+        self,
+        components: Components,
+        logged: dict[int, Event],
+        *,
+        saved_on: dict[str, Any],
+        rounding: str | None,
+    ) -> None:
+        """`logged`: the steps that may be taken; `saved_on`: the environment that they were taken in; `rounding`: why
+        not every bit is promised.
+        """
+        self.components, self.logged = components, logged
+        self.notes: tuple[str, ...] = ()  # checkpoints that were passed over
+        self.start, self.state = components.start, components.state
+        self.from_step, self.saved_on = components.state.step, saved_on
+        self.loader = components.batches.loader
+        # The first step that is not as logged, and the name and field of what differs in it.
+        self.departure: tuple[ReplayedStep, str, str] | None = None
+        self._documents: Documents | None = None
+        self.rounding = rounding
+
+    @property
+    def tolerance(self) -> dict[str, float] | None:
+        """How far a replay may be from the log, relative, by field; None: no bit."""
+        return ROUNDING if self.rounding else None
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.start.run_dir
+
+    def other_environment(self) -> list[str]:
+        """Name what differs between the environment of the run and this one."""
+        return other_values(self.saved_on, self.components.facts["environment"])
+
+    def close(self) -> None:
+        """Close the shards."""
+        self.loader.reader.close()
+
+    def apply(self, change: Change) -> None:
+        """Take the steps from here on with another rate or precision; samples are left out by `take`.
+
+        Raises: ConfigError.
+        """
+        config = self.start.config
+        values: dict[str, Any] = {}
+        if change.max_lr is not None:
+            if not (math.isfinite(change.max_lr) and change.max_lr > 0):
+                raise ConfigError(f"max_lr {change.max_lr} must be above 0")
+            values["max_lr"] = change.max_lr
+            optim = config.optim
+            follows = optim.min_lr == default_min_lr(optim.max_lr)  # as at a resume
+            values["min_lr"] = default_min_lr(change.max_lr) if follows else optim.min_lr
+            if values["min_lr"] > change.max_lr:
+                raise ConfigError(
+                    f"max_lr {change.max_lr} is below the run's min_lr {optim.min_lr}"
+                )
+        if change.dtype is not None:
+            values["dtype"] = resolve_dtype(change.dtype, self.components.runtime.device)
+            if change.dtype == "fp32":
+                values["residual_dtype"] = "fp32"
+        config = override(config, values)
+        strategy = self.components.strategy
+        if change.dtype is not None:
+            strategy = Strategy(self.components.runtime, config.system)
+            self.components.model.residual_dtype = config.system.residual_dtype
+        self.start = dataclasses.replace(self.start, config=config)
+        self.components = dataclasses.replace(self.components, start=self.start, strategy=strategy)
+
+    def batch(self) -> GlobalBatch:
+        """Read what the log says that the next step consumed."""
+        return self.loader.fetch(self.logged[self.state.step + 1]["first_sample"])
+
+    def samples_of(self, step: int) -> np.ndarray:
+        """Return the numbers of the samples that a step consumed, (S,)."""
+        first = self.logged[step]["first_sample"]
+        return np.arange(first, first + self.start.plan.batch.samples)
+
+    def documents(self) -> Documents:
+        """Return the documents of the training data.
+
+        Raises: ConfigError if they are not known.
+        """
+        if self._documents is None and self.start.config.tuning.instructions is None:
+            self._documents = find_documents(self.start.data)
+        if self._documents is None:
+            raise ConfigError(
+                f"{paths.display_path(self.start.data.folder)}: nothing marks its documents; "
+                f"leave out samples instead"
+            )
+        return self._documents
+
+    def mask(self, step: int, change: Change) -> np.ndarray:
+        """Return which targets of a step a change leaves out, (S, T) bool.
+
+        Raises: ConfigError if documents are not known.
+        """
+        samples, T = self.samples_of(step), self.start.config.model.context_length
+        if change.without_documents:
+            documents, places = self.documents(), self.start.order.locate(samples)
+            rows = [documents.of_targets(s, o, T) for s, o in zip(*places, strict=True)]
+            return np.isin(np.stack(rows), list(change.without_documents))
+        rows_out = np.isin(samples, list(change.without_samples))
+        return np.repeat(rows_out[:, None], T, axis=1)
+
+    def require(self, change: Change, steps: range) -> None:
+        """Reject samples or documents that none of these steps trained on.
+
+        Raises: ConfigError.
+        """
+        seen = np.concatenate([self.samples_of(step) for step in steps])
+        missing = sorted(change.without_samples - set(seen.tolist()))
+        if missing:
+            raise ConfigError(
+                f"sample {missing[0]:,}: {fmt.steps(steps[0], steps[-1])} trained on samples "
+                f"{seen.min():,} to {seen.max():,}"
+            )
+        for number in sorted(change.without_documents):
+            one = Change(without_documents=frozenset({number}))
+            if not any(self.mask(step, one).any() for step in steps):
+                raise ConfigError(
+                    f"document {number:,}: no target of it in {fmt.steps(steps[0], steps[-1])}"
+                )
+
+    def take(self, change: Change = UNCHANGED, *, layers: bool = False) -> ReplayedStep:
+        """Take the next step."""
+        number = self.state.step + 1
+        batch = self.batch()
+        if change.without_samples or change.without_documents:
+            batch = without(batch, self.mask(number, change), step=number)
+        norms: dict[str, float] = {}
+
+        def look() -> None:
+            if layers:
+                norms.update(layer_norms(self.components.model))
+
+        lr, stats = launch_step(self.components, number, batch, self.state, before_update=look)
+        stats.done.wait()
+        clip, norm = self.start.config.optim.grad_clip, stats.grad_norm
+        scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0  # by which they were clipped
+        self.state = state_after(self.state, batch, stats, self.start, seconds=0.0)
+        event = {
+            "step": number,
+            "batch_hash": batch.hash,
+            "lr": lr,
+            "loss": _finite(stats.loss),
+            "grad_norm": _finite(norm),
+            "updated": stats.updated,
+        }
+        unclipped = {
+            name: _finite(value / scale) if scale else None for name, value in norms.items()
+        }  # 0 of an infinite norm
+        taken = ReplayedStep(event, self.logged[number], batch.num_targets, unclipped)
+        found = first_difference(taken.logged, event, tolerance=self.tolerance)
+        # No change touches the samples that are read: other ones are other data.
+        if found and self.departure is None and (change == UNCHANGED or found[0] == "batch"):
+            self.departure = (taken, *found)
+        return taken
+
+    def take_until(
+        self, last: int, change: Change = UNCHANGED, *, layers: bool = False
+    ) -> list[ReplayedStep]:
+        """Take all steps up to `last`."""
+        return [self.take(change, layers=layers) for _ in range(self.state.step, last)]
+
+    def measure(
+        self, batch: GlobalBatch, look: Callable[[], None] = lambda: None
+    ) -> tuple[float, float]:
+        """Return loss and gradient norm of a batch with the weights as they are, which stay.
+
+        `look` is called when the gradients are there, unclipped.
+        """
+        stats = train_step(
+            self.components.trained,
+            self.components.optimizers,
+            batch,
+            0.0,
+            strategy=self.components.strategy,
+            grad_clip=0.0,
+            seed=rng.fold_seed(self.start.config.data.seed, self.state.step + 1),
+            accept=lambda loss, norm: False,
+            before_update=look,
+        )
+        return stats.loss, stats.grad_norm
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def without(batch: GlobalBatch, dropped: np.ndarray, *, step: int) -> GlobalBatch:
+    """Return a batch of one process without some targets, (S, T) bool; its loss is the mean over those left.
+
+    Raises: ConfigError if none is left.
+    """
+    micro_batches, begin = [], 0
+    for micro in batch.micro_batches:
+        end = begin + len(micro.targets)
+        rows = torch.from_numpy(dropped[begin:end]).to(micro.targets.device)
+        micro_batches.append(
+            dataclasses.replace(micro, targets=micro.targets.masked_fill(rows, -1))
+        )
+        begin = end
+    left = sum(int((micro.targets >= 0).sum()) for micro in micro_batches)
+    if not left:
+        raise ConfigError(f"step {step}: no target would be left")
+    return dataclasses.replace(batch, micro_batches=tuple(micro_batches), num_targets=left)
+
+
+def layer_norms(model: torch.nn.Module) -> dict[str, float]:
+    """Return the L2 norm of the gradient of each layer, in the order of the model: wte, blocks.0, ..., ln_f."""
+    squares: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            parts = name.split(".")
+            layer = ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+            square = parameter.grad.detach().double().square().sum().item()
+            squares[layer] = squares.get(layer, 0.0) + square
+    return {layer: math.sqrt(square) for layer, square in squares.items()}

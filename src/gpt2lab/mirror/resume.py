@@ -1,0 +1,224 @@
+"""What a start does with --checkpoint_mirror: reject a wrong one, fetch what is newer, wait at the end. No torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gpt2lab import fmt
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.catalog import CheckpointInfo
+from gpt2lab.checkpoint.manifest import read_manifest
+from gpt2lab.commands.command_line import Command
+from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
+from gpt2lab.files import replace_durably
+from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, describe_status, run_id
+from gpt2lab.mirror.upload import Uploader
+from gpt2lab.runs import history
+from gpt2lab.runs.events import Event
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.training.start import Start
+from gpt2lab.training.stop import Signals, launcher_grace_seconds
+
+WAIT_SECONDS = 600.0  # for the last copy, at an end that nobody asked for
+_GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL: torchrun's, Slurm's and Kubernetes' default
+_MARGIN_SECONDS = 10.0  # to end in, of that
+
+
+def url_of(command: Command, typed: str | None, checkpoint: CheckpointInfo | None) -> str | None:
+    """Return the mirror of a resume: the typed one, else that of the settings saved here."""
+    if "checkpoint_mirror" in command.typed or checkpoint is None:
+        return typed
+    return checkpoint.config().checkpoint.checkpoint_mirror
+
+
+def fetch_newer(
+    url: str, run_dir: Path, newest: CheckpointInfo | None
+) -> tuple[CheckpointInfo | None, list[str]]:
+    """Fetch the mirror's newest sound checkpoint if it is newer than the run's own; return the newest, and warnings.
+
+    Raises: ConfigError for a wrong URL or another run's mirror; CheckpointError if the run has no checkpoint here and
+    the mirror cannot say or give one: whether the run has begun would be a guess.
+    """
+    mirror = connect(url, run_dir.name)
+    try:
+        (copies, problems), owner = mirror.in_time(lambda: (mirror.list_copies(), mirror.owner()))
+        own = run_id(run_dir)
+        if copies and own is not None and owner != own:
+            raise ConfigError(
+                f"{run_dir}: another run than the one whose checkpoints are in {mirror.url}; "
+                f"choose another --run_name or --checkpoint_dir"
+            )
+        warnings = [f"copy in the mirror passed over: {problem}" for problem in problems]
+        events = history.read_log(run_dir).of_kind("begin", "rewind", "checkpoint")
+        for copy in copies:
+            is_older = newest is not None and copy.step <= newest.step
+            if is_older or _is_left_behind(copy, events):
+                continue
+            try:
+                return _fetch(mirror, copy, run_dir), warnings
+            except (CheckpointError, FileNotFoundError) as error:
+                warnings.append(f"copy in the mirror passed over: {copy.name}: {first_line(error)}")
+    except ConfigError:
+        raise
+    except Exception as error:  # a file system's own
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        said = f"{mirror.url} cannot be read ({type(error).__name__}: {first_line(error)})"
+        if newest is None:
+            raise CheckpointError(
+                f"{said}, and {run_dir} has no checkpoint; try again, or start without --resume"
+            ) from error
+        return newest, [f"{said}; the run goes on from its own step {newest.step}"]
+    if newest is None and warnings:
+        raise CheckpointError(f"{mirror.url}: no sound checkpoint: {warnings[0]}")
+    return newest, warnings
+
+
+def _is_left_behind(copy: Copy, events: list[Event]) -> bool:
+    """Tell whether the run has gone back beyond a copy since, by the order of its log: clocks go back too."""
+    attempt, is_behind = copy.recency[0], False
+    for event in events:
+        if event["event"] == "checkpoint":
+            # Saved again after a rewind of the same start.
+            is_behind &= (event["attempt"], event["step"]) != (attempt, copy.step)
+        elif event["step"] < copy.step:
+            is_same_start = event["event"] == "rewind" and event["attempt"] == attempt
+            is_behind |= is_same_start or event["attempt"] > attempt
+    return is_behind
+
+
+def _fetch(mirror: Mirror, copy: Copy, run_dir: Path) -> CheckpointInfo:
+    size = fmt.num_bytes(sum(file["bytes"] for file in copy.manifest["files"].values()))
+    print(f"fetching step {copy.step} ({size}) from {mirror.url}", flush=True)
+    folder = RunFolder(run_dir)  # locked, and swept of what a killed download left
+    try:
+        return catalog.open_checkpoint(mirror.fetch(copy, run_dir))
+    finally:
+        folder.close()
+
+
+def fetch_on_this_machine(start: Start) -> None:
+    """Give another machine of the run the checkpoint that rank 0 chose, if its disk has none of that name.
+
+    Raises: CheckpointError if the mirror does not have it.
+    """
+    url, chosen = start.config.checkpoint.checkpoint_mirror, start.checkpoint
+    if url is None or chosen is None or chosen.path.exists():
+        return
+    mirror = connect(url, start.run_dir.name)
+    wanted = copy_name(chosen.manifest)
+    try:
+        found = [copy for copy in mirror.in_time(mirror.list_copies)[0] if copy.name == wanted]
+        if found:
+            mirror.fetch(found[0], start.run_dir)
+            return
+    except (CheckpointError, ConfigError):
+        raise
+    except Exception as error:
+        if chosen.path.exists() and read_manifest(chosen.path) == chosen.manifest:
+            return  # a shared disk, late
+        raise CheckpointError(
+            f"{mirror.url}: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    raise CheckpointError(
+        f"{chosen.path}: not on this machine's disk, and {mirror.url} has no copy of it; "
+        f"use a shared --checkpoint_dir, or resume once on the machine that has it"
+    )
+
+
+def check_mirror(start: Start) -> tuple[str, ...]:
+    """Reject a mirror that cannot be one of this run; return a warning if it does not answer: training does not wait.
+
+    Raises: ConfigError.
+    """
+    url = start.config.checkpoint.checkpoint_mirror
+    if url is None:
+        return ()
+    mirror = connect(url, start.run_dir.name)
+    try:
+        # A run that begins afresh owns none: it would retire the copies of what it has forgotten.
+        own = run_id(start.run_dir) if start.checkpoint else None
+        mirror.in_time(lambda: mirror.require_own(own))
+    except ConfigError:
+        raise
+    except Exception as error:
+        return (f"{mirror.url}: not reached ({type(error).__name__}: {first_line(error)})",)
+    return ()
+
+
+def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:
+    """Copy on rank 0 what the mirror of a complete run lacks, because its last start could not; say how far it is.
+
+    It waits at most `most` seconds. What goes wrong is a warning: the run is complete.
+    """
+    if start.config.checkpoint.checkpoint_mirror is None:
+        return
+    try:
+        _catch_up(start, signals, most)
+    except (OSError, GPT2LabError) as error:
+        print(f"warning: checkpoint mirror not updated: {first_line(error)}", file=sys.stderr)
+
+
+def _catch_up(start: Start, signals: Signals, most: float) -> None:
+    folder = RunFolder(start.run_dir)  # locked before anything is copied
+    try:
+        uploader = open_uploader(start)
+        if uploader is None:
+            return
+        uploader.notify_saved()
+        uploader.finish(wait_limit(signals, {}, most=most, has_failed=False))
+        report, _ = uploader.take_report() or (None, [])
+        path = start.run_dir / "status.json"
+        status = history.read_json(path)
+        if report is None or status is None:
+            return
+        if status.get("mirror") != report.to_dict():
+            status["mirror"] = report.to_dict()
+            replace_durably(path, json.dumps(status, indent=1) + "\n")
+        print(describe_status(status))
+    finally:
+        folder.close()
+
+
+def open_uploader(start: Start) -> Uploader | None:
+    """Begin to copy what the mirror lacks, if there is one."""
+    config = start.config.checkpoint
+    if config.checkpoint_mirror is None:
+        return None
+    uploader = Uploader(
+        # A folder that is gone since it was checked must not end a run; every save looks for it again.
+        connect(config.checkpoint_mirror, start.run_dir.name, must_exist=False),
+        start.run_dir,
+        keep=config.keep_checkpoints,
+        keep_emergency=config.keep_emergency_checkpoints,
+    )
+    if start.checkpoint is not None:  # the last start may have ended before its last copy arrived
+        uploader.notify_saved()
+    return uploader
+
+
+def wait_limit(
+    signals: Signals, deadlines: dict[str, float], *, most: float, has_failed: bool
+) -> Callable[[], bool]:
+    """Return a function that tells whether the end of a start may still wait for the last copy.
+
+    After a signal or an error it may wait until shortly before the launcher kills. It never waits beyond a deadline or
+    after a second signal.
+    """
+    began = time.monotonic()
+    grace = (launcher_grace_seconds(os.environ) or _GRACE_SECONDS) - _MARGIN_SECONDS
+
+    def may_wait() -> bool:
+        now = time.monotonic()
+        if signals.level >= 2 or any(now >= at for at in deadlines.values()):
+            return False
+        since = now - (began if signals.level == 0 else signals.asked_at)
+        return since < (grace if signals.level or has_failed else min(most, WAIT_SECONDS))
+
+    return may_wait

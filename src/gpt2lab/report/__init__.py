@@ -1,0 +1,1 @@
+"""What a run looks like: curves, charts, the report's page."""

@@ -1,0 +1,341 @@
+"""Charts of a page, drawn as SVG that fits any width: geometry only, report.html writes it. No torch.
+
+Curves lie in an inner picture that is stretched to the chart's size; ticks and labels are placed in percent around it,
+so that text keeps its size on a narrow screen. report.js shows the values at the pointer, which come along as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from gpt2lab import fmt
+from gpt2lab.report.curves import AXES, REFERENCES, Axis, Curve, Curves, Trace
+
+WIDTH, HEIGHT = 4000, 1000  # of the inner picture, in its own units
+_COLOURS = 7  # classes c0 ... c6 of report.css
+_LARGEST = 1e30  # what a curve can show, and on a logarithmic scale its inverse is the least
+
+Kind = Literal["raw", "line", "points"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a chart; `name` is None for one that the legend and the pointer leave out."""
+
+    name: str | None
+    colour: str  # class of report.css
+    kind: Kind
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A path of the inner picture, with its classes and what is said of it where the pointer rests."""
+
+    classes: str
+    path: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart by one axis: places in percent of its width and height."""
+
+    axis: Axis | None
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    notes: list[tuple[float, str]]  # height, text
+    marks: list[Mark]
+    hover: str  # JSON for report.js
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its legend, [(colour, name)], and one picture for each axis."""
+
+    title: str
+    height: int  # pixels
+    legend: list[tuple[str, str]]
+    pictures: list[Picture]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A row of `interval_chart`: a forecast's interval and the actual value, as multiples of the forecast."""
+
+    label: str
+    colour: str
+    low: float
+    value: float
+    high: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to shares of a length, 0 at its low end."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    @classmethod
+    def over(
+        cls,
+        values: np.ndarray,
+        *,
+        is_log: bool = False,
+        low: float | None = None,
+        margin: float = 0.04,
+    ) -> Scale:
+        """Return a scale on which all values lie, or all positive ones of a logarithmic scale; from `low`, if given."""
+        known = values[np.isfinite(values) & (np.abs(values) < _LARGEST)]
+        known = known[known > 1 / _LARGEST] if is_log else known
+        least, most = (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
+        if is_log:
+            ratio = max((most / least) ** margin, 1.05)
+            return cls(least / ratio, most * ratio, is_log=True)
+        least = least if low is None else min(low, most)
+        span = most - least
+        if span <= max(1e-30, 1e-12 * abs(most)):  # a flat line
+            span, margin = abs(most) or 1.0, 1.0
+        return cls(least - margin * span if low is None else least, most + margin * span)
+
+    def at(self, values: Any) -> np.ndarray:
+        """Return the shares; NaN for what has no place."""
+        known = np.asarray(values, float)
+        has_place = np.abs(known) < _LARGEST
+        if self.is_log:
+            has_place &= known > 1 / _LARGEST
+        known = np.where(has_place, known, np.nan)
+        if self.is_log:
+            shares: np.ndarray = np.log(known / self.low) / math.log(self.high / self.low)
+            return shares
+        return (known - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return (value, text) of about five round values."""
+        if self.is_log:
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            factors = (1,) if last - first > 3 else (1, 2, 5)
+            powers = range(first, last + 1, -(-(last - first) // 6))
+            values = [factor * 10.0**power for power in powers for factor in factors]
+            values = [value for value in values if self.low <= value <= self.high]
+            if len(values) > 1:
+                return _labelled(values)
+        # Also where a logarithmic scale is too short for two round values.
+        rough = (self.high - self.low) / 5
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(f * unit for f in (1, 2, 2.5, 5, 10) if f * unit >= 0.999 * rough)
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        return _labelled([i * step for i in range(first, last + 1)])
+
+    def percent(
+        self, labelled: Sequence[tuple[float, str]], *, down: bool = False
+    ) -> list[tuple[float, str]]:
+        """Return labels with their places in percent, from the right or upper end if `down`."""
+        shares = [float(self.at(value)) for value, _ in labelled]
+        return [
+            (round(100 * (1 - share if down else share), 2), text)
+            for share, (_, text) in zip(shares, labelled, strict=True)
+        ]
+
+
+def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
+    """Return values with their texts, of as many digits as tell them apart."""
+    texts: list[str] = []
+    for more in range(12):
+        texts = [_short(value, more) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return list(zip(values, texts, strict=True))
+
+
+def _short(value: float, more: int) -> str:
+    """Write a round number: 0.0005, 2.5, 2500, 12.5K, or with more digits than these; no sum of tenths shows."""
+    if value < 10_000:
+        return f"{value:.{6 + more}g}"
+    return fmt.count(value, digits=3 + more)
+
+
+def charts_of(runs: Sequence[Curves]) -> list[Chart]:
+    """Return the charts of one run, or of several over each other."""
+    several = len(runs) > 1
+    losses = [line for i, run in enumerate(runs) for line in _losses(run, i, several=several)]
+    by_run = [(colour_of(i), run.name) for i, run in enumerate(runs)] if several else None
+    title = f"loss, nats/token{'; dots: validation' if several else ''}"
+    charts = [_chart(title, losses, runs, legend=by_run, height=340)]
+    for metric, references in REFERENCES.items():
+        scores = [
+            Line(run.name if several else "accuracy", colour_of(i), "points", run.hellaswag[metric])
+            for i, run in enumerate(runs)
+            if metric in run.hellaswag
+        ]
+        if scores:
+            title = f"HellaSwag {metric} ± standard error"
+            charts.append(_chart(title, scores, runs, references=references))
+    rates = [line for i, run in enumerate(runs) for line in _rates(run, i, several=several)]
+    names = [run.name if several else "running median" for run in runs]
+    norms = [line for i, name in enumerate(names) for line in _trace(name, runs[i].grad_norm, i)]
+    speeds = [
+        line for i, name in enumerate(names) for line in _trace(name, runs[i].tokens_per_second, i)
+    ]
+    return [
+        *charts,
+        _chart("learning rate", rates, runs, low=0.0),
+        _chart("gradient norm", norms, runs, is_log=True),
+        _chart("tokens/s", speeds, runs, low=0.0),
+    ]
+
+
+def colour_of(number: int) -> str:
+    """Return the class that colours a run, by its place among the runs of a page."""
+    return f"c{number % _COLOURS}"
+
+
+def _losses(run: Curves, number: int, *, several: bool) -> list[Line]:
+    prefix, colour = f"{run.name}, " if several else "", colour_of(number)
+    training = colour if several else "grey"
+    return [
+        Line(None, training, "raw", run.loss.raw),
+        Line(f"{prefix}training, running median", training, "line", run.loss.smooth),
+        Line(f"{prefix}validation ± standard error", colour, "points", run.validation),
+    ]
+
+
+def _rates(run: Curves, number: int, *, several: bool) -> list[Line]:
+    lines = []
+    for (optimizer, rate), dash in zip(run.rates.items(), ("", " dashed"), strict=False):
+        parts = [run.name] if several else []
+        parts += [optimizer] if len(run.rates) > 1 or not several else []
+        lines.append(Line(", ".join(parts), colour_of(number) + dash, "line", rate))
+    return lines
+
+
+def _trace(name: str, trace: Trace, number: int) -> list[Line]:
+    colour = colour_of(number)
+    return [Line(None, colour, "raw", trace.raw), Line(name, colour, "line", trace.smooth)]
+
+
+def _chart(
+    title: str,
+    lines: list[Line],
+    runs: Sequence[Curves],
+    *,
+    references: Sequence[tuple[float, str]] = (),
+    legend: list[tuple[str, str]] | None = None,
+    height: int = 240,
+    is_log: bool = False,
+    low: float | None = None,
+) -> Chart:
+    lines = [line for line in lines if len(line.curve)]
+    values = [np.array([value for value, _ in references])]
+    for line in lines:
+        error = 0.0 if line.curve.error is None else line.curve.error
+        values += [line.curve.y - error, line.curve.y + error]
+    y = Scale.over(np.concatenate(values), is_log=is_log, low=low)
+    if legend is None:
+        legend = [(line.colour, line.name) for line in lines if line.name is not None]
+    shown = list(legend) if len(legend) > 1 else []
+    if any(len(run.resumes["step"]) for run in runs):
+        shown.append(("dotted", "resumed"))
+    pictures = [_picture(axis, lines, runs, references, y) for axis in AXES]
+    return Chart(title, height, shown, pictures)
+
+
+def _picture(
+    axis: Axis,
+    lines: list[Line],
+    runs: Sequence[Curves],
+    references: Sequence[tuple[float, str]],
+    y: Scale,
+) -> Picture:
+    places = [np.zeros(1), *(line.curve.x[axis] for line in lines)]
+    x = Scale.over(np.concatenate(places), margin=0.0)
+    x_ticks, y_ticks = x.percent(x.ticks()), y.percent(y.ticks(), down=True)
+    marks = [Mark("grid", "".join(f"M0,{HEIGHT * at / 100:.0f}H{WIDTH}" for at, _ in y_ticks))]
+    for number, run in enumerate(runs):
+        resumed = x.at(run.resumes[axis]) * WIDTH
+        path = "".join(f"M{place:.0f},0V{HEIGHT}" for place in resumed if np.isfinite(place))
+        marks.append(Mark(f"{colour_of(number)} dotted", path))
+    notes = y.percent(references, down=True)
+    marks.append(Mark("reference", "".join(f"M0,{10 * at:.0f}H{WIDTH}" for at, _ in notes)))
+    for line in lines:
+        marks += _marks(line, x.at(line.curve.x[axis]), y)
+    hover = {
+        "axis": axis,
+        "low": x.low,
+        "high": x.high,
+        "series": [_values(line, axis) for line in lines if line.name is not None],
+    }
+    marks = [mark for mark in marks if mark.path]
+    return Picture(axis, x_ticks, y_ticks, notes, marks, json.dumps(hover))
+
+
+def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[Mark]:
+    curve = line.curve
+    y = scale.at(curve.y)
+    known = np.isfinite(x) & np.isfinite(y)
+    across, down = (WIDTH * x[known]).round(), (HEIGHT * (1 - y[known])).round()
+    places = [f"{a:.0f},{b:.0f}" for a, b in zip(across, down, strict=True)]
+    path = "M" + "L".join(places) if places else ""
+    if line.kind != "points":
+        return [Mark(f"{line.colour} {line.kind}", path)]
+    error = np.zeros(len(curve)) if curve.error is None else curve.error
+    ends = [HEIGHT * (1 - scale.at(curve.y + s * error)[known]) for s in (-1, 1)]
+    bars = zip(across, *ends, strict=True)
+    errors = "".join(f"M{a:.0f},{low:.0f}V{high:.0f}" for a, low, high in bars)
+    marks = [Mark(f"{line.colour} error", errors), Mark(f"{line.colour} points", _dots(places))]
+    # A line between few points misleads.
+    return [Mark(f"{line.colour} line", path), *marks] if len(places) >= 5 else marks
+
+
+def _dots(places: Sequence[str]) -> str:
+    """Return lines of no length, which a round pen draws as circles however the picture is stretched."""
+    return "".join(f"M{place}h0" for place in places)
+
+
+def _values(line: Line, axis: Axis) -> dict[str, Any]:
+    """Return what the pointer shows of a line."""
+    curve = line.curve
+    known = np.isfinite(curve.x[axis]) & np.isfinite(curve.y)
+    values: dict[str, Any] = {"name": line.name, "colour": line.colour}
+    values["x"] = [float(f"{x:.10g}") for x in curve.x[axis][known]]
+    values["y"] = [float(f"{y:.5g}") for y in curve.y[known]]
+    if curve.error is not None:
+        values["error"] = [float(f"{error:.2g}") for error in curve.error[known]]
+    return values
+
+
+def interval_chart(
+    title: str, intervals: Sequence[Interval], legend: list[tuple[str, str]]
+) -> Chart | None:
+    """Return intervals below each other, each with its value, as multiples of 1; None if there are none."""
+    if not intervals:
+        return None
+    x = Scale.over(
+        np.array([0.5, 2.0, *(n for i in intervals for n in (i.low, i.value, i.high))]), is_log=True
+    )
+    intervals = [i for i in intervals if np.isfinite(x.at([i.low, i.value, i.high])).all()]
+    marks = [Mark("reference", f"M{x.at(1.0) * WIDTH:.0f},0V{HEIGHT}")]
+    labels = []
+    for row, interval in enumerate(intervals):
+        share = (row + 0.5) / len(intervals)
+        low, value, high = WIDTH * x.at([interval.low, interval.value, interval.high])
+        down = f"{HEIGHT * share:.0f}"
+        span, dot = f"M{low:.0f},{down}H{high:.0f}", f"{value:.0f},{down}"
+        marks += [
+            Mark(f"{interval.colour} span", span, interval.title),
+            Mark(f"{interval.colour} points large", _dots([dot]), interval.title),
+        ]
+        if row == 0 or intervals[row - 1].label != interval.label:
+            labels.append((round(100 * share, 2), interval.label))
+    ticks = x.percent([(value, f"{text}×") for value, text in x.ticks()])
+    picture = Picture(None, ticks, labels, [], marks, "")
+    return Chart(title, 44 + 28 * len(intervals), legend, [picture])

@@ -1,0 +1,378 @@
+"""Runs on one HTML page that needs no network and runs no script but its own, whatever text the models wrote. No torch.
+
+jinja2 fills report.html and escapes every value. The page's Content-Security-Policy allows only its own style sheet and
+its own script, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2lab import __version__, fmt, paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import LEAVES, data_name, is_path, resolved, to_flat
+from gpt2lab.errors import ConfigError, system_errors_as
+from gpt2lab.files import replace_durably
+from gpt2lab.model.counts import count_parameters
+from gpt2lab.report import charts, curves
+from gpt2lab.report.charts import Chart, Interval
+from gpt2lab.runs import history, overview, summary
+from gpt2lab.runs.evaluations import newest_tasks
+from gpt2lab.runs.history import Log, read_json
+
+_TEMPLATE, _STYLE, _SCRIPT = (Path(__file__).with_suffix(end) for end in (".html", ".css", ".js"))
+_SAMPLES = 16  # shown, spread evenly over the run
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A forecast number beside the actual one; `low` and `high` bound its 80 % interval, None where it has none."""
+
+    what: str
+    value: float
+    low: float | None
+    high: float | None
+    actual: float
+    verdict: str
+    write: Callable[[float], str]
+
+    def texts(self) -> tuple[str, str, str, str, str]:
+        """Return (what, forecast, its interval, actual, verdict) of a table's row."""
+        value, actual = self.write(self.value), self.write(self.actual)
+        return self.what, value, self._interval(), actual, self.verdict
+
+    def _interval(self) -> str:
+        if self.low is None or self.high is None:
+            return "-"
+        return f"{self.write(self.low)} … {self.write(self.high)}"
+
+    def interval(self, run: str, colour: str) -> Interval | None:
+        """Return the actual number in multiples of the forecast, for the chart; None for one that has none."""
+        if self.value <= 0 or self.actual <= 0:
+            return None
+        low, high = self.low or self.value, self.high or self.value
+        _, value, interval, actual, _ = self.texts()
+        title = f"{run}, {self.what}: forecast {value} ({interval}), actual {actual}"
+        shares = (low / self.value, self.actual / self.value, high / self.value)
+        return Interval(self.what, colour, *shares, title)
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> None:
+    """Write the page of some runs in one step: readers see the old page or the new one.
+
+    Raises: ConfigError if a folder is not a run's or `out` cannot be written; GPT2LabError if metrics are damaged.
+    """
+    page = render(*run_dirs)
+    with system_errors_as(ConfigError, out, what="cannot be written"):
+        # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark.
+        replace_durably(out, page.encode("utf-8", "replace"))
+
+
+def render(*run_dirs: Path) -> str:
+    """Return the page of one run, or of several with their curves over each other.
+
+    Raises: ConfigError, GPT2LabError.
+    """
+    import jinja2
+
+    names = [run_dir.name for run_dir in run_dirs]
+    if len(set(names)) < len(names):
+        names = [paths.display_path(run_dir) for run_dir in run_dirs]
+    runs = [_read(run_dir, name) for run_dir, name in zip(run_dirs, names, strict=True)]
+    drawn = [run["curves"] for run in runs if run["curves"] is not None]
+    for number, run in enumerate(run for run in runs if run["curves"] is not None):
+        run["colour"] = charts.colour_of(number)
+    style, script = _STYLE.read_text(), _SCRIPT.read_text()
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(_TEMPLATE.read_text())
+    return template.render(
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
+        version=__version__,
+        written=fmt.moment(time.time()),
+        runs=runs,
+        charts=charts.charts_of(drawn) if drawn else [],
+        accuracy=_accuracy(runs),
+        differing=_differing(runs),
+        width=charts.WIDTH,
+        height=charts.HEIGHT,
+    )
+
+
+def _read(run_dir: Path, name: str) -> Event:
+    """Return what the page says of one run."""
+    config, log = history.read_config(run_dir), history.read_log(run_dir)
+    status = overview.read_run(run_dir, log)
+    facts = read_json(run_dir / "run.json") or {}
+    infos, damaged = catalog.list_checkpoints(run_dir)
+    samples = log.current("sample")
+    return {
+        "name": name,
+        "colour": "",
+        "title": _title(config, log),
+        "status": status,
+        "tiles": _tiles(log),
+        "curves": curves.curves_of(run_dir, log, name) if len(log.numbers) else None,
+        "sources": _sources(log),
+        "tasks": _tasks(run_dir, log),
+        "forecast": _forecast(run_dir, log),
+        "samples": [
+            (step, *_parted(samples[step], config, log))
+            for step in curves.spread(sorted(samples), _SAMPLES)
+        ],
+        "all_samples": len(samples),
+        "starts": _starts(log, is_running=status.state == "running"),
+        "settings": _settings(config),
+        "checkpoints": [_checkpoint(info) for info in infos],
+        "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
+        "damaged": [str(error) for error in damaged],
+        "environment": _environment(facts),
+        "command": summary.command_to_go_on(run_dir, log) if log else None,
+    }
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _title(config: Config, log: Log) -> str:
+    model = config.model
+    trained = f"{fmt.count(count_parameters(model))} parameters, context {model.context_length}"
+    begun = f", begun {fmt.moment(log.events[0]['time'])}" if log.events else ""
+    return f"{model.model}, {trained}, on {data_name(config)}{begun}"
+
+
+def _tiles(log: Log) -> list[tuple[str, str, str]]:
+    """Return (what, value, note) of the numbers at the top of the page."""
+    evals, scores = log.current("eval"), log.current("hellaswag")
+    newest = log.last_step()
+    tiles = []
+    if newest is not None:
+        first = log.step(int(log.numbers[0])) or {}
+        note = f"{fmt.number(first.get('loss'))} at step {first['step']:,}"
+        tiles.append(("training loss", fmt.number(newest.get("loss")), note))
+    measured = [event for event in evals.values() if event["val_loss"] is not None]
+    if measured:
+        last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
+        note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}"
+        tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
+    if scores:
+        last, (value, name) = scores[max(scores)], curves.REFERENCES["acc_norm"][0]
+        note = f"acc_norm ± {fmt.number(last.get('acc_norm_se'))} on {last['n']:,} items; {name} {value}"
+        tiles.append(("HellaSwag", fmt.number(last.get("acc_norm")), note))
+    if newest is not None:
+        tokens = newest.get("tokens")
+        goal = f" of {begin['max_steps']:,}" if (begin := log.last_begin) else ""
+        shown = "n/a" if tokens is None else fmt.count(tokens)
+        tiles.append(("tokens", shown, f"step {newest['step']:,}{goal}"))
+        rate, mfu = _median(log, "tokens_per_second"), _median(log, "mfu")
+        note = "median step" if mfu is None else f"median step; MFU {mfu:.1%}"
+        tiles.append(("tokens/s", fmt.number(rate, ",.0f"), note))
+        starts = log.last_attempt
+        trained = float(np.nansum(log.column("step_seconds")))
+        note = f"{fmt.duration(trained)} in steps; {starts} start{'s' if starts > 1 else ''}"
+        tiles.append(("time", fmt.duration(log.spent_seconds()), note))
+    return tiles
+
+
+def _median(log: Log, field: str) -> float | None:
+    """Return the median over the current steps; None if none has the field."""
+    known = log.column(field)
+    known = known[~np.isnan(known)]
+    return float(np.median(known)) if len(known) else None
+
+
+def _sources(log: Log) -> list[tuple[str, ...]]:
+    """Return (name, share of the samples, passes, validation loss, its standard error) of a mixture's sources."""
+    evals, mixtures = log.current("eval"), log.current("mixture")
+    epochs = (log.last_step() or {}).get("epochs_by_source")
+    if not mixtures or epochs is None:  # no mixture, or none any more
+        return []
+    shares = mixtures[max(mixtures)]["weights"]
+    last = evals[max(evals)] if evals else {}
+    losses, errors = last.get("val_loss_by_source", {}), last.get("val_loss_se_by_source", {})
+    return [
+        (
+            name,
+            f"{share:.2%}",
+            fmt.number(epochs.get(name), ".3f"),
+            fmt.number(losses.get(name)),
+            fmt.number(errors.get(name)),
+        )
+        for name, share in shares.items()
+    ]
+
+
+def _tasks(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
+    """Return (task, metric, value, standard error, items, step) of lm-eval's tasks, each task's newest evaluation."""
+    return [
+        (
+            name,
+            metric,
+            fmt.number(found["value"]),
+            fmt.number(found["se"]),
+            fmt.number(task["n"], ",d"),
+            f"{step:,}",
+        )
+        for name, (step, task) in newest_tasks(run_dir, log).items()
+        for metric, found in task["metrics"].items()
+    ]
+
+
+def _parted(sample: Event, config: Config, log: Log) -> tuple[str, str]:
+    """Return the prompt of a sample and what the model wrote."""
+    prompt = config.eval.sample_prompt  # of the last start; each resume recorded what it changed
+    for resume in reversed(log.of_kind("resume")):
+        if resume["attempt"] > sample["attempt"]:
+            prompt, _ = (resume.get("changes") or {}).get("sample_prompt", (prompt, None))
+    text = str(sample["text"])
+    return (prompt, text[len(prompt) :]) if text.startswith(prompt) else ("", text)
+
+
+def _differing(runs: Sequence[Event]) -> list[tuple[str, list[str]]]:
+    """Return (name, value of each run) of the settings in which runs differ."""
+    by_name = [{name: value for name, value, *_ in run["settings"]} for run in runs]
+    return [
+        (name, values)
+        for name in by_name[0]
+        if len(set(values := [settings.get(name, "-") for settings in by_name])) > 1
+    ]
+
+
+def _accuracy(runs: Sequence[Event]) -> Chart | None:
+    """Return the chart of all actual numbers in multiples of their forecasts."""
+    found = [
+        interval
+        for what in dict.fromkeys(row.what for run in runs for row in run["forecast"])
+        for run in runs
+        for row in run["forecast"]
+        if row.what == what and (interval := row.interval(run["name"], run["colour"]))
+    ]
+    legend = [(run["colour"], run["name"]) for run in runs if run["forecast"]]
+    title = "actual in multiples of the forecast, with its 80 % interval"
+    return charts.interval_chart(title, found, legend if len(runs) > 1 else [])
+
+
+def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
+    """Return all that estimate.json and the run both record."""
+    document = read_json(run_dir / "estimate.json") or {}
+    rows: list[Forecast] = []
+    span, rate = document.get("estimate"), document.get("throughput") or {}
+    if not len(log.numbers) or not span:
+        return rows
+    actual = document.get("actual")
+    hours = actual["hours"] if actual else log.spent_seconds() / 3600
+    bounds = (span["estimated_hours"], span["low_hours"], span["high_hours"])
+    verdict = _verdict(*bounds[1:], hours) if actual else "so far"
+    rows.append(Forecast("time", *bounds, hours, verdict, _hours))
+    if rate.get("value") is not None:
+        median = _median(log, "tokens_per_second") or 0.0
+        bounds = (rate["value"], rate["low"], rate["high"])
+        verdict = _verdict(*bounds[1:], median)
+        rows.append(Forecast("tokens/s", *bounds, median, verdict, "{:,.0f}".format))
+    needed = (document.get("memory") or {}).get("total")
+    if needed and (peak := log.peak_memory()):
+        share = f"{needed / peak:.0%} of the actual peak"
+        rows.append(Forecast("memory", needed, None, None, peak, share, _gib))
+    loss, evals = document.get("loss") or {}, log.current("eval")
+    measured = evals[max(evals)]["val_loss"] if evals else None
+    if loss.get("value") is not None and measured is not None:
+        note = f"forecast for {loss.get('data', 'this data')}"
+        bounds = (loss["value"], loss["low"], loss["high"])
+        rows.append(Forecast("validation loss", *bounds, measured, note, "{:.2f}".format))
+    return rows
+
+
+def _verdict(low: float, high: float, actual: float) -> str:
+    return "inside" if low <= actual <= high else "outside"
+
+
+def _starts(log: Log, *, is_running: bool) -> list[Event]:
+    """Return each start: when, from which step, with which world size, what it changed, how it ended."""
+    starts: list[Event] = []
+    for begin in log.of_kind("begin"):
+        of = [event for event in log.events if event["attempt"] == begin["attempt"]]
+        resume = next((event for event in of if event["event"] == "resume"), {})
+        ends = [event for event in of if event["event"] in ("stop", "done")]
+        to_step = log.farthest_step(begin["attempt"])
+        starts.append(
+            {
+                "number": begin["attempt"],
+                "when": fmt.moment(begin["time"]),
+                "from_step": begin["step"],
+                "to_step": begin["step"] if to_step is None else to_step,
+                "world_size": begin["world_size"],
+                "level": resume.get("level", "fresh"),
+                "changes": [
+                    (name, *(_setting(value)[: 12 if name == "data" else None] for value in pair))
+                    for name, pair in resume.get("changes", {}).items()
+                ],
+                "end": ends[-1]["reason"] if ends else "no end recorded",
+            }
+        )
+    if starts and is_running:
+        starts[-1]["end"] = "goes on"
+    return starts
+
+
+def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
+    """Return (name, value, the preset's value, whether they differ) of every setting."""
+    plain = to_flat(preset(config.model.model, optimizer=config.optim.optimizer))
+    rows = []
+    for name, value in to_flat(config).items():
+        usual = plain[name]
+        if usual is not None and is_path(name):  # a run keeps the absolute path
+            usual = resolved(name, usual, paths.from_repository)
+        differs = value != usual and LEAVES[name][0] != "checkpoint"
+        rows.append((name, _setting(value), _setting(plain[name]), differs))
+    return rows
+
+
+def _setting(value: Any) -> str:
+    return "-" if value is None else " ".join(value) if isinstance(value, list) else str(value)
+
+
+def _checkpoint(info: catalog.CheckpointInfo) -> tuple[str, ...]:
+    kind = ", ".join(dict.fromkeys([info.kind, *info.labels]))
+    loss, size = fmt.number(info.val_loss), fmt.num_bytes(info.num_bytes)
+    return f"{info.step:,}", kind, loss, f"{info.tokens:,}", size, fmt.moment(info.created)
+
+
+def _warning(event: Event) -> tuple[str, str, str]:
+    if event["event"] == "rewind":
+        message = f"went back from step {event['spike_step']:,} to step {event['step']:,}"
+    else:
+        message = event["message"]
+    return f"{event['step']:,}", fmt.moment(event["time"]), message
+
+
+def _environment(facts: Event) -> list[tuple[str, str]]:
+    rows = {**(facts.get("environment") or {}), **(facts.get("provenance") or {})}
+    rows |= {"data_fingerprint": facts.get("data_fingerprint")}
+    rows |= facts.get("initial_weights") or {}
+    if isinstance(rows.get("command"), list):
+        rows["command"] = " ".join(rows["command"])
+    return [(name, str(value)) for name, value in rows.items() if value is not None]
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB"  # as the forecast before a run
+
+
+def _hours(value: float) -> str:
+    return fmt.duration(3600 * value)

@@ -1,0 +1,1 @@
+"""One model over HTTP."""

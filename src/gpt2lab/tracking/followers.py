@@ -1,0 +1,310 @@
+"""Send metrics.jsonl to experiment trackers: while a run trains, or afterwards. No torch.
+
+The trainer starts a process for each tracker, which follows the file, and closes its standard input at the end. No
+error, hang or exit of a library can reach a run; at worst the end of the run waits some seconds. wandb's own service
+process does not isolate like this (wandb 0.31): with the service stopped, run.log blocks within 400 calls; with it
+killed, run.log raises.
+`trackers/NAME.json` in the run's folder holds the id of the tracker's run and how far metrics.jsonl has been sent.
+So every start continues the same run, nothing is sent twice, and what an earlier start could not send comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import uuid
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any
+
+from gpt2lab import paths
+from gpt2lab.checkpoint.catalog import METRICS
+from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
+from gpt2lab.files import COUNT, STRING, TEXT, JsonFile, replace_durably
+from gpt2lab.runs.events import Event, parse_line
+from gpt2lab.tracking.tensorboard import tags_of
+from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
+
+FOLDER = "trackers"
+_POLL_SECONDS = 1.0
+FINISH_SECONDS = 30.0  # the longest wait at the end of a run for the rest to be sent
+
+
+class TrackerProcess:
+    """The trainer's handle on the process that sends one start's events to one tracker."""
+
+    def __init__(self, run_dir: Path, name: str, *, settings: dict[str, Any]) -> None:
+        """Start the process.
+
+        Raises: OSError.
+        """
+        self._label = LIBRARIES[name].label
+        self._log = run_dir / FOLDER / f"{name}.log"
+        self._log.parent.mkdir(exist_ok=True)
+        with open(self._log, "w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gpt2lab.tracking.followers", str(run_dir), name],
+                env=paths.child_environment(),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl+C and torchrun's signals are for the trainer
+            )
+        assert self._process.stdin is not None
+        self._input: IO[bytes] = self._process.stdin
+        with contextlib.suppress(OSError):  # it has ended already: `problem` tells
+            self._input.write(json.dumps(settings).encode() + b"\n")
+            self._input.flush()
+
+    def problem(self) -> str | None:
+        """Return why the process ended too early, None while it lives."""
+        if self._process.poll() is None:
+            return None
+        self.end()
+        said = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        return (
+            f"no more events go to {self._label}, the run continues: {without_secrets(said[-1])[:200]} "
+            f"(all of it in {FOLDER}/{self._log.name})"
+        )
+
+    def end(self) -> None:
+        """Tell the process that nothing more is written."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+
+    def wait(self, deadline: float) -> str | None:
+        """Wait for the rest to be sent until a moment of the monotonic clock; return the problem if there is one."""
+        self.end()
+        try:
+            code = self._process.wait(max(0.0, deadline - monotonic()))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            return (
+                f"{self._label} did not take the rest within {FINISH_SECONDS:.0f} s and was stopped, see "
+                f"{FOLDER}/{self._log.name}; {paths.script('runs')} sync sends what is missing"
+            )
+        return self.problem() if code else None
+
+
+def open_trackers(
+    run_dir: Path, names: tuple[str, ...], *, settings: dict[str, Any]
+) -> list[TrackerProcess]:
+    """Start the process of each tracker, with a warning for one that cannot be used here."""
+    opened = []
+    for name in names:
+        library = LIBRARIES[name]
+        try:
+            if not library.is_installed():
+                raise OSError(f'it is not installed: pip install "gpt2lab[{name}]"')
+            opened.append(TrackerProcess(run_dir, name, settings=settings))
+        except OSError as error:
+            print(f"warning: no mirror at {library.label}: {error}", file=sys.stderr)
+    return opened
+
+
+def sync(run_dir: Path, name: str, *, settings: dict[str, Any]) -> int:
+    """Send what a tracker lacks of a run; return the number of events sent.
+
+    Raises: ConfigError if the library is missing or fails, InUseError if another process sends.
+    """
+    library = LIBRARIES[name]
+    if not library.is_installed():
+        raise ConfigError(
+            f'{library.label} is not installed: pip install "gpt2lab[{name}]"; nothing was sent'
+        )
+    ended = threading.Event()
+    ended.set()
+    try:
+        return send(run_dir, name, settings=settings, ended=ended)
+    except GPT2LabError:
+        raise
+    except Exception as error:  # of any kind: the library's
+        raise ConfigError(f"{library.label}: {_one_line(error)}") from error
+
+
+@dataclass
+class Sent:
+    """What has been sent of a run to a tracker."""
+
+    id: str
+    place: str
+    rows: int = 0
+    begin: int = 0  # first byte, in metrics.jsonl, of the last line sent
+    end: int = 0  # the byte after that line
+    crc: int = 0  # of that line
+
+
+def send(run_dir: Path, name: str, *, settings: dict[str, Any], ended: threading.Event) -> int:
+    """Send what follows the last line sent, until `ended` is set and all is sent; return the number of rows.
+
+    Raises: InUseError if another process sends; ConfigError; whatever the library raises.
+    """
+    log = run_dir / METRICS
+    with _claimed(run_dir, name) as file:
+        tracker = LIBRARIES[name].open()
+        sent = _read_sent(file, tracker.place(run_dir))
+        _find_place(log, sent, file.path)
+        before = sent.rows
+        if ended.is_set() and next(_unsent(log, sent.end), None) is None:
+            return 0
+        tracker.init(TrackedRun(run_dir, sent.id, settings))
+        while True:
+            is_last = ended.is_set()  # before reading: then nothing is written after what is read
+            lines = _unsent(log, sent.end)
+            while batch := list(itertools.islice(lines, MOST_ROWS)):
+                rows = []
+                for sent.begin, line, event in batch:
+                    sent.end, sent.crc = sent.begin + len(line), zlib.crc32(line)
+                    if event is not None and (values := tags_of(event["event"], event)):
+                        if event["event"] == "step":
+                            values["Training/attempt"] = event["attempt"]
+                        rows.append(Row(sent.rows, event["step"], event["time"], values))
+                        sent.rows += 1
+                if rows:
+                    tracker.log(rows)
+                replace_durably(file.path, json.dumps(asdict(sent)))
+            if is_last:
+                break
+            ended.wait(_POLL_SECONDS)
+        tracker.finish()
+        return sent.rows - before
+
+
+def _unsent(path: Path, begin: int) -> Iterator[tuple[int, bytes, Event | None]]:
+    """Yield (byte, line, event) of the terminated lines from byte `begin` on.
+
+    The event is None for one that is damaged, or that a later start or a rewind took back.
+    """
+    # (byte after its line, step) of each event that takes back everything after that step
+    starts: list[tuple[int, int]] = []
+    with open(path, "rb") as file:
+        file.seek(begin)
+        end = begin
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            event = None if b'"event": "step"' in line else _event(line)
+            if event is not None and event["event"] in ("begin", "resume", "rewind"):
+                starts.append((end, event["step"]))
+        lowest = list(itertools.accumulate((step for _, step in reversed(starts)), min))[::-1]
+        file.seek(begin)
+        passed = 0
+        while begin < end:
+            line = file.readline()
+            while passed < len(starts) and starts[passed][0] <= begin + len(line):
+                passed += 1
+            event = _event(line)
+            if event is not None and passed < len(starts) and event["step"] > lowest[passed]:
+                event = None
+            yield begin, line, event
+            begin += len(line)
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        return parse_line(line)
+    except ValueError:
+        return None
+
+
+@contextlib.contextmanager
+def _claimed(run_dir: Path, name: str) -> Iterator[JsonFile]:
+    """Yield the record of what has been sent to a tracker; no other process uses it meanwhile.
+
+    Raises: InUseError.
+    """
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    with open(folder / f"{name}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InUseError(
+                f"{run_dir}: another process sends it to {LIBRARIES[name].label} now, perhaps the trainer; "
+                f"wait until that has ended"
+            ) from None
+        yield JsonFile(folder / f"{name}.json", ConfigError)
+
+
+def _read_sent(file: JsonFile, place: str) -> Sent:
+    """Return what has been sent to this place: nothing if the record is of another place."""
+    if file.path.exists():
+        values = file.read()
+        numbers = dict.fromkeys(("rows", "begin", "end", "crc"), COUNT)
+        file.check(values, {"id": TEXT, "place": STRING, **numbers})
+        if values["place"] == place:
+            return Sent(**{field: values[field] for field in ("id", "place", *numbers)})
+    return Sent(uuid.uuid4().hex[:8], place)
+
+
+def _find_place(log: Path, sent: Sent, record: Path) -> None:
+    """Find the last line sent: damaged lines before it may have been removed since.
+
+    Raises: ConfigError if it is no longer there.
+    """
+    if not sent.end:
+        return
+    with open(log, "rb") as file:
+        file.seek(sent.begin)
+        if zlib.crc32(file.read(sent.end - sent.begin)) == sent.crc:
+            return
+        file.seek(0)
+        begin = 0
+        for line in file:
+            if zlib.crc32(line) == sent.crc:
+                sent.begin, sent.end = begin, begin + len(line)
+                return
+            begin += len(line)
+    raise ConfigError(f"{log}: has lost the line sent last; delete {record} to send all again")
+
+
+def _one_line(error: Exception) -> str:
+    said = (str(error).strip().splitlines() or [""])[0]
+    return without_secrets(f"{type(error).__name__}: {said}")
+
+
+def _follow(run_dir: Path, name: str) -> int:
+    """Send the events of a start until standard input ends; return the exit code."""
+    settings = json.loads(sys.stdin.readline())
+    ended = threading.Event()
+
+    def wait_for_the_end() -> None:
+        os.read(0, 1)  # not sys.stdin: an interpreter that ends while its lock is held aborts
+        ended.set()
+        time.sleep(2 * FINISH_SECONDS)  # the trainer was killed, or it would have ended this
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    give_up = monotonic() + 2 * FINISH_SECONDS
+    while True:
+        try:
+            send(run_dir, name, settings=settings, ended=ended)
+            return 0
+        except InUseError:  # the process of the start before has not ended yet
+            if monotonic() > give_up or ended.is_set():
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(_follow(Path(sys.argv[1]), sys.argv[2]))
+    except Exception as error:
+        print(without_secrets(traceback.format_exc()), file=sys.stderr)
+        print(_one_line(error), file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,238 @@
+"""scripts/export_hf.py: what transformers loads from it is the run's model, and nothing half-made appears."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ecosystem import works_with
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.commands.command_line import parse
+from gpt2lab.errors import ConfigError
+from gpt2lab.interop import export as exporting
+from gpt2lab.interop.export import export
+from gpt2lab.interop.model_card import write_card
+from gpt2lab.model import hf_config as hf_config
+from gpt2lab.model.hf_weights import load_hf
+from gpt2lab.tokenizers.gpt2 import gpt2_encoding
+from gpt2lab.training.pretrain import pretrain
+from launch import ask, events
+from tiny import CONTEXT, VOCAB, flags_of, write_items, write_shards
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the runs `big` (GPT-2's vocabulary, padded) and `small` (256 ids); treat as read-only."""
+    folder = tmp_path_factory.mktemp("export")
+    write_shards(folder / "data", train=(2000,), val=(650,))
+    write_items(folder / "items.jsonl", 20)
+    pretrain(parse(flags_of(folder, "big", "--dropout=0.1")))
+    pretrain(parse(flags_of(folder, "small", f"--vocab_size={VOCAB}")))
+    (folder / "runs" / "small" / "estimate.json").unlink()
+    (folder / "runs" / "big" / "estimate.json").write_text(
+        json.dumps(
+            {
+                "estimate": {"estimated_hours": 1.0, "low_hours": 0.5, "high_hours": 2.0},
+                "actual": {"hours": 1.5},
+            }
+        )
+    )
+    return folder
+
+
+def ours(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    model = load_weights(find_target(name, folder / "runs"))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def listing(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_a_round_trip_gives_the_same_bits_and_a_report_of_the_check(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "deep" / "big"
+    answer = ask("export_hf.py", "big", f"--out={out}", "--json", folder=folder)
+    assert answer["out"] == str(out)
+    assert answer["max_abs_diff"] <= 1e-5 * max(1.0, answer["max_abs_logit"])
+    tensors = ours(folder, "big")
+    real = {**tensors, "wte.weight": tensors["wte.weight"][:50257]}
+    assert answer["parameters"] == sum(tensor.numel() for tensor in real.values())
+    back = dict(load_hf(out).named_parameters())
+    assert set(back) == set(real)
+    for name, tensor in real.items():
+        assert torch.equal(back[name][: len(tensor)], tensor), name
+    assert listing(tmp_path / "deep") == {"big"} | {
+        f"big/{name}"
+        for name in (
+            *("config.json", "generation_config.json", "model.safetensors", "README.md"),
+            *("merges.txt", "vocab.json", "tokenizer_config.json", "special_tokens_map.json"),
+        )
+    }
+
+
+def test_the_file_holds_the_head_once_and_says_that_it_is_pytorchs(
+    folder: Path, tmp_path: Path
+) -> None:
+    ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
+    with safetensors.safe_open(tmp_path / "x" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        names = set(file.keys())
+        assert file.get_slice("transformer.wte.weight").get_shape() == [50257, 16]
+    assert "lm_head.weight" not in names
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert (config["vocab_size"], config["n_positions"]) == (50257, CONTEXT)
+    assert [config[name] for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")] == [0, 0, 0]
+
+
+def test_transformers_generates_from_it_by_the_names_that_people_use(
+    folder: Path, tmp_path: Path
+) -> None:
+    works_with("transformers", version("transformers"), "exports load, tokenize and generate")
+    ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "x")
+    assert model.dtype == torch.float32
+    text = "It's naïve,\n\n  don't 12345 你好 🙂<|endoftext|>"
+    expected = gpt2_encoding().encode(text, allowed_special="all")
+    assert tokenizer(text)["input_ids"] == expected
+    assert tokenizer.decode(expected) == text
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 50256
+    assert tokenizer.model_max_length == CONTEXT
+
+
+def test_bfloat16_is_checked_against_the_rounded_weights(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "half"
+    answer = ask("export_hf.py", "big", f"--out={out}", "--dtype=bfloat16", "--json", folder=folder)
+    assert answer["max_abs_diff"] <= 1e-5 * max(1.0, answer["max_abs_logit"])
+    tensors = safetensors.torch.load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    expected = ours(folder, "big")["wpe.weight"].to(torch.bfloat16)
+    assert torch.equal(tensors["transformer.wpe.weight"], expected)
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
+def test_a_small_vocabulary_is_exported_as_it_is_and_without_a_tokenizer(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "small"
+    answer = ask("export_hf.py", "small", f"--out={out}", "--json", folder=folder)
+    assert listing(out) == {"config.json", "model.safetensors", "README.md"}
+    config = AutoModelForCausalLM.from_pretrained(out).config
+    assert (config.vocab_size, config.eos_token_id) == (VOCAB, None)
+    assert answer["parameters"] == sum(t.numel() for t in ours(folder, "small").values())
+    assert "none: vocab_size 256 is below GPT-2's 50257" in (out / "README.md").read_text()
+
+
+def test_a_checkpoint_and_an_export_can_be_exported(folder: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    ask("export_hf.py", "runs/big/step_00000002", f"--out={first}", folder=folder)
+    ask("export_hf.py", str(first), f"--out={tmp_path / 'second'}", folder=folder)
+    contents = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("first", "second")]
+    assert contents[0] == contents[1]
+    assert "step 2 of the run `big`" in (first / "README.md").read_text()
+
+
+def test_the_model_card_tells_the_runs_numbers(folder: Path, tmp_path: Path) -> None:
+    ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
+    card = (tmp_path / "x" / "README.md").read_text()
+    loss, scores = (events(folder / "runs" / "big", kind)[-1] for kind in ("eval", "hellaswag"))
+    assert f"{loss['val_loss']:.4f} +- {loss['val_loss_se']:.4f} nats/token" in card
+    assert f"acc_norm {scores['acc_norm']:.4f} +- {scores['acc_norm_se']:.4f}" in card
+    assert "256 in 4 steps of 64" in card
+    assert "| training data | `data`, fingerprint `" in card
+    assert "planned 1h 00m (30m 00s ... 2h 00m), actual 1h 30m" in card
+    target = find_target("small", folder / "runs")
+    numbers = {"out": "s", "dtype": "float32", "parameters": 1}
+    write_card(target, tmp_path, {**numbers, "max_abs_diff": 0, "max_abs_logit": 1})
+    card = (tmp_path / "README.md").read_text()
+    assert "planned" not in card
+    assert "HellaSwag" not in card
+
+
+def test_an_export_that_transformers_would_read_otherwise_is_not_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong heads change no shape: only the logits tell."""
+    right = hf_config.write_hf_config
+
+    def wrong(*args: Any, **kwargs: Any) -> None:
+        right(*args, **kwargs)
+        path = args[1] / "config.json"
+        path.write_text(path.read_text().replace('"n_head": 2', '"n_head": 4'))
+
+    monkeypatch.setattr(exporting, "write_hf_config", wrong)
+    code, line = ask("export_hf.py", "big", f"--out={tmp_path / 'x'}", folder=folder)
+    assert code == 1
+    assert "logits differ by" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_one_line_and_writes_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "x"
+    before = listing(folder)
+    assert ask("export_hf.py", "no/such/run", f"--out={out}", folder=folder)[0] == 2
+    (tmp_path / "there").mkdir()
+    code, line = ask("export_hf.py", "big", f"--out={tmp_path / 'there'}", folder=folder)
+    assert (code, "exists already" in line) == (2, True)
+    (tmp_path / "file").write_text("")
+    code, line = ask("export_hf.py", "big", f"--out={tmp_path / 'file' / 'x'}", folder=folder)
+    assert (code, "Not a directory" in line) == (75, True)
+    truncated = tmp_path / "truncated"
+    ask("export_hf.py", "big", f"--out={truncated}", folder=folder)
+    content = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(content[:-100])
+    code, line = ask("export_hf.py", str(truncated), f"--out={out}", folder=folder)
+    assert (code, "model.safetensors" in line) == (2, True)
+    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install") as rejection:
+        export(find_target("big", folder / "runs"), out=out, dtype="float32", push_to_hub=None)
+    assert rejection.value.exit_code == 2
+    assert listing(folder) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "file", "truncated"}
+
+
+def test_pushing_needs_a_login_before_and_uploads_the_checked_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded = []
+
+    class Hub:
+        def whoami(self) -> None:
+            if not logged_in:
+                raise OSError("Token is required\nmore")
+
+        def create_repo(self, name: str, *, exist_ok: bool) -> Any:
+            return type("Repository", (), {"repo_id": f"me/{name}"})
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path, **_: Any) -> None:
+            if fails:
+                raise OSError("quota exceeded")
+            uploaded.append((repo_id, listing(folder_path) >= {"config.json", "README.md"}))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    out = tmp_path / "x"
+    argv = ("small", f"--out={out}", "--push_to_hub=mine")
+    logged_in, fails = False, False
+    code, line = ask("export_hf.py", *argv, folder=folder)
+    assert (code, out.exists()) == (2, False)
+    assert "hf auth login" in line
+    logged_in = True
+    ask("export_hf.py", *argv, folder=folder)
+    assert uploaded == [("me/mine", True)]
+    fails = True
+    code, line = ask("export_hf.py", "small", f"--out={tmp_path / 'y'}", argv[2], folder=folder)
+    assert (code, "written and checked, but not pushed" in line) == (75, True)

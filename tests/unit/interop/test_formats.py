@@ -1,0 +1,630 @@
+"""Token files of other programs, written from their specifications: read in place, or rejected by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import launch
+from corpora import snapshot
+from gpt2lab.commands.data_show import tokens_of_step
+from gpt2lab.data.order import Order
+from gpt2lab.data.shards import open_data
+from gpt2lab.data.verify import measure, verify
+from gpt2lab.data.windows import WindowReader, hash_windows
+from gpt2lab.errors import ConfigError, DataError, GPT2LabError
+from gpt2lab.evaluation.validation import divide_windows
+from gpt2lab.interop.import_shards import Wanted, adopt
+from gpt2lab.interop.token_files import Place
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
+from tiny import CONTEXT, make_tokens
+from token_files import (
+    FORMATS,
+    GPT2,
+    UNKNOWN,
+    datatrove_files,
+    documents,
+    flat,
+    joined,
+    llmc_shards,
+    made_splits,
+    npy_shards,
+    write_datatrove,
+    write_llmc,
+    write_megatron,
+    write_raw,
+)
+from whole_run import Run
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_windows_are_the_ids_that_were_written(tmp_path: Path, name: str) -> None:
+    write, layout, dtype = FORMATS[name]
+    splits = made_splits("after" if name == "datatrove ids alone" else "before")
+    wanted = write(tmp_path, splits)
+    before = snapshot(tmp_path)
+    manifest = adopt(tmp_path, wanted)
+    after = snapshot(tmp_path)
+    assert {path: after[path] for path in before} == before
+    assert after.keys() - before.keys() == {"shards.json"}
+    assert manifest.get("layout", "npy") == layout
+    data = open_data(tmp_path, vocab_size=50304)
+    for split, parts in splits.items():
+        ids = flat(joined(parts))
+        assert data.tokens(split) == len(ids)
+        assert {shard.dtype for shard in data.splits[split]} == {dtype}
+        whole: list[int] = []
+        for number, shard in enumerate(data.splits[split]):
+            order = Order([shard.tokens], context_length=CONTEXT, shuffle="none", seed=0)
+            reader = WindowReader(data.splits[split], context_length=CONTEXT, id_limit=50257)
+            _, offsets = order.locate(np.arange(order.windows_per_epoch))
+            windows = reader.read(np.full(len(offsets), number), offsets)
+            assert windows.dtype == np.dtype(dtype)
+            start = len(whole)
+            whole += ids[start : start + shard.tokens]
+            for offset, window in zip(offsets.tolist(), windows.tolist(), strict=True):
+                begin = start + offset
+                assert window == ids[begin : begin + CONTEXT + 1]
+            reader.close()
+        assert whole == ids
+    assert verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith(("datatrove", "Meg"))])
+@pytest.mark.parametrize("place", ["before", "after", "none"])
+def test_an_index_tells_where_the_end_of_text_stands(
+    tmp_path: Path, name: str, place: Place
+) -> None:
+    """Where no id stands between documents, the index itself gives them."""
+    if name == "datatrove ids alone":
+        return
+    splits = made_splits(place)
+    wanted = FORMATS[name][0](tmp_path, splits)
+    manifest = adopt(tmp_path, wanted)
+    data = open_data(tmp_path, vocab_size=50304)
+    is_known = wanted.tokenizer != "unknown"
+    expected: Place = place if is_known else "none"
+    assert data.end_of_text.place == expected
+    assert data.end_of_text.id == (END_OF_TEXT if expected != "none" else None)
+    made = joined(splits["val"])
+    assert [file["documents"] for file in manifest["files"] if file["split"] == "val"] == [
+        len(made)
+    ]
+    assert measure(tmp_path)["val"].lengths.tolist() == [len(document) for document in made]
+    # Validation's error counts these documents.
+    shards = data.splits["val"]
+    reader = WindowReader(shards, context_length=CONTEXT, id_limit=50257)
+    order = Order([shards[0].tokens], context_length=CONTEXT, shuffle="none", seed=0)
+    ends = reader.find_document_ends(data.end_of_text.id)
+    parts = divide_windows(order, np.arange(order.windows_per_epoch), ends)
+    assert parts.kind == "document"
+    document_of = np.repeat(np.arange(len(made)), [len(document) for document in made])
+    if expected == "before":  # <|endoftext|> as a target belongs to the document that it ends
+        document_of = np.maximum(document_of - (np.array(flat(made)) == END_OF_TEXT), 0)
+    counted = np.bincount(document_of[1 : 1 + order.windows_per_epoch * CONTEXT])
+    targets = np.bincount(parts.unit, weights=parts.end - parts.begin)
+    assert targets.tolist() == [count for count in counted.tolist() if count]
+    reader.close()
+
+
+def test_ids_beyond_65535_are_read_whole(tmp_path: Path) -> None:
+    made = documents(40, 1, largest=128_256, place="none")
+    write_llmc(tmp_path / "a_train.bin", made, magic=20240801, version=7)
+    write_llmc(tmp_path / "a_val.bin", made[:9], magic=20240801, version=7)
+    adopt(tmp_path, UNKNOWN)
+    data = open_data(tmp_path, vocab_size=None)
+    reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=128_256)
+    windows = reader.read(np.array([0]), np.array([32]))
+    assert windows.tolist() == [flat(made)[32 : 32 + CONTEXT + 1]]
+    assert hash_windows(windows) == hash_windows(np.array(windows.tolist(), np.uint32))
+    assert hash_windows(windows) != hash_windows(windows.astype(np.uint16))
+    with pytest.raises(DataError, match=r"token id \d{6}, but ids must be below"):
+        open_data(tmp_path, vocab_size=50304)
+    assert measure(tmp_path)["train"].largest_id == max(flat(made))
+
+
+# -- what is rejected ------------------------------------------------------------------------------------------------
+
+
+def cut(name: str, count: int = 1) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-count])
+
+    return spoil
+
+
+def extend(name: str, more: bytes = b"\0\0") -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes() + more)
+
+    return spoil
+
+
+def patch(name: str, at: int, more: bytes) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[at : at + len(more)] = more
+        (folder / name).write_bytes(content)
+
+    return spoil
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return spoil
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return spoil
+
+
+def _negative_ids(folder: Path) -> None:
+    path = folder / "train_text.bin"
+    ids = np.frombuffer(path.read_bytes(), "<i4").copy()
+    ids[7] = -100  # torch's "ignore"
+    path.write_bytes(ids.tobytes())
+
+
+def _swap_two_sequences(folder: Path) -> None:
+    path = folder / "train_text_document.idx"
+    raw = path.read_bytes()
+    (sequences,) = struct.unpack_from("<Q", raw, 18)
+    at = 34 + 4 * sequences
+    one, two = raw[at + 8 : at + 16], raw[at + 16 : at + 24]
+    path.write_bytes(raw[: at + 8] + two + one + raw[at + 24 :])
+
+
+LLMC, DS, MEG = "fineweb_train_000002.bin", "3_shuffled.ds", "train_text_document.idx"
+CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "llm.c cut in its ids": ("llm.c", cut(LLMC, 2), f"{LLMC}: .* its header promises .*truncated"),
+    "llm.c cut in its header": ("llm.c", write(LLMC, struct.pack("<iii", 20240520, 1, 9)), "alone"),
+    "llm.c too long": ("llm.c", extend(LLMC), f"{LLMC}: .* promises"),
+    "llm.c of another version": ("llm.c", patch(LLMC, 4, struct.pack("<i", 2)), "version 2 of"),
+    "llm.c of no tokens": (
+        "llm.c",
+        write(LLMC, struct.pack("<256i", 20240520, 1, *[0] * 254)),
+        "empty",
+    ),
+    "llm.c of less than none": ("llm.c", patch(LLMC, 8, struct.pack("<i", -5)), "-5 tokens"),
+    "llm.c big-endian": ("llm.c", patch(LLMC, 0, struct.pack(">i", 20240520)), "big-endian"),
+    "llm.c evaluation": (
+        "llm.c",
+        patch(LLMC, 0, struct.pack("<i", 20240522)),
+        "begins with 20240522",
+    ),
+    "llm.c beside raw": ("llm.c", patch(LLMC, 0, struct.pack("<i", 77)), "take the files of one"),
+    "llm.c with an id too large": (
+        "llm.c",
+        patch(LLMC, 1024, struct.pack("<H", 60_000)),
+        "token id 60000",
+    ),
+    "datatrove cut": ("datatrove", cut(DS, 2), f"{DS}: .* promises"),
+    "datatrove cut within an id": ("datatrove", cut(DS, 1), f"{DS}: .* promises"),
+    "datatrove index cut": ("datatrove", cut(f"{DS}.index", 3), "8 bytes a document is cut off"),
+    "datatrove index short": (
+        "datatrove",
+        cut(f"{DS}.index", 8),
+        r"ends at token \d+, .*metadata says",
+    ),
+    "datatrove index of another": (
+        "datatrove",
+        patch(f"{DS}.index", 0, struct.pack("<Q", 2**40)),
+        "do not ascend",
+    ),
+    "datatrove metadata empty": (
+        "datatrove",
+        write(f"{DS}.metadata", b""),
+        "not datatrove's metadata",
+    ),
+    "datatrove metadata odd": (
+        "datatrove",
+        write(f"{DS}.metadata", b"gpt2|3\n5\n"),
+        "not datatrove's",
+    ),
+    "datatrove other width": (
+        "datatrove",
+        write(f"{DS}.metadata", b"gpt2|4\n5\n5 T"),
+        r"ends at token \d+",
+    ),
+    "datatrove other tokenizer": (
+        "datatrove",
+        write(f"{DS}.metadata", b"bert-base|2\n5\n5 T"),
+        r"ends at token|'bert-base'",
+    ),
+    "datatrove with a loss mask": ("datatrove", write(f"{DS}.loss", b"\1"), "tokens without loss"),
+    "datatrove neither beside": (
+        "datatrove",
+        remove(f"{DS}.index", f"{DS}.metadata"),
+        "say --dtype uint16 or uint32",
+    ),
+    "Megatron cut": ("Megatron", cut("train_text_document.bin", 2), "promises"),
+    "Megatron index cut": ("Megatron", cut(MEG, 8), f"{MEG}: .* its header promises"),
+    "Megatron index cut in its header": ("Megatron", write(MEG, b"MMIDIDX\0\0\1"), "truncated"),
+    "Megatron index of something else": ("Megatron", patch(MEG, 0, b"PK"), "does not begin with"),
+    "Megatron before MMIDIDX": ("Megatron", patch(MEG, 0, b"TNTIDX\0\0"), "before MMIDIDX"),
+    "Megatron of version 2": ("Megatron", patch(MEG, 9, b"\2"), "version 2 of Megatron"),
+    "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5"), "ids of int64; read are uint16"),
+    "Megatron of floats": ("Megatron", patch(MEG, 17, b"\7"), "ids of float32"),
+    "Megatron of type 9": ("Megatron", patch(MEG, 17, b"\x09"), "ids of type 9"),
+    "Megatron out of order": ("Megatron", _swap_two_sequences, "gaps or another order"),
+    "Megatron with negative ids": (
+        "Megatron int32, sequences within documents",
+        _negative_ids,
+        r"train_text\.bin: a negative id \(-100",
+    ),
+    "raw of 32 bits": (
+        "nanoGPT",
+        lambda folder: write_raw(folder / "train.bin", documents(30, 5), kind="I"),
+        r"train\.bin: .*32-bit ids; import them with --dtype uint32",
+    ),
+    "raw of odd size": ("nanoGPT", cut("val.bin", 1), r"val\.bin: \d+ bytes; raw uint16"),
+    "a name without a split": (
+        "llm.c",
+        lambda folder: write_llmc(folder / "fineweb_000007.bin", documents(9, 1)),
+        r"fineweb_000007\.bin: its name does not say .*--val_files",
+    ),
+    "a name with both": (
+        "llm.c",
+        lambda folder: write_llmc(folder / "train_val_7.bin", documents(9, 1)),
+        r"train_val_7\.bin: its name does not say",
+    ),
+    "no validation": (
+        "llm.c",
+        remove("fineweb_val_000001.bin"),
+        "no val shards .*--val_files GLOB",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path: Path, case: str) -> None:
+    name, spoil, message = CASES[case]
+    folder = tmp_path / "d"
+    folder.mkdir()
+    wanted = FORMATS[name][0](folder, made_splits())
+    spoil(folder)
+    before = snapshot(folder)
+    with pytest.raises(GPT2LabError, match=message) as caught:
+        adopt(folder, wanted)
+    assert "\n" not in str(caught.value)
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_damage_to_headers_raises_anything_but_one_line(tmp_path: Path, name: str) -> None:
+    place: Place = "after" if name == "datatrove ids alone" else "before"
+    made = {"train": [documents(8, 1, place=place)], "val": [documents(6, 2, place=place)]}
+    wanted = FORMATS[name][0](tmp_path, made)
+    whole = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    rejected = 0
+    for number in range(40):
+        draw = random.Random(number)
+        path = draw.choice(list(whole))
+        raw = bytearray(whole[path])
+        at = draw.randrange(min(len(raw), 100))
+        damage = draw.choice([b"\xff" * 8, b"\0" * 8, draw.randbytes(1), draw.randbytes(4)])
+        raw[at : at + len(damage)] = damage
+        path.write_bytes(raw[: draw.choice([len(raw), len(raw), at])])
+        try:
+            adopt(tmp_path, wanted)
+            open_data(tmp_path, vocab_size=None)
+            measure(tmp_path)
+        except GPT2LabError as error:
+            assert "\n" not in str(error)
+            rejected += 1
+        (tmp_path / "shards.json").unlink(missing_ok=True)
+        path.write_bytes(whole[path])
+    assert rejected > 5
+
+
+WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Megatron says no tokenizer": (
+        "Megatron",
+        {"tokenizer": None},
+        "say --tokenizer gpt2, unknown, or the file",
+    ),
+    "llm.c of Llama 3 says another": ("llm.c of Llama 3", {"tokenizer": None}, "'llama-3'"),
+    "and is not GPT-2's": ("llm.c of Llama 3", {"tokenizer": "gpt2"}, "'llama-3'"),
+    "no such tokenizer": ("Megatron", {"tokenizer": "gpt3"}, "gpt3: no such tokenizer"),
+    "another width than the header's": ("llm.c", {"dtype": "uint32"}, "holds uint16, not uint32"),
+    "another width than the metadata's": ("datatrove", {"dtype": "uint32"}, "--dtype uint32, but"),
+    "an offset where a header is": (
+        "llm.c",
+        {"layout": "llm.c", "offset": 8},
+        "--offset is for raw",
+    ),
+    "an offset within an id": ("nanoGPT", {"offset": 3}, "bytes behind offset 3"),
+    "an offset beyond the end": ("nanoGPT", {"offset": 10**9}, "behind offset"),
+    "files that are not there": ("llm.c", {"val_files": ("x*",)}, "no file matches --val_files x"),
+    "one file on both sides": (
+        "llm.c",
+        {"val_files": ("*_000001.bin",), "train_files": ("*train*",)},
+        "--train_files and --val_files; name it once",
+    ),
+    "all for validation": ("llm.c", {"val_files": ("*",)}, "no train shards"),
+    "another end-of-text id": ("llm.c", {"end_of_text_id": 0}, "GPT-2's is 50256"),
+    "no id before documents": (
+        "llm.c of Llama 3",
+        {"end_of_text": "before"},
+        "needs --end_of_text_id N",
+    ),
+    "an id that stands nowhere": (
+        "llm.c",
+        {"end_of_text": "none", "end_of_text_id": 50256},
+        "none has no --end_of_text_id",
+    ),
+    "an index that says otherwise": (
+        "datatrove",
+        {"end_of_text": "after"},
+        "of 355 documents 355 begin and 0 end with id 50256",
+    ),
+    "no index and no word": (
+        "datatrove ids alone",
+        {"end_of_text": None},
+        "say --end_of_text before, after or none",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WANTED)
+def test_what_is_said_of_files_must_fit_them(tmp_path: Path, case: str) -> None:
+    name, changes, message = WANTED[case]
+    wanted = FORMATS[name][0](tmp_path, made_splits())
+    with pytest.raises((DataError, ConfigError), match=message):
+        adopt(tmp_path, Wanted(**{**vars(wanted), **changes}))
+    assert not (tmp_path / "shards.json").exists()
+
+
+def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path: Path) -> None:
+    mixed = documents(20, 1, place="after") + documents(20, 2, place="none")
+    write_datatrove(tmp_path / "train.ds", mixed)
+    write_datatrove(tmp_path / "val.ds", mixed[:9])
+    with pytest.raises(DataError, match="of 49 documents 0 begin and 29 end"):
+        adopt(tmp_path)
+    adopt(tmp_path, Wanted(end_of_text="none"))
+    assert measure(tmp_path)["train"].lengths.tolist() == [len(document) for document in mixed]
+
+
+def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path: Path) -> None:
+    made = [[[7, *d] for d in documents(n, n, place="none")] for n in (20, 9)]
+    for split, part in zip(("train", "val"), made, strict=True):
+        write_llmc(tmp_path / f"{split}.bin", part, magic=20240801, version=7)
+    adopt(tmp_path, Wanted(tokenizer="unknown", end_of_text="before", end_of_text_id=7))
+    assert open_data(tmp_path, vocab_size=50304).end_of_text.id == 7
+    sevens = flat(made[1]).count(7)
+    assert len(measure(tmp_path)["val"].lengths) == sevens
+
+
+def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path: Path) -> None:
+    """Ids below 16 at every second place are no proof: whoever knows better says so."""
+    for split in ("train", "val"):
+        ids = [[1000, 3] * 200]
+        write_raw(tmp_path / f"{split}.bin", ids)
+    with pytest.raises(DataError, match="32-bit ids"):
+        adopt(tmp_path)
+    adopt(tmp_path, Wanted(dtype="uint16"))
+    assert open_data(tmp_path, vocab_size=50304).tokens("train") == 400
+    with pytest.raises(DataError, match="32-bit ids"):  # of a manifest that does not say it
+        rehash(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
+        rehash(tmp_path, lambda manifest: [f.pop("offset") for f in manifest["files"]])
+        open_data(tmp_path, vocab_size=50304)
+
+
+def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Path) -> None:
+    """Runs over such folders find their data again by the fingerprint."""
+    folder = tmp_path / "edu"
+    folder.mkdir()
+    splits = made_splits()
+    npy_shards(folder, splits)
+    manifest = adopt(folder)
+    assert manifest.keys() == {
+        *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
+    }
+    for file in manifest["files"]:
+        content = (folder / file["name"]).read_bytes()
+        ids = flat(splits[file["split"]][int(file["name"][-10:-4])])
+        assert {key: file[key] for key in file if key != "text_bytes"} == {
+            "name": file["name"],
+            "split": file["split"],
+            "tokens": len(ids),
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "max_id": max(ids),
+            "documents": ids.count(END_OF_TEXT),
+        }
+    del manifest["fingerprint"]
+    body = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    recorded = json.loads((folder / "shards.json").read_text())["fingerprint"]
+    assert recorded == hashlib.sha256(body.encode()).hexdigest()
+
+
+def test_a_folder_that_was_not_imported_says_how(tmp_path: Path) -> None:
+    llmc_shards(tmp_path, made_splits())
+    with pytest.raises(DataError, match=r"no train shards .*data\.py import"):
+        open_data(tmp_path, vocab_size=50304)
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def rehash(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit shards.json by hand, and make its hash anew."""
+    from gpt2lab.data.manifest import fingerprint_of
+
+    path = folder / "shards.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest | {"fingerprint": fingerprint_of(manifest)}))
+
+
+def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Path) -> None:
+    source, out = tmp_path / "mounted", tmp_path / "deep" / "mine"
+    source.mkdir()
+    llmc_shards(source, made_splits())
+    before = snapshot(source)
+    manifest = adopt(source, out=out)
+    assert snapshot(source) == before
+    assert [path.name for path in out.iterdir()] == ["shards.json"]
+    data = open_data(out, vocab_size=50304)
+    assert data.splits["train"][0].path == source / "fineweb_train_000001.bin"
+    assert verify(out) == []
+    # Where the files lie is no property of the data.
+    os.rename(source, tmp_path / "moved")
+    with pytest.raises(DataError, match=r'mounted, which is not there; .*correct "folder"'):
+        open_data(out, vocab_size=50304)
+    path = out / "shards.json"
+    path.write_text(path.read_text().replace(str(source), str(tmp_path / "moved")))
+    assert open_data(out, vocab_size=50304).fingerprint == data.fingerprint
+    beside = adopt(tmp_path / "moved")
+    beside["dataset"] = manifest["dataset"]
+    assert beside["files"] == manifest["files"]
+    with pytest.raises(DataError, match="holds something else already"):
+        adopt(source.with_name("moved"), out=tmp_path)
+
+
+def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -> None:
+    llmc_shards(tmp_path, made_splits())
+    adopt(tmp_path, Wanted(train_files=("*_train_00000?.bin",)))
+    open_data(tmp_path, vocab_size=50304)  # what was left out on purpose does not matter
+    write_llmc(tmp_path / "fineweb_train_000099.bin", documents(9, 1))
+    with pytest.raises(DataError, match=r"fineweb_train_000099\.bin: not listed"):
+        open_data(tmp_path, vocab_size=50304)
+    assert verify(tmp_path) == [
+        f"{tmp_path / 'fineweb_train_000099.bin'}: not listed in shards.json"
+    ]
+
+
+@pytest.mark.parametrize("name", ["llm.c", "datatrove", "Megatron", "nanoGPT"])
+def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
+    adopt(tmp_path, FORMATS[name][0](tmp_path, made_splits("none")))
+    path = open_data(tmp_path, vocab_size=50304).splits["val"][0].path
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-30] ^= 1
+    path.write_bytes(flipped)
+    assert [line.split(": ")[0] for line in verify(tmp_path)] == [str(path)]
+    shards = open_data(tmp_path, vocab_size=50304).splits["val"]
+    reader = WindowReader(shards, context_length=CONTEXT, id_limit=50257, verify=True)
+    reader.read(np.array([0]), np.array([0]))
+    with pytest.raises(DataError, match=f"{path.name}: damaged"):
+        reader.wait_until_verified()
+    reader.close()
+    path.write_bytes(whole[:-2])
+    with pytest.raises(DataError, match=f"{path.name}: .*truncated"):
+        open_data(tmp_path, vocab_size=50304)
+
+
+def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -> None:
+    adopt(tmp_path, datatrove_files(tmp_path, made_splits("none")))
+    index = tmp_path / "0_shuffled.ds.index"
+    patch(index.name, 0, b"\1")(tmp_path)
+    assert verify(tmp_path) == [
+        f"{tmp_path / '0_shuffled.ds'}: {index}: damaged "
+        "(its sha256 is not the one in shards.json); restore the file"
+    ]
+    data = open_data(tmp_path, vocab_size=50304)
+    reader = WindowReader(data.splits["val"], context_length=CONTEXT, id_limit=50257)
+    with pytest.raises(DataError, match=r"0_shuffled\.ds\.index: damaged"):
+        reader.find_document_ends(None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io")
+@pytest.mark.parametrize("name", ["llm.c", "datatrove", "nanoGPT"])
+def test_every_byte_is_read_once(tmp_path: Path, name: str) -> None:
+    FORMATS[name][0](tmp_path, {"train": [documents(9_000, 1)] * 2, "val": [documents(4_000, 2)]})
+    wanted = Wanted(val_files=("0_*.ds",)) if name == "datatrove" else Wanted()
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    token_bytes()  # not part of it
+    before = psutil.Process().io_counters().read_chars
+    adopt(tmp_path, wanted)
+    assert size <= psutil.Process().io_counters().read_chars - before < 1.15 * size + 500_000
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llm.c", "Megatron"])
+def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: str) -> None:
+    ids = {"train": [make_tokens(1003, 1), make_tokens(777, 2)], "val": [make_tokens(650, 3)]}
+    folders = {kind: tmp_path / kind for kind in ("npy", "foreign")}
+    for folder in folders.values():
+        folder.mkdir()
+    for split, parts in ids.items():
+        for number, part in enumerate(parts):
+            stem = f"{split}_{number:06d}"
+            np.save(folders["npy"] / f"x_{stem}.npy", part)
+            path = folders["foreign"] / f"x_{stem}.bin"
+            if name == "llm.c":
+                write_llmc(path, [part.tolist()])
+            else:
+                write_megatron(path, [part.tolist()])
+    adopt(folders["foreign"], GPT2)
+    runs = {kind: Run(folder, tmp_path / f"runs_{kind}") for kind, folder in folders.items()}
+    for run in runs.values():
+        run.train("--max_steps=20")
+    for field in ("batch_hash", "loss"):
+        npy, foreign = (
+            [event[field] for event in runs[kind].events("step")] for kind in ("npy", "foreign")
+        )
+        assert len(npy) == 20
+        assert npy == foreign
+    shown = tokens_of_step(runs["foreign"].path, 3)
+    assert shown.hash == runs["npy"].events("step")[2]["batch_hash"]
+    # A resume needs the same files, byte for byte.
+    path = folders["foreign"] / "x_train_000001.bin"
+    flipped = bytearray(path.read_bytes())
+    flipped[-2] ^= 1
+    path.write_bytes(flipped)
+    (folders["foreign"] / "shards.json").unlink()
+    adopt(folders["foreign"], GPT2)
+    assert "data" in str(runs["foreign"].rejected("--max_steps=20", "--resume=latest"))
+
+
+def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path: Path) -> None:
+    for split, size in (("train", 1003), ("val", 400)):
+        ids = make_tokens(size, size).tolist()
+        write_llmc(tmp_path / f"{split}.bin", [ids], magic=20240801, version=7)
+    adopt(tmp_path, UNKNOWN)
+    run = Run(tmp_path, tmp_path / "runs")
+    run.train("--max_steps=3", "--shuffle=none")
+    ids_of_train = make_tokens(1003, 1003)
+    windows = np.stack([ids_of_train[k * 16 : k * 16 + 17] for k in range(8)])
+    assert run.events("step")[0]["batch_hash"] == hash_windows(windows.astype(np.uint32))
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_how_it_took_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    datatrove_files(folder, made_splits("after"))
+    code, said, error = launch.call("data.py", "import", folder, "--val_files", "0_*.ds")
+    assert (code, error.count("error")) == (0, 0)
+    for words in ("12 files", "11 train, 1 val", "datatrove", "gpt2", "50256 after each document"):
+        assert words in said
+    out = tmp_path / "elsewhere"
+    expanded = [str(path) for path in folder.glob("0_*.ds")]  # by the shell
+    done = launch.call("data.py", "import", folder, "--out", out, "--val_files", *expanded)
+    assert done.returncode == 0
+    assert open_data(out, vocab_size=50304).tokens("val") == len(
+        flat(made_splits("after")["val"][0])
+    )
+    code, said, error = launch.call("data.py", "import", folder, "--offset", "-2")
+    assert (code, said) == (2, "")

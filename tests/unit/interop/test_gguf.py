@@ -1,0 +1,307 @@
+"""--format gguf: gguf's reader finds the run's values, and llama.cpp generates the run's text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from corpora import TEXTS, run_prepare, write_jsonl
+from ecosystem import works_with
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.weights import load_weights
+from gpt2lab.commands.command_line import parse
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.errors import ConfigError
+from gpt2lab.evaluation.generation import draw
+from gpt2lab.interop import gguf_file
+from gpt2lab.interop.gguf_file import export_gguf
+from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
+from gpt2lab.tokenizers.json_form import byte_alphabet
+from gpt2lab.tokenizers.plain import BYTES, characters_of
+from gpt2lab.tokenizers.training import train_bpe
+from gpt2lab.training.pretrain import pretrain
+from launch import ask
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed (requirements-dev.txt)")
+
+CONTEXT, NEW = 64, 32
+TEXT = [f"{text} é 你好 🙂 don't 12345\n\n\t x" for text in TEXTS] * 3
+BLOCK = {  # llama.cpp's names of block 0, their shapes in numpy's order, and ours
+    "blk.0.attn_norm.weight": ((64,), "ln_1.weight"),
+    "blk.0.attn_norm.bias": ((64,), "ln_1.bias"),
+    "blk.0.attn_qkv.weight": ((192, 64), "attn.c_attn.weight"),
+    "blk.0.attn_qkv.bias": ((192,), "attn.c_attn.bias"),
+    "blk.0.attn_output.weight": ((64, 64), "attn.c_proj.weight"),
+    "blk.0.attn_output.bias": ((64,), "attn.c_proj.bias"),
+    "blk.0.ffn_norm.weight": ((64,), "ln_2.weight"),
+    "blk.0.ffn_norm.bias": ((64,), "ln_2.bias"),
+    "blk.0.ffn_up.weight": ((256, 64), "mlp.c_fc.weight"),
+    "blk.0.ffn_up.bias": ((256,), "mlp.c_fc.bias"),
+    "blk.0.ffn_down.weight": ((64, 256), "mlp.c_proj.weight"),
+    "blk.0.ffn_down.bias": ((64,), "mlp.c_proj.bias"),
+}
+
+
+def train(folder: Path, name: str, tokenizer: Tokenizer, *more: str) -> None:
+    write_jsonl(folder / "corpus" / "a.jsonl", TEXT)
+    run_prepare(folder / "corpus", folder / name, tokenizer=tokenizer)
+    pretrain(
+        parse(
+            [
+                *("--model=gpt2-nano", "--n_layer=2", "--n_head=2", "--n_embd=64"),
+                *(f"--context_length={CONTEXT}", f"--total_batch_size={4 * CONTEXT}"),
+                *("--mini_batch_size=2", "--max_steps=8", "--eval_freq=0", "--val_tokens=128"),
+                *(f"--data_dir={folder / name}", f"--checkpoint_dir={folder / 'runs'}"),
+                *("--device=cpu", "--dtype=fp32", "--compile=off", "--max_lr=0.02"),
+                *("--sample_freq=0", "--sample_prompt=", f"--run_name={name}", *more),
+            ]
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the run `bpe` of GPT-2's shape and a learned tokenizer; treat as read-only."""
+    folder = tmp_path_factory.mktemp("gguf")
+    train(folder, "bpe", train_bpe(TEXT, 300))
+    return folder
+
+
+def parameters(folder: Path, name: str) -> dict[str, np.ndarray]:
+    model = load_weights(find_target(name, folder / "runs"))
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "step"),
+    [("float32", "F32", 0), ("float16", "F16", 2**-11), ("q8_0", "Q8_0", 1 / 254)],
+)
+def test_ggufs_reader_finds_every_value_and_the_tokenizer(
+    folder: Path, tmp_path: Path, dtype: str, kind: str, step: float
+) -> None:
+    works_with("gguf", version("gguf"), "every value and the tokenizer read back")
+    out = tmp_path / "deep" / "x.gguf"
+    words = ("bpe", f"--out={out}", "--format=gguf", f"--dtype={dtype}", "--json")
+    answer = ask("export_hf.py", *words, folder=folder)
+    assert [path.name for path in out.parent.iterdir()] == ["x.gguf"]
+    ours = parameters(folder, "bpe")
+    ours["wte.weight"] = ours["wte.weight"][:300]  # the padding rows are no tokens
+    reader = gguf.GGUFReader(out)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    expected = {name: ours[f"blocks.0.{mine}"] for name, (_, mine) in BLOCK.items()}
+    expected |= {
+        name.replace("blk.0", "blk.1"): ours[f"blocks.1.{mine}"]
+        for name, (_, mine) in BLOCK.items()
+    }
+    expected |= {
+        "token_embd.weight": ours["wte.weight"],
+        "position_embd.weight": ours["wpe.weight"],
+        "output_norm.weight": ours["ln_f.weight"],
+        "output_norm.bias": ours["ln_f.bias"],
+    }
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        tensor = found[name]
+        is_matrix = values.ndim == 2 and name != "position_embd.weight"
+        assert tensor.tensor_type.name == (kind if is_matrix else "F32")
+        assert tuple(reversed(tensor.shape.tolist())) == values.shape
+        if name in BLOCK:
+            assert values.shape == BLOCK[name][0]
+        read = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if not is_matrix or dtype == "float32":
+            assert np.array_equal(read, values), name
+        elif dtype == "float16":
+            assert np.array_equal(read, values.astype(np.float16).astype(np.float32)), name
+        else:  # half a step of the largest in each row of 32, and the scale's own fp16 rounding
+            rows, back = values.reshape(-1, 32), read.reshape(-1, 32)
+            bound = np.abs(rows).max(axis=1, keepdims=True) * (step * 1.01 + 2**-10)
+            assert (np.abs(back - rows) <= bound).all(), name
+    assert answer["parameters"] == sum(values.size for values in expected.values())
+    assert answer["dtype"] == dtype
+    assert (answer["max_abs_diff"] == 0) == (dtype == "float32")
+    assert answer["max_abs_diff"] < 0.1 * answer["max_abs_logit"]
+
+    def value(key: str) -> Any:
+        return reader.get_field(key).contents()
+
+    tokenizer = train_bpe(TEXT, 300)
+    assert value("general.architecture") == value("tokenizer.ggml.model") == "gpt2"
+    assert value("tokenizer.ggml.pre") == "gpt-2"
+    assert value("general.name") == "bpe"
+    assert "step 8 of the run bpe" in value("general.description")
+    sizes = {"context_length": CONTEXT, "embedding_length": 64, "feed_forward_length": 256}
+    for name, size in {**sizes, "block_count": 2, "attention.head_count": 2}.items():
+        assert value(f"gpt2.{name}") == size
+    assert value("gpt2.attention.layer_norm_epsilon") == np.float32(1e-5)
+    tokens = value("tokenizer.ggml.tokens")
+    as_bytes = {shown: bytes([byte]) for byte, shown in enumerate(byte_alphabet())}
+    for id, token in enumerate(tokens):
+        text = b"".join(as_bytes[one] for one in token).decode("utf-8", "replace")
+        assert tokenizer.decode([id]) == (text if id != tokenizer.end_of_text else token)
+    control = [id for id, kind in enumerate(value("tokenizer.ggml.token_type")) if kind == 3]
+    assert control == [tokenizer.end_of_text]
+    assert (
+        value("tokenizer.ggml.eos_token_id") == value("tokenizer.ggml.bos_token_id") == control[0]
+    )
+    assert value("tokenizer.ggml.add_bos_token") is False
+    first, second = value("tokenizer.ggml.merges")[0].split(" ")
+    assert first + second in tokens
+
+
+SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=64, context_length=8, vocab_size=50304)
+CUT = json.loads(GPT2.tokenizer_json())
+CUT["model"]["merges"] = []  # single bytes, and words that nothing leads to
+
+
+def of(tokenizer: Tokenizer) -> ModelConfig:
+    return dataclasses.replace(SHAPE, vocab_size=tokenizer.size, num_tokens=tokenizer.size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokenizer", "reason"),
+    [
+        (SHAPE, GPT2, None),
+        (of(train_bpe(TEXT, 300)), train_bpe(TEXT, 300), None),
+        (of(BYTES), BYTES, "other ids than bytes: it takes GPT-2's tokenizer, or a byte-level BPE"),
+        (of(characters_of(TEXT)), characters_of(TEXT), "other ids than characters"),
+        (SHAPE, HuggingFaceTokenizer(json.dumps(CUT).encode(), END_TOKEN, "x"), "other ids than"),
+        (SHAPE, None, "needs a tokenizer, but the tokenizer of the data is not known"),
+        (dataclasses.replace(SHAPE, vocab_size=256), GPT2, "vocab_size 256 is below GPT-2's"),
+        *(
+            (dataclasses.replace(SHAPE, **option), GPT2, "llama.cpp's GPT-2 has no such layers")
+            for option in (
+                *({"positions": "rotary"}, {"norm": "rmsnorm"}),
+                *({"qk_norm": "rmsnorm"}, {"activation": "relu2"}),
+            )
+        ),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_has_a_reason(
+    shape: ModelConfig, tokenizer: Tokenizer | None, reason: str | None
+) -> None:
+    found = gguf_file._why_not(shape, tokenizer, "float16")
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_a_modern_run_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
+    train(tmp_path, "odd", train_bpe(TEXT, 300), "--n_embd=48", "--max_steps=1", "--norm=rmsnorm")
+    out = tmp_path / "out" / "x.gguf"
+    code, line = ask("export_hf.py", "odd", f"--out={out}", "--format=gguf", folder=tmp_path)
+    assert (code, "odd cannot be a GGUF file: norm rmsnorm" in line) == (2, True), line
+    assert not out.parent.exists()
+    narrow = dataclasses.replace(SHAPE, n_embd=48)
+    assert "multiples of 32, it is 48" in str(gguf_file._why_not(narrow, GPT2, "q8_0"))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["--dtype=bfloat16"],
+            "--format gguf has no --dtype bfloat16; it has float32, float16, q8_0",
+        ),
+        (["--push_to_hub=me/x"], "--push_to_hub is for --format transformers"),
+        (["--max_shard_size=1GB"], "--max_shard_size is for --format transformers"),
+        (["--format=transformers", "--dtype=q8_0"], "has no --dtype q8_0"),
+        (["--out=x.bin"], "ends with .gguf"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_line(
+    folder: Path, tmp_path: Path, words: list[str], problem: str
+) -> None:
+    argv = ["bpe", f"--out={tmp_path / 'x.gguf'}", "--format=gguf"]
+    code, line = ask("export_hf.py", *argv, *words, folder=folder)
+    assert (code, problem in line) == (2, True), line
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_file_is_kept_and_a_missing_package_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "x.gguf"
+    out.write_text("mine")
+    code, line = ask("export_hf.py", "bpe", f"--out={out}", "--format=gguf", folder=folder)
+    assert (code, "exists already" in line, out.read_text()) == (2, True, "mine")
+    target = find_target("bpe", folder / "runs")
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"extra `gguf`.*pip install gguf"):
+        export_gguf(target, out=tmp_path / "y.gguf", dtype="float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_a_file_that_reads_back_otherwise_is_not_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte of the file is another: the reader finds it, and nothing appears."""
+    right = gguf_file._write
+
+    def wrong(gguf: Any, path: Path, *rest: Any) -> None:
+        right(gguf, path, *rest)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(gguf_file, "_write", wrong)
+    out = tmp_path / "x.gguf"
+    code, line = ask("export_hf.py", "bpe", f"--out={out}", "--format=gguf", folder=folder)
+    assert (code, "gguf reads back another" in line) == (1, True), line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+def test_llama_cpp_generates_our_greedy_text(
+    folder: Path, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """llama.cpp itself, from the f32 file: the same ids of a text, and the same 32 greedy tokens."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    works_with(
+        "llama-cpp-python",
+        version("llama-cpp-python"),
+        "32 greedy tokens equal, where it is installed",
+    )
+    home = folder
+    if kind == "gpt2":
+        home = tmp_path / "made"
+        train(home, kind, GPT2, "--max_steps=2", "--total_batch_size=128")
+    out = tmp_path / "x.gguf"
+    ask("export_hf.py", kind, f"--out={out}", "--format=gguf", folder=home)
+    target = find_target(kind, home / "runs")
+    ours, tokenizer = load_weights(target).eval(), target.tokenizer()
+    assert tokenizer is not None
+    llama = llama_cpp.Llama(str(out), n_ctx=CONTEXT, n_threads=1, logits_all=True, verbose=False)
+    text = "The quick fox's  naïve café, 你好 🙂\n\n\tdef f(x): return 12345 <|endoftext|>"
+    ids = tokenizer.encode(text)
+    assert llama.tokenize(text.encode(), add_bos=False, special=False) == ids
+    assert llama.detokenize(ids).decode() == text
+    assert llama.token_eos() == tokenizer.end_of_text
+    prompt = ids[:9]
+    generators = [torch.Generator()]
+    drawn = draw(
+        ours, prompt, max_new_tokens=NEW, generators=generators, end_of_text=-1, temperature=0
+    )
+    expected = [id for (id,) in drawn]
+    llama.reset()
+    llama.eval([*prompt, *expected])
+    scores = torch.from_numpy(np.array(llama.scores[: len(prompt) + NEW]))
+    with torch.no_grad():
+        logits = ours(torch.tensor([[*prompt, *expected]]))[0, :, : tokenizer.size]
+    # Not closer: llama.cpp looks GELU up in a table of fp16 values.
+    assert (scores - logits).abs().max() <= 1e-3 * max(1.0, logits.abs().max().item())
+    llama.reset()
+    found = []
+    for id in llama.generate(prompt, temp=0, repeat_penalty=1.0):
+        found.append(id)
+        if len(found) == NEW:
+            break
+    assert found == expected

@@ -1,0 +1,316 @@
+"""Files of other GPT-2 trainers become checkpoints of ours: the same weights and moments, or a rejection in one line.
+
+The files are written here by hand, in the layouts of nanoGPT and of the program that this one replaces.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import launch
+from gpt2lab.commands import import_checkpoint
+from gpt2lab.commands.command_line import parse
+from gpt2lab.errors import CheckpointError, ConfigError
+from whole_run import Run
+
+DONE, LAST = 4, 8  # steps of the run that the files are made from, steps of the one they become
+NANO = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 256, "bias": True}
+
+
+@dataclass
+class GPTConfig:
+    """What the older program pickles as its settings."""
+
+    context_length: int = 16
+    vocab_size: int = 256
+    num_layers: int = 2
+    embd_size: int = 32
+    num_heads: int = 2
+
+
+@pytest.fixture(scope="module")
+def origin(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run of four steps; read only."""
+    run = Run(tiny_data, tmp_path_factory.mktemp("origin"), f"--max_steps={LAST}", "--eval_freq=0")
+    run.train(f"--stop_after_steps={DONE}")
+    return run
+
+
+@pytest.fixture
+def become(tiny_data: Path, tmp_path: Path) -> Run:
+    return Run(tiny_data, tmp_path / "runs", f"--max_steps={LAST}", "--eval_freq=0")
+
+
+def tensors(origin: Run, name: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(origin.path / f"step_{DONE:08d}" / name)
+
+
+def their_names() -> list[str]:
+    """Return the parameters in the order in which such a model declares them."""
+    parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    blocks = [
+        f"h.{i}.{part}.{kind}" for i in (0, 1) for part in parts for kind in ("weight", "bias")
+    ]
+    names = ["wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias"]
+    return [f"transformer.{name}" for name in names]
+
+
+def our(name: str) -> str:
+    return (
+        name.removeprefix("transformer.").replace("h.", "blocks.", 1)
+        if ".h." in name
+        else name[12:]
+    )
+
+
+def model_of(origin: Run, prefix: str = "") -> dict[str, torch.Tensor]:
+    ours = tensors(origin, "model.safetensors")
+    model = {f"{prefix}{name}": ours[our(name)] for name in their_names()}
+    model[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # a causal mask
+    model[f"{prefix}lm_head.weight"] = ours["wte.weight"]
+    return model
+
+
+def optimizer_of(origin: Run, *, bias: bool = True) -> dict[str, Any]:
+    weights, moments = tensors(origin, "model.safetensors"), tensors(origin, "optim.safetensors")
+    names = [our(name) for name in their_names() if bias or not name.endswith(".bias")]
+    matrices = [name for name in names if weights[name].dim() >= 2]
+    vectors = [name for name in names if weights[name].dim() < 2]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    state = {
+        index: {key: moments[f"{name}/{key}"] for key in keys}
+        for index, name in enumerate([*matrices, *vectors])
+    }
+    first = list(range(len(matrices)))
+    groups = [
+        {"params": first, "lr": 1e-3},
+        {"params": list(range(len(first), len(names))), "lr": 1e-3},
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def nano(origin: Run, **changes: Any) -> dict[str, Any]:
+    content = {
+        "model": model_of(origin, "_orig_mod."),
+        "optimizer": optimizer_of(origin),
+        "model_args": NANO,
+        "iter_num": DONE,
+        "best_val_loss": torch.tensor(5.0),
+        "config": {"dataset": "shakespeare", "batch_size": 12},
+    }
+    return {name: value for name, value in (content | changes).items() if value is not None}
+
+
+def write(path: Path, content: Any) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def take(run: Run, file: Path, *more: str) -> None:
+    import_checkpoint.import_checkpoint(
+        parse([*run.flags, f"--import_checkpoint={file}", *more]), file
+    )
+
+
+def hashes(run: Run) -> dict[str, str]:
+    files = run.checkpoints()[DONE].manifest["files"]
+    return {name: files[name]["sha256"] for name in ("model.safetensors", "optim.safetensors")}
+
+
+def test_a_model_without_biases_gets_some_that_are_zero(
+    origin: Run, become: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NanoGPT's default. Zero biases compute the same, so nothing but the names of the tensors changes."""
+    weights = {k: v for k, v in model_of(origin).items() if not k.endswith(".bias")}
+    content = nano(origin, model=weights, optimizer=optimizer_of(origin, bias=False))
+    take(become, write(tmp_path / "ckpt.pt", content))
+    assert "trained without biases" in capsys.readouterr().out
+    folder = become.path / f"step_{DONE:08d}"
+    model = safetensors.torch.load_file(folder / "model.safetensors")
+    moments = safetensors.torch.load_file(folder / "optim.safetensors")
+    theirs = tensors(origin, "model.safetensors")
+    for name, tensor in model.items():
+        if name.endswith(".bias"):
+            assert not tensor.any()
+            assert not moments[f"{name}/exp_avg"].any()
+            assert moments[f"{name}/step"] == DONE
+        else:
+            assert torch.equal(tensor, theirs[name])
+    become.train("--resume=latest")
+    after = safetensors.torch.load_file(become.path / f"step_{LAST:08d}" / "model.safetensors")
+    assert all(tensor.any() for name, tensor in after.items() if name.endswith(".bias"))
+
+
+def test_nanogpt_becomes_a_run_that_goes_on(
+    origin: Run, become: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take(become, write(tmp_path / "ckpt.pt", nano(origin)), "--shuffle=shards")
+    told = capsys.readouterr().out
+    assert hashes(become) == hashes(origin), "weights, moments and step counts, bit by bit"
+    assert f"step {DONE} of {LAST}" in told
+    assert "optimizer as in the file" in told
+    assert "data begins at sample 0" in told
+    assert "exact GELU" in told
+    [record] = become.saved_state(DONE)["history"]
+    assert (record["imported"], record["samples"], len(record["sha256"])) == ("ckpt.pt", 0, 64)
+    become.train("--resume=latest")
+    assert become.status()["state"] == "completed"
+    steps = {event["step"]: event["batch_hash"] for event in become.events("step")}
+    assert list(steps) == [5, 6, 7, 8]
+    first = {event["step"]: event["batch_hash"] for event in origin.events("step")}
+    assert steps[DONE + 1] == first[1]
+
+
+def test_without_an_optimizer_its_moments_begin_at_zero(
+    origin: Run, become: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take(become, write(tmp_path / "ckpt.pt", nano(origin, optimizer=None)))
+    assert "none in the file: its moments begin at zero" in capsys.readouterr().out
+    assert hashes(become)["model.safetensors"] == hashes(origin)["model.safetensors"]
+    become.train("--resume=latest")
+    assert become.status()["state"] == "completed"
+
+
+def older(origin: Run, monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
+    """Write a file as the older program does: its settings are an object of its main module."""
+    monkeypatch.setattr(GPTConfig, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "GPTConfig", GPTConfig, raising=False)
+    numpy_state = np.random.RandomState(3).get_state()
+    content = {
+        "step": DONE - 1,
+        "epoch": 0,
+        "model": model_of(origin),
+        "optimizer": optimizer_of(origin),
+        "val_loss": float("inf"),
+        "rng_state": {"numpy": numpy_state, "torch": torch.get_rng_state()},
+        "dataloader_state": {"train_curr_shard": 0, "train_curr_pos": 640},
+        "args": {"num_layers": 2, "path": Path("checkpoints")},
+        "config": GPTConfig(),
+        "checkpoint_type": "regular",
+    }
+    write(path, content)
+    monkeypatch.delattr(sys.modules["__main__"], "GPTConfig")
+    return path
+
+
+def test_the_older_programs_file_needs_trust(
+    origin: Run, become: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = older(origin, monkeypatch, tmp_path / "latest.pt")
+    with pytest.raises(CheckpointError, match=r"pickled objects, which can run code.*--trust"):
+        take(become, file)
+    assert not become.path.exists()
+    take(become, file, "--trust")
+    assert hashes(become) == hashes(origin)
+    become.train("--resume=latest")
+    assert become.status()["state"] == "completed"
+
+
+class Hostile:
+    def __init__(self, sentinel: Path) -> None:
+        self.sentinel = sentinel
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.sentinel),)
+
+
+@pytest.mark.parametrize("trust", [(), ("--trust",)])
+def test_a_hostile_file_runs_nothing_even_if_it_is_trusted(
+    trust: tuple[str, ...], origin: Run, become: Run, tmp_path: Path
+) -> None:
+    sentinel = tmp_path / "was_here"
+    file = write(tmp_path / "ckpt.pt", nano(origin, config=Hostile(sentinel)))
+    with pytest.raises(CheckpointError):
+        take(become, file, *trust)
+    assert not sentinel.exists()
+    pickle.loads(pickle.dumps(Hostile(sentinel)))
+    assert sentinel.exists(), "the trap works"
+
+
+def changed(origin: Run, name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    model = model_of(origin) | {name: value}
+    return {key: tensor for key, tensor in model.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda o: {"model": None}, "no `model` with weights"),
+        (lambda o: {"model": changed(o, "transformer.ln_f.weight", None)}, "no tensor ln_f.weight"),
+        (
+            lambda o: {"model": changed(o, "transformer.h.1.ln_1.bias", None)},
+            "no tensor blocks.1.ln_1.bias; another architecture",
+        ),
+        (
+            lambda o: {"model": changed(o, "transformer.h.0.moe.weight", torch.ones(2))},
+            "unknown tensor blocks.0.moe.weight",
+        ),
+        (
+            lambda o: {"model": changed(o, "transformer.ln_f.bias", torch.ones(31))},
+            r"ln_f.bias is \(31,\)",
+        ),
+        (
+            lambda o: {"model": changed(o, "transformer.ln_f.bias", torch.full((32,), torch.nan))},
+            "ln_f.bias holds values that are not finite",
+        ),
+        (lambda o: {"model": changed(o, "lm_head.weight", torch.ones(256, 32))}, "tied head"),
+        (
+            lambda o: {
+                "model": changed(o, "transformer.wte.weight", torch.ones(1).expand(10**9, 32))
+            },
+            "claims more values than the file holds",
+        ),
+        (lambda o: {"model_args": None}, "no n_head"),
+        (lambda o: {"model_args": NANO | {"n_head": 5}}, "not a multiple of n_head 5"),
+        (lambda o: {"optimizer": None, "iter_num": None}, "how far it was trained is unknown"),
+        (lambda o: {"optimizer": {"state": {0: {}}, "param_groups": []}}, "groups are not AdamW's"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    change: Any, expected: str, origin: Run, become: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=expected):
+        take(become, write(tmp_path / "ckpt.pt", nano(origin, **change(origin))))
+    assert not become.path.exists()
+
+
+def test_a_swapped_moment_is_rejected(origin: Run, become: Run, tmp_path: Path) -> None:
+    optimizer = optimizer_of(origin)
+    optimizer["state"][0], optimizer["state"][1] = optimizer["state"][1], optimizer["state"][0]
+    with pytest.raises(CheckpointError, match=r"does not fit wte\.weight"):
+        take(become, write(tmp_path / "ckpt.pt", nano(origin, optimizer=optimizer)))
+
+
+def test_the_run_it_becomes_must_fit(origin: Run, become: Run, tmp_path: Path) -> None:
+    file = write(tmp_path / "ckpt.pt", nano(origin))
+    with pytest.raises(ConfigError, match=r"--n_layer 3: ckpt\.pt has 2"):
+        take(become, file, "--n_layer=3")
+    with pytest.raises(ConfigError, match="is of step 4, the run would have 4"):
+        take(become, file, "--max_steps=4")
+    take(become, file)
+    with pytest.raises(ConfigError, match="holds checkpoints already"):
+        take(become, file)
+
+
+def test_the_command_rejects_in_one_line(become: Run, tmp_path: Path) -> None:
+    text = tmp_path / "notes.pt"
+    text.write_text("no checkpoint")
+    for flags, expected in (
+        ([f"--import_checkpoint={text}"], "notes.pt"),
+        ([f"--import_checkpoint={tmp_path / 'none.pt'}"], "no such file"),
+        (["--trust"], "--trust goes with --import_checkpoint"),
+    ):
+        done = launch.call(launch.TRAIN, *become.flags, *flags)
+        assert done.returncode == 2, done.stderr
+        assert expected in done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr

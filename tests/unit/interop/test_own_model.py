@@ -1,0 +1,429 @@
+"""Models that transformers does not know: its modelling file computes the same, and the folder stands alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, StaticCache
+
+from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.checkpoint.target import find_target
+from gpt2lab.checkpoint.weights import load_initial, load_weights
+from gpt2lab.commands.command_line import parse
+from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import ModelConfig
+from gpt2lab.config.settings import OPTIONS
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.errors import CheckpointError
+from gpt2lab.evaluation.generation import draw
+from gpt2lab.finetuning.recipe import FINETUNING
+from gpt2lab.interop.configuration_gpt2lab import FORMAT, GPT2LabConfig
+from gpt2lab.interop.export import OWN_FILES
+from gpt2lab.interop.modeling_gpt2lab import GPT2LabForCausalLM
+from gpt2lab.model import hf_config
+from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.model.hf_config import HF_CONFIG, read_hf_config
+from gpt2lab.model.hf_weights import load_hf
+from gpt2lab.tokenizers.chat_template import Turn, encode
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.tokenizers.plain import BYTES, characters_of
+from gpt2lab.tokenizers.training import train_bpe
+from gpt2lab.training.init_from import begin_from
+from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.resolve import resolve
+from launch import WORKERS, ask
+
+CONTEXT, NEW = 64, 20
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 48, "context_length": CONTEXT, "vocab_size": 211}
+MODERN: dict[str, Any] = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "qk_norm": "rmsnorm",
+    "activation": "relu2",
+}
+EACH = [pytest.param({name: value}, id=name) for name, value in MODERN.items()]
+EACH += [pytest.param({}, id="gpt2"), pytest.param(MODERN, id="all")]
+TEXT = [f"{text} é 你好 🙂" for text in TEXTS] * 3
+
+
+def pair(**options: Any) -> tuple[GPT, GPT2LabForCausalLM]:
+    """Return our model with parameters far from their initial values, and transformers' with the same."""
+    config = ModelConfig(**SHAPE, num_tokens=211, **options)
+    ours = build_model(config, seed=1, device=torch.device("cpu")).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    theirs = GPT2LabForCausalLM(GPT2LabConfig(**SHAPE, **options)).eval()
+    theirs.model.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def ids_of(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 211, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+
+
+# -- the modelling file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", EACH)
+@torch.no_grad()
+def test_every_option_gives_our_logits_and_our_loss(options: dict[str, Any]) -> None:
+    ours, theirs = pair(**options)
+    ids = ids_of(2, CONTEXT)
+    found = theirs(ids, labels=ids, output_hidden_states=True)
+    assert_close(found.logits, ours(ids))
+    loss = ours(ids[:, :-1], ids[:, 1:]) / (2 * (CONTEXT - 1))
+    assert found.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert len(found.hidden_states) == 3
+    assert_close(found.hidden_states[-1], ours.hidden(ids))
+    assert_close(theirs(ids, logits_to_keep=1).logits, ours(ids)[:, -1:])
+    assert torch.equal(theirs(ids, return_dict=False)[0], theirs(ids).logits)
+
+
+@pytest.mark.parametrize("options", EACH)
+@torch.no_grad()
+def test_cache_and_padding_change_nothing(options: dict[str, Any]) -> None:
+    ours, theirs = pair(**options)
+    ids = ids_of(2, CONTEXT)
+    expected = ours(ids)
+    static = StaticCache(config=theirs.config, max_cache_len=CONTEXT + 5)
+    for cache in (None, static):
+        parts = []
+        for piece in ids.split([7, 1, 1, CONTEXT - 9], dim=1):
+            found = theirs(piece, past_key_values=cache)
+            cache = found.past_key_values
+            parts.append(found.logits)
+        assert_close(torch.cat(parts, dim=1), expected)
+    # Two texts, one shorter: padded on the left, then on the right; pieces through the cache as well.
+    short = ids[1:, 11:30]
+    for before in (11, 0):
+        rows = torch.zeros(2, 30, dtype=torch.int64)
+        rows[0], rows[1, before : before + 19] = ids[0, :30], short[0]
+        mask = torch.ones_like(rows)
+        mask[1, :before], mask[1, before + 19 :] = 0, 0
+        cache, parts = None, []
+        for end, piece in ((25, rows[:, :25]), (26, rows[:, 25:26]), (30, rows[:, 26:])):
+            found = theirs(piece, attention_mask=mask[:, :end], past_key_values=cache)
+            cache = found.past_key_values
+            parts.append(found.logits)
+        through = torch.cat(parts, dim=1)
+        for logits in (theirs(rows, attention_mask=mask).logits, through):
+            assert_close(logits[:1], ours(ids[:1, :30]))
+            assert_close(logits[1:, before : before + 19], ours(short))
+            assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("options", EACH)
+def test_generate_is_ours_with_any_cache(options: dict[str, Any]) -> None:
+    ours, theirs = pair(**options)
+    prompt = ids_of(1, 9)
+    drawn = draw(
+        ours,
+        prompt[0].tolist(),
+        max_new_tokens=NEW,
+        generators=[torch.Generator()],
+        end_of_text=-1,
+        temperature=0,
+    )
+    expected = [id for (id,) in drawn]
+    for how in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        found = theirs.generate(
+            prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=0, disable_compile=True, **how
+        )
+        assert found[0, 9:].tolist() == expected
+
+
+def test_it_trains_and_loads_in_half_precision(tmp_path: Path) -> None:
+    ours, theirs = pair(**MODERN)
+    ids = ids_of(2, CONTEXT)
+    theirs(ids, labels=ids).loss.backward()
+    loss = ours(ids[:, :-1], ids[:, 1:]) / (2 * (CONTEXT - 1))
+    loss.backward()
+    gradients = dict(theirs.model.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+    theirs.save_pretrained(tmp_path)
+    half = GPT2LabForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        found, expected = half(ids).logits, ours(ids)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_an_unknown_format_or_option_is_rejected_by_both_readers() -> None:
+    assert FORMAT == hf_config.FORMAT
+    with pytest.raises(ValueError, match="format 2, these files read 1"):
+        GPT2LabConfig(gpt2lab_format=2)
+    for name in OPTIONS:
+        with pytest.raises(ValueError, match=f"{name} 'new' is unknown"):
+            GPT2LabConfig(**{name: "new"})
+
+
+# -- a run's folder ----------------------------------------------------------------------------------------------------
+
+
+def tokenizer_named(name: str) -> Tokenizer:
+    if name == "characters":
+        return characters_of(["".join(TEXT), *map(chr, range(128))])
+    return BYTES if name == "bytes" else train_bpe(TEXT, 300)
+
+
+def train(folder: Path, name: str, *more: str) -> None:
+    """Prepare data with a tokenizer, and train the run `name` on it."""
+    write_jsonl(folder / "corpus" / "a.jsonl", TEXT)
+    run_prepare(folder / "corpus", folder / name, tokenizer=tokenizer_named(name))
+    pretrain(
+        parse(
+            [
+                *("--model=modern-nano", "--n_layer=2", "--n_head=2", "--n_embd=32"),
+                *(f"--context_length={CONTEXT}", f"--total_batch_size={4 * CONTEXT}"),
+                *("--mini_batch_size=2", "--max_steps=4", "--eval_freq=2", "--val_tokens=320"),
+                *(f"--data_dir={folder / name}", f"--checkpoint_dir={folder / 'runs'}"),
+                *("--device=cpu", "--dtype=fp32", "--compile=off", "--max_lr=0.05"),
+                *("--sample_freq=0", "--sample_prompt=", f"--run_name={name}", *more),
+            ]
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the modern run `bpe` and its export; treat as read-only."""
+    folder = tmp_path_factory.mktemp("modern")
+    train(folder, "bpe")
+    ask("export_hf.py", "bpe", f"--out={folder / 'x'}", folder=folder)
+    return folder
+
+
+def test_a_modern_run_is_exported_with_its_own_files(folder: Path) -> None:
+    out = folder / "x"
+    assert {path.name for path in out.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", "README.md", *OWN_FILES),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    }
+    sources = Path(hf_config.__file__).parents[1] / "huggingface"
+    for name in OWN_FILES:
+        assert (out / name).read_bytes() == (sources / name).read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    assert config["gpt2lab_format"] == FORMAT
+    assert {name: config[name] for name in OPTIONS} == MODERN
+    assert config["eos_token_id"] == tokenizer_named("bpe").end_of_text
+    card = (out / "README.md").read_text()
+    assert "GPT-2 with positions rotary, norm rmsnorm" in card
+    assert "trust_remote_code=True" in card
+    assert "| validation loss |" in card
+
+
+def test_it_comes_back_bit_for_bit_and_a_run_begins_with_it(folder: Path, tmp_path: Path) -> None:
+    out = folder / "x"
+    ours = dict(load_weights(find_target("bpe", folder / "runs")).named_parameters())
+    back = dict(load_hf(out).named_parameters())
+    assert set(back) == set(ours)
+    for name, tensor in back.items():
+        assert torch.equal(tensor, ours[name][: len(tensor)]), name
+    flags = (
+        f"--val={folder / 'bpe'}",
+        "--val_tokens=320",
+        "--device=cpu",
+        "--dtype=fp32",
+        "--json",
+    )
+    losses = [
+        ask("evaluate.py", name, *flags, folder=folder)["val_loss"] for name in ("bpe", str(out))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    run = [f"--init_from={out}", f"--data_dir={folder / 'bpe'}", f"--checkpoint_dir={tmp_path}"]
+    start = resolve(parse([*run, "--max_steps=1"]), world_size=1, set_aside=False)
+    assert {name: getattr(start.config.model, name) for name in OPTIONS} == MODERN
+    fresh = build_model(start.config.model, seed=1, device=torch.device("cpu"))
+    load_initial(find_target(str(out), tmp_path), fresh, Runtime())
+    for name, tensor in fresh.named_parameters():
+        assert torch.equal(tensor, back[name]), name
+
+
+def test_the_preset_of_an_export_is_the_one_with_its_options(tmp_path: Path) -> None:
+    """Its rates and optimizer are those of modern-nano, not of gpt2-nano, which has the same sizes."""
+    sizes = {name: getattr(preset("modern-nano").model, name) for name in SHAPE}
+    sizes["vocab_size"] = 300
+    for name, values in (("modern-nano", MODERN), ("gpt2-nano", {})):
+        GPT2LabForCausalLM(GPT2LabConfig(**sizes, **values)).save_pretrained(tmp_path / name)
+        command = parse([f"--init_from={tmp_path / name}", "--max_steps=1"])
+        config, _ = begin_from(command, command.fresh())
+        assert config.optim == preset(name).optim
+
+
+def test_an_export_of_an_export_is_the_same_file(folder: Path, tmp_path: Path) -> None:
+    ask("export_hf.py", str(folder / "x"), f"--out={tmp_path / 'y'}", folder=folder)
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "y" / name).read_bytes() == (folder / "x" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"gpt2lab_format": 2}, "gpt2lab_format 2 is not supported, only 1"),
+        ({"positions": "alibi"}, "'positions' is 'alibi', not learned or rotary"),
+        ({"norm": None}, "'norm' is None, not layernorm or rmsnorm"),
+        ({"n_head": 32}, "n_embd 32 / n_head 32 must be even"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
+        ({"qk_norm": "none"}, "unknown tensor blocks.0.attn.k_norm.weight"),
+        ({"context_length": 0}, "'context_length' is 0"),
+    ],
+)
+def test_a_folder_of_another_network_is_rejected_by_name(
+    change: dict[str, Any], problem: str, folder: Path, tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / "x" / name).read_bytes())
+    values = json.loads((tmp_path / HF_CONFIG).read_text())
+    (tmp_path / HF_CONFIG).write_text(json.dumps(values | change))
+    with pytest.raises(CheckpointError, match=problem):
+        load_hf(tmp_path)
+
+
+def test_a_tuned_modern_model_carries_its_chat_template(folder: Path, tmp_path: Path) -> None:
+    pairs = [{"instruction": f"What is {n}?", "output": f"It is {n}."} for n in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tune = [f"--init_from={folder / 'x'}", f"--instructions={tmp_path / 'pairs.jsonl'}"]
+    tune += [f"--checkpoint_dir={tmp_path / 'runs'}", "--max_steps=2", "--mini_batch_size=1"]
+    system = ["--device=cpu", "--dtype=fp32", "--compile=off", "--total_batch_size=128"]
+    lora = ["--lora_r=2", "--optimizer=adamw", "--sample_freq=0"]
+    pretrain(parse([*tune, *system, *lora, "--run_name=tuned"], "finetune"), recipe=FINETUNING)
+    answer = ask("export_hf.py", "tuned", f"--out={tmp_path / 'x'}", "--json", folder=tmp_path)
+    assert answer["max_abs_diff"] <= 1e-5 * max(1.0, answer["max_abs_logit"])
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "x", trust_remote_code=False)
+    talk = [{"role": "user", "content": "What is 3?"}]
+    expected, _ = encode([Turn("user", "What is 3?")], tokenizer_named("bpe"))
+    assert loaded.apply_chat_template(talk, return_dict=False) == expected
+    assert "LoRA of rank 2, merged" in (tmp_path / "x" / "README.md").read_text()
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(folder: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "sharded"
+    ask("export_hf.py", "bpe", f"--out={out}", "--max_shard_size=20KB", folder=folder)
+    return out
+
+
+def test_large_weights_are_split_as_transformers_splits_them(
+    folder: Path, sharded: Path, tmp_path: Path
+) -> None:
+    model = GPT2LabForCausalLM.from_pretrained(sharded)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    names = {path.name for path in sharded.glob("model[.-]*")}
+    assert len(names) > 3
+    assert names == {path.name for path in (tmp_path / "theirs").glob("model[.-]*")}
+    index = "model.safetensors.index.json"
+    found, expected = (json.loads((f / index).read_text()) for f in (sharded, tmp_path / "theirs"))
+    assert found == expected
+    for path in sharded.glob("model-*"):
+        tensors = path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
+        assert tensors <= 20_000 or list(found["weight_map"].values()).count(path.name) == 1
+
+
+def test_shards_come_back_bit_for_bit(folder: Path, sharded: Path, tmp_path: Path) -> None:
+    one, many = (dict(load_hf(path).named_parameters()) for path in (folder / "x", sharded))
+    assert list(one) == list(many)
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    ask("export_hf.py", str(sharded), f"--out={tmp_path / 'y'}", folder=folder)
+    files = [path / "model.safetensors" for path in (folder / "x", tmp_path / "y")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_damaged_shards_are_rejected_by_name(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first, second, *_ = sorted(set(index["weight_map"].values()))
+    name = next(name for name, file in index["weight_map"].items() if file == first)
+    for weight_map, problem in (
+        (index["weight_map"] | {name: second}, f"{first}: holds other tensors"),
+        (index["weight_map"] | {name: "../" + first}, "'weight_map' does not map every tensor"),
+        ({}, "'weight_map' does not map every tensor"),
+        (index["weight_map"] | {name: "model-none.safetensors"}, "holds other tensors|No such"),
+    ):
+        path.write_text(json.dumps(index | {"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=problem):
+            read_hf_config(sharded)
+    path.write_text(json.dumps(index))
+    (sharded / second).unlink()
+    with pytest.raises(CheckpointError, match=f"{second}: No such file"):
+        read_hf_config(sharded)
+
+
+@pytest.mark.parametrize("size", ["5", "0GB", "-1MB", "many", "1.5", "GB"])
+def test_a_wrong_size_is_one_line(folder: Path, tmp_path: Path, size: str) -> None:
+    words = ("bpe", f"--out={tmp_path / 'x'}", f"--max_shard_size={size}")
+    code, line = ask("export_hf.py", *words, folder=folder)
+    assert (code, "--max_shard_size" in line) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+# -- a stranger's process ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_without_gpt2lab_computes_and_generates_the_same(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Every tokenizer of ours, a modern model and GPT-2's; offline, and gpt2lab cannot be imported."""
+    others = tmp_path / "made"
+    train(others, "bytes")
+    train(others, "characters", "--positions=learned", "--norm=layernorm", "--optimizer=adamw")
+    gpt2 = ("--positions=learned", "--norm=layernorm", "--qk_norm=none", "--activation=gelu")
+    train(others, "bpe", *gpt2, "--optimizer=adamw")
+    asked, expected = {}, {}
+    for home, name in ((folder, "bpe"), *((others, n) for n in ("bytes", "characters", "bpe"))):
+        out = str(tmp_path / f"{home.name}-{name}")
+        ask("export_hf.py", name, f"--out={out}", folder=home)
+        target = find_target(name, home / "runs")
+        model, tokenizer = load_weights(target).eval(), target.tokenizer()
+        assert tokenizer is not None
+        ids = torch.randint(
+            0, tokenizer.size, (2, CONTEXT), generator=torch.Generator().manual_seed(4)
+        )
+        asked[out] = {"ids": ids.tolist(), "prompt": 9, "new": NEW, "text": TEXT[3]}
+        with torch.no_grad():
+            logits = model(ids)[..., : tokenizer.size]
+        generators = [torch.Generator()]
+        how: Any = {"max_new_tokens": NEW, "generators": generators, "temperature": 0}
+        texts = [
+            [id for (id,) in draw(model, row[:9], end_of_text=-1, **how)] for row in ids.tolist()
+        ]
+        expected[out] = (logits, texts, tokenizer.encode(TEXT[3]))
+    environment = {
+        **{name: os.environ[name] for name in ("PATH",)},
+        **{"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"},
+    }
+    done = subprocess.run(
+        [sys.executable, "-I", str(WORKERS / "load_export.py"), json.dumps(asked)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for out, (logits, texts, ids) in expected.items():
+        assert_close(torch.tensor(found[out]["logits"]), logits)
+        for way in ("cached", "whole", "padded"):
+            assert found[out][way] == texts, (out, way)
+        assert (found[out]["text_ids"], found[out]["text"]) == (ids, TEXT[3])
+    assert [found[out]["model"] for out in asked] == ["GPT2LabForCausalLM"] * 3 + [
+        "GPT2LMHeadModel"
+    ]

@@ -1,0 +1,437 @@
+"""scripts/ablate.py: what it rejects, what it reads off the curves, and that nothing finished is run again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from corpora import TEXTS, run_prepare, write_jsonl
+from gpt2lab.commands import ablate
+from gpt2lab.commands.ablate import plan_runs, read_settings, run_all
+from gpt2lab.commands.ablation_table import (
+    Curve,
+    Mean,
+    Row,
+    compare,
+    diverged_sentences,
+    mean,
+    reach,
+    read_curve,
+    write_markdown,
+    write_table,
+)
+from gpt2lab.commands.command_line import parse
+from gpt2lab.config.settings import to_flat
+from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
+from gpt2lab.report.plots import View, draw_ablation
+from gpt2lab.tokenizers.plain import BYTES
+from gpt2lab.training.pretrain import pretrain
+from tiny import CONTEXT, VOCAB
+
+FALLING = Curve((100, 200, 300), (1.0, 2.0, 3.0), (5.0, 4.0, 3.5))
+
+
+# -- the settings file -------------------------------------------------------------------------------------------
+
+
+def test_settings_are_read_in_order_with_their_flags(tmp_path: Path) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text("# comment\nplain:\n\nhot: --max_lr 0.01 --sample_prompt 'a b'\n")
+    settings = read_settings(path)
+    assert list(settings) == ["plain", "hot"]
+    assert settings == {"plain": [], "hot": ["--max_lr", "0.01", "--sample_prompt", "a b"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("plain\nb: x", "line 1: not `name: flags"),
+        ("a: x\nb/c: y", "line 2: not `name: flags"),
+        ("a: x\na: y", "line 2: a second setting a"),
+        ("a: 'x\nb: y", "line 1: No closing quotation"),
+        ("a: x", "1 setting; a comparison needs at least 2"),
+    ],
+)
+def test_a_settings_file_that_means_nothing_is_rejected(tmp_path: Path, text, line) -> None:
+    path = tmp_path / "s.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=line) as caught:
+        read_settings(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="No such file"):
+        read_settings(tmp_path / "none.txt")
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "place"),
+    [
+        (4.5, (150.0, 1.5)),
+        (4.0, (200.0, 2.0)),
+        (3.75, (250.0, 2.5)),
+        (3.4, None),
+        (9.0, (100.0, 1.0)),
+    ],
+)
+def test_a_loss_is_reached_between_the_evaluations_around_it(target, place) -> None:
+    assert reach(FALLING, target) == pytest.approx(place)
+
+
+def test_ratios_are_to_the_baseline_with_the_same_seed() -> None:
+    """The second seed's baseline ends at 4.0, which its rival reaches after 100 of 300 tokens."""
+    slow = Curve((100, 200, 300), (2.0, 4.0, 6.0), (6.0, 5.0, 4.0))
+    fast = Curve((100, 200), (1.5, 3.0), (4.0, 3.0))
+    half = Curve((100, 200), (1.5, 3.0), (4.5, 3.0))
+    base, rival = compare({"a": [FALLING, slow], "b": [half, fast]}, target=None)
+    assert (base.tokens_ratio, base.tokens_to_loss) == (Mean(1.0, 0, 0), Mean(300.0, 0, 0))
+    first, second = (100 + 100 * (1.0 / 1.5)) / 300, 100 / 300
+    assert rival.tokens_ratio is not None
+    assert rival.tokens_ratio.value == pytest.approx((first + second) / 2)
+    assert rival.tokens_ratio.error == pytest.approx((first - second) / 2)
+    assert rival.seconds_ratio is not None
+    assert rival.seconds_ratio.value == pytest.approx((2.5 / 3.0 + 1.5 / 6.0) / 2)
+    assert (rival.tokens, rival.reached) == (200, 2)
+    assert rival.loss_difference is None  # after fewer tokens
+    assert base.loss_difference == Mean(0, 0, 0)
+
+
+def test_losses_at_equal_tokens_are_compared_seed_by_seed() -> None:
+    """Differences -0.5, -0.75, -0.4: mean -0.55, sd 0.180278, and t(2 df) at 97.5 % is 4.302653."""
+
+    def ends(loss: float) -> Curve:
+        return Curve((100, 200), (1.0, 2.0), (9.0, loss))
+
+    base = [ends(3.0), ends(4.0), ends(5.0)]
+    _, rival = compare({"a": base, "b": [ends(2.5), ends(3.25), ends(4.6)]}, target=None)
+    found = rival.loss_difference
+    assert found is not None
+    assert found.value == pytest.approx(-0.55)
+    assert found.error == pytest.approx(0.180278 / 3**0.5, rel=1e-5)
+    assert found.half_interval == pytest.approx(4.302653 * 0.180278 / 3**0.5, rel=1e-5)
+
+
+def test_a_loss_that_a_seed_does_not_reach_has_no_mean() -> None:
+    flat = Curve((100,), (1.0,), (9.0,))
+    _, rival = compare({"a": [FALLING, FALLING], "b": [FALLING, flat]}, target=3.6)
+    assert (rival.tokens_to_loss, rival.tokens_ratio, rival.reached) == (None, None, 1)
+    assert rival.loss == mean([3.5, 9.0])
+    assert mean([1.0]) == Mean(1.0, None, None)
+
+
+def test_a_setting_that_diverged_has_no_number() -> None:
+    """Its other seeds are no fair sample: it chose them. A baseline that diverged leaves nothing to compare."""
+    base, rival, other = compare(
+        {"a": [FALLING] * 2, "b": [FALLING, None], "c": [FALLING] * 2}, target=None
+    )
+    assert rival == Row("b", 2, diverged=1)
+    assert (base.reached, other.reached, other.loss_difference) == (2, 2, Mean(0, 0, 0))
+    assert "| b | 2 | n/a | diverged in 1 of 2 seeds | n/a |" in write_markdown(
+        [base, rival, other], target=None
+    )
+    none, left = compare({"a": [None, FALLING], "c": [FALLING] * 2}, target=None)
+    assert none == Row("a", 2, diverged=1)
+    assert (left.loss, left.tokens) == (Mean(3.5, 0, 0), 300)
+    assert (left.loss_difference, left.tokens_to_loss, left.reached) == (None, None, None)
+    assert diverged_sentences([none, left]) == {
+        "a": "a diverged in 1 of 2 seeds, so nothing is compared with it."
+    }
+    _, reached = compare({"a": [None, FALLING], "c": [FALLING] * 2}, target=3.5)
+    assert (reached.tokens_to_loss, reached.tokens_ratio) == (Mean(300, 0, 0), None)
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(tiny_data: Path) -> list[str]:
+    return [
+        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
+        *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
+        *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--eval_freq=2"),
+        *(f"--data_dir={tiny_data}", "--max_tokens=768"),
+    ]
+
+
+def test_finished_runs_are_read_and_unfinished_ones_go_on(
+    shared: list[str],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = {"cold": ["--max_lr=0.0001"], "hot": ["--max_lr=0.01", "--optimizer=muon"]}
+    runs = plan_runs(settings, shared, seeds=(1, 2), out=tmp_path)
+    pretrain(parse([*runs[1].command.argv, "--stop_after_steps=3"]))  # a start that was cut short
+    run_all(runs)
+    assert started == ["cold_seed1", "hot_seed1", "cold_seed2", "hot_seed2"]
+    resumes = launch.events(tmp_path / "hot_seed1", "resume")
+    assert [event["from_step"] for event in resumes] == [3]
+
+    run_all(plan_runs(settings, shared, seeds=(1, 2), out=tmp_path))
+    assert len(started) == 4
+    assert capsys.readouterr().err.endswith("[4/4] hot_seed2: complete\n")
+    markdown, as_json = write_table(runs, tmp_path, target=None)
+    written = json.loads((tmp_path / "ablation.json").read_text())
+    assert written == json.loads(json.dumps(as_json))
+    assert (tmp_path / "ablation.md").read_text() == markdown + "\n"
+    cold, hot = as_json["settings"]
+    assert (cold["setting"], cold["tokens"], cold["reached"]) == ("cold", 768, 2)
+    assert hot["tokens_ratio"]["value"] < 1
+    logged = [e["val_loss"] for e in launch.events(tmp_path / "cold_seed2", "eval")]
+    assert list(cold["curves"][1]["losses"]) == logged[1:]
+    assert markdown.splitlines()[2].startswith("| cold | 2 | 768 | ")
+
+    with pytest.raises(ConfigError, match=r"was run with max_lr 0.01, not 0.02; name the setting"):
+        plan_runs(
+            {**settings, "hot": ["--max_lr=0.02", "--optimizer=muon"]},
+            shared,
+            seeds=(1,),
+            out=tmp_path,
+        )
+
+
+def test_the_vocabulary_follows_the_data(
+    shared: list[str],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_jsonl(tmp_path / "text" / "a.jsonl", TEXTS * 20)
+    run_prepare(tmp_path / "text", tmp_path / "data", tokenizer=BYTES, val_tokens=500)
+    flags = [flag for flag in shared if not flag.startswith(("--vocab_size", "--data_dir"))]
+    flags.append(f"--data_dir={tmp_path / 'data'}")
+    settings = {"a": [], "b": ["--max_lr=0.01"]}
+    run_all(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"))
+    run_all(plan_runs(settings, flags, seeds=(1,), out=tmp_path / "out"))
+    assert len(started) == 2
+    assert capsys.readouterr().err.endswith("[2/2] b_seed1: complete\n")
+
+
+def test_a_run_that_fails_ends_the_ablation_with_its_own_reason(
+    shared: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, shared, seeds=(1,), out=tmp_path)
+    monkeypatch.setattr("gpt2lab.training.trainer.train_step", _raise)
+    with pytest.raises(CheckError, match="a_seed1 failed with exit code 75: error: disk is full"):
+        run_all(runs)
+    assert started == ["a_seed1"]
+
+
+def test_an_interrupt_ends_a_trainer_that_is_only_about_to_start(
+    shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_of, main = ablate._start_of, threading.main_thread().ident
+    runs = plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path)
+
+    def interrupted(command: Any) -> Any:
+        assert main is not None
+        time.sleep(0.2)  # until the main thread waits for this one
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.2)  # in which the main thread looks for trainers that run
+        return start_of(command)
+
+    monkeypatch.setattr(ablate, "_start_of", interrupted)
+    with pytest.raises(SavedInterrupt, match="start again"):
+        run_all(runs, jobs=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_end_after_another_failed_count_as_complete(
+    shared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_began = threading.Barrier(2)
+    seen: list[Any] = []
+
+    def train(run: Any, *_: Any, **__: Any) -> None:
+        both_began.wait(timeout=60)
+        if run.setting == "a":
+            raise CheckError("a failed")
+        time.sleep(0.1)
+
+    runs = [
+        *plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path),
+        *plan_runs({"b": []}, shared, seeds=(2,), out=tmp_path),
+    ]
+    monkeypatch.setattr(ablate, "_carry_out_one", train)
+    with pytest.raises(CheckError, match="a failed"):
+        run_all(runs, jobs=2, refresh=seen.append)
+    assert seen == [runs[1:]]
+
+
+def test_a_run_that_diverges_is_recorded_and_the_others_go_on(
+    shared: list[str],
+    started: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "s.txt").write_text("base:\nhot: --max_lr=1e30\ncold: --max_lr=1e-5\n")
+    out = tmp_path / "out"
+    words = [str(tmp_path / "s.txt"), f"--out={out}", "--seeds=1", *shared, "--json"]
+    for _ in range(2):  # started again, it trains nothing, and says the same
+        with pytest.raises(CheckError, match="1 of 3 runs diverged: hot_seed1; give their") as end:
+            ablate.main(words)
+        assert end.value.exit_code == 1
+        assert started == ["base_seed1", "hot_seed1", "cold_seed1"]
+    said = capsys.readouterr()
+    assert "[2/3] hot_seed1: diverged: step 2: validation loss nan" in said.err
+    found = json.loads(said.out.splitlines()[-1])
+    assert found == json.loads((out / "ablation.json").read_text())
+    base, hot, cold = found["settings"]
+    assert (hot["seeds"], hot["diverged"], hot["loss"], hot["curves"]) == (1, 1, None, [None])
+    assert (base["diverged"], cold["reached"]) == (0, 0)
+    assert [one["setting"] for one in found["comparisons"]] == ["cold"]
+    assert found["diverged"] == {
+        "hot": "hot diverged in 1 of 1 seed, so it is not compared with base."
+    }
+    assert found["spent"]["tokens"] == 2 * 768 + 2 * 128
+    assert found["diverged"]["hot"] in (out / "ablation.md").read_text()
+    draw_ablation(out / "ablation.json", tmp_path / "a.svg", View("tokens"))
+    assert "hot, diverged in 1 of 1" in (tmp_path / "a.svg").read_text()
+
+
+def _raise(*_: Any, **__: Any) -> None:
+    error = GPT2LabError("disk is full")
+    error.exit_code = 75
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--seed=3"], "setting b: --seed is set by the ablation itself"),
+        (["--resume=latest"], "setting b: --resume is set by the ablation itself"),
+        (["--max_lrr=1"], "setting b: unknown flag --max_lrr: did you mean --max_lr"),
+        (["--n_head=3"], "setting b: n_embd 16 is not a multiple of n_head 3"),
+        (["--val_tokens=640"], "val_tokens 320 in a, 640 in b: their losses would not compare"),
+    ],
+)
+def test_settings_that_cannot_be_compared_are_rejected_before_anything_runs(
+    shared: list[str], tmp_path: Path, flags, line
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        plan_runs({"a": [], "b": flags}, shared, seeds=(1,), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="seeds 1 1: each may be given once"):
+        plan_runs({"a": [], "b": []}, shared, seeds=(1, 1), out=tmp_path)
+
+
+def test_a_flag_with_several_values_is_a_grid() -> None:
+    argv = ["s.txt", "--out=x", "--max_lr", "1e-3", "2e-3", "--max_tokens", "1M", "--jobs", "2"]
+    words, shared, grid = ablate.take_grid([*argv, "--use_tensorboard", "--n_layer=1"])
+    assert words == ["s.txt", "--out=x", "--jobs", "2"]
+    assert shared == ["--max_tokens", "1M", "--use_tensorboard", "--n_layer=1"]
+    assert grid == {"max_lr": ["1e-3", "2e-3"]}
+    found = ablate.cross({"a": ["--seed=1"]}, grid | {"dropout": ["0", "0.1"]})
+    assert next(iter(found)) == "a_max_lr-1e-3_dropout-0"
+    assert found["a_max_lr-2e-3_dropout-0.1"] == ["--seed=1", "--max_lr=2e-3", "--dropout=0.1"]
+    assert len(found) == 4
+    assert list(ablate.cross({"": []}, grid)) == ["max_lr-1e-3", "max_lr-2e-3"]
+    with pytest.raises(ConfigError, match="--max_lr: 1 stands there twice"):
+        ablate.cross({"": []}, {"max_lr": ["1", "1"]})
+
+
+@pytest.mark.parametrize(
+    ("flags", "taken"),
+    [
+        (["--config", "f.toml"], ["--config", "f.toml"]),
+        (["--config=f.toml"], ["--config=f.toml"]),
+        (["--preset", "1xa100"], ["--preset", "1xa100"]),
+        (["--no_deterministic"], ["--no_deterministic"]),
+        (["--use_tensorboard"], ["--use_tensorboard"]),
+    ],
+)
+def test_every_flag_of_the_trainer_goes_to_each_run_of_a_grid(flags, taken) -> None:
+    own = ["--out", "x", "s.txt", "--json"]
+    for argv in ([*flags, *own], [*own[:2], *flags, *own[2:]]):
+        words, shared, grid = ablate.take_grid(["--max_lr", "1e-3", "2e-3", *argv])
+        assert (words, shared) == (own, taken)
+        assert grid == {"max_lr": ["1e-3", "2e-3"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--out=x", "--learning_rate", "1e-3", "2e-3"],
+            "unknown flag --learning_rate: here it is --max_lr",
+        ),
+        (["--out=x", "--max_lrr", "1", "2"], "unknown flag --max_lrr: did you mean --max_lr?"),
+        (
+            ["--out=x", "--qqqq", "1", "2"],
+            "unknown flag --qqqq: see python scripts/ablate.py --help",
+        ),
+        (
+            ["--max_lr", "1e-3"],
+            "nothing to compare: give a settings file, or several values to a flag, such as --max_lr 1e-3 2e-3",
+        ),
+        (["--max_lr", "1e-3", "--out=x"], "nothing to compare: give a settings file"),
+    ],
+)
+def test_a_comparison_that_means_nothing_is_one_line(
+    tmp_path: Path, words: list[str], says: str
+) -> None:
+    done = launch.call("ablate.py", *words, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_out_that_is_a_file_is_named_by_its_flag(shared: list[str], tmp_path: Path) -> None:
+    (tmp_path / "it").touch()
+    with pytest.raises(ConfigError, match=r"^--out .*it: a file; give the folder of the runs"):
+        plan_runs({"a": []}, shared, seeds=(1,), out=tmp_path / "it")
+
+
+def test_a_file_of_settings_gives_way_to_the_ablation_s_own(
+    shared: list[str], tmp_path: Path
+) -> None:
+    """A run's config.json always holds a seed, a name and a folder."""
+    settings = to_flat(parse([*shared, "--seed=9", "--run_name=r", "--log_freq=3"]).fresh())
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    argv = [f"--config={tmp_path / 'a.json'}"]
+    runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, argv, seeds=(4,), out=tmp_path / "out")
+    found = [to_flat(run.command.fresh()) for run in runs]
+    assert [(one["seed"], one["run_name"], one["log_freq"]) for one in found] == [
+        (4, "a_seed4", 3),
+        (4, "b_seed4", 3),
+    ]
+    assert {one["checkpoint_dir"] for one in found} == {str(tmp_path / "out")}
+
+
+def test_jobs_on_the_cpu_need_no_gpus(
+    shared: list[str], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    settings = {"a": ["--max_steps=1"], "b": ["--max_steps=1", "--max_lr=0.01"]}
+    flags = [flag for flag in shared if not flag.startswith(("--max_tokens", "--device"))]
+    runs = plan_runs(settings, flags, seeds=(1,), out=tmp_path)
+    with pytest.raises(ConfigError, match="--jobs 2: there are 1 GPUs"):
+        run_all(runs, jobs=2)
+    assert started == []
+    assert len(ablate._places(2, on_cpu=True)) == 2
+    runs = plan_runs(settings, [*flags, "--device=cpu"], seeds=(1,), out=tmp_path)
+    seen: list[Any] = []
+    monkeypatch.setattr(ablate, "_carry_out_one", lambda run, *more, **_: seen.append(more[1]))
+    run_all(runs, jobs=2)
+    assert [set(environment) for environment in seen] == [{"OMP_NUM_THREADS"}] * 2
+
+
+@pytest.mark.parametrize("edited", [{}, {"val_loss": "x"}, {"val_loss": [1.0]}])
+def test_an_evaluation_whose_loss_was_edited_away_is_none(
+    edited: dict[str, Any], tmp_path: Path
+) -> None:
+    common = {"time": 1.0, "attempt": 1, "step": 1}
+    events = [{"event": "step", "tokens": 8, "step_seconds": 1.0}, {"event": "eval", **edited}]
+    lines = "".join(json.dumps(event | common) + "\n" for event in events)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    with pytest.raises(CheckError, match="no validation loss was logged"):
+        read_curve(tmp_path)

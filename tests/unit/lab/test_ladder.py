@@ -1,0 +1,437 @@
+"""`gpt2lab ladder`: its file, its runs, the prediction before the top rung, and the planner that uses its law."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from forecasting import job_for
+from gpt2lab.commands import ablate, ladder
+from gpt2lab.commands.command_line import parse
+from gpt2lab.commands.ladder_file import FAMILIES, read_family
+from gpt2lab.errors import CheckError, ConfigError, DataError
+from gpt2lab.planner import ladder as results
+from gpt2lab.planner.ladder import Ladder
+from gpt2lab.planner.scaling_law import Law, Rung, fit
+from gpt2lab.runs import history
+from gpt2lab.runs.folder import RunFolder
+from launch import REPOSITORY
+from tiny import CONTEXT, VOCAB
+
+FILE = f"""
+tokens = [64, "128", 256]
+seeds = [1, 2]
+[settings]
+n_layer = 1
+n_head = 2
+context_length = {CONTEXT}
+vocab_size = {VOCAB}
+total_batch_size = 64
+mini_batch_size = 4
+data_dir = "DATA"
+val_tokens = 320
+eval_freq = 0
+sample_freq = 0
+checkpoint_freq = 0
+device = "cpu"
+dtype = "fp32"
+compile = "off"
+[sizes]
+a.n_embd = 8
+b.n_embd = 12
+c.n_embd = 18
+[top]
+n_embd = 24
+tokens = 768
+[rate]
+n_embd = 8
+max_lr = 0.02
+exponent = 1
+factors = [4]
+"""
+
+
+@pytest.fixture
+def file(tiny_data: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(FILE.replace("DATA", str(tiny_data)))
+    return path
+
+
+# -- the file ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_means_rungs_with_the_rate_of_their_width(file: Path) -> None:
+    family = read_family(str(file))
+    assert list(family.rungs)[::4] == ["a-64", "b-128", "c-256"]
+    flags = family._flags(family.rungs["c-256"], 1.0)
+    assert {"--max_tokens=256", "--n_embd=18", "--max_lr=0.00888889"} < set(flags)
+    assert "--max_lr=0.0355556" in family._flags(family.rungs["c-256"], 4.0)
+    assert family.rate is not None
+    assert (family.rate.check, family.rate.factors) == (("a-64", "c-256"), (4.0,))
+    micro = {**family.rungs["a-64"], "model": "modern-micro", "n_embd": 32}
+    assert {"--max_lr=0.005", "--muon_lr=0.0025"} < set(family._flags(micro, 1.0))
+    assert "--muon_lr" not in " ".join(family._flags({**micro, "optimizer": "adamw"}, 1.0))
+
+
+def test_a_size_may_have_its_own_numbers_of_tokens(file: Path) -> None:
+    own = 'c.n_embd = 18\nc.tokens = [128, "512"]'
+    file.write_text(file.read_text().replace("c.n_embd = 18", own))
+    assert list(read_family(str(file)).rungs)[3:] == [
+        *("b-64", "b-128", "b-256"),
+        *("c-128", "c-512"),
+    ]
+
+
+def test_a_longer_run_may_have_a_lower_rate(file: Path) -> None:
+    by_tokens = "exponent = 1\ntokens = 64\ntokens_exponent = 0.5"
+    file.write_text(file.read_text().replace("exponent = 1", by_tokens))
+    family = read_family(str(file))
+    assert "--max_lr=0.02" in family._flags(family.rungs["a-64"], 1.0)
+    assert "--max_lr=0.01" in family._flags(family.rungs["a-256"], 1.0)
+    assert "--max_lr=0.00444444" in family._flags(family.rungs["c-256"], 1.0)
+
+
+def test_the_families_are_ladders_of_their_own() -> None:
+    for name in FAMILIES:
+        family = read_family(name)
+        assert len(family.rungs) == 9
+        assert family.top is not None
+        assert family.rungs["w24-250K"]["model"] == f"{name.removesuffix('-tiny')}-nano"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('tokens = [64, "128", 256]', "tokens = []", "tokens: give a list of numbers of tokens"),
+        ('"128"', '"12x"', "tokens: .*give a list of numbers of tokens"),
+        ('tokens = [64, "128", 256]', "", r"toml: \[sizes.a\] tokens: give a list of numbers"),
+        ("b.n_embd = 12", "b.tokens = 'x'", r"toml: \[sizes.b\] tokens: give a list of numbers"),
+        ("seeds = [1, 2]", "seeds = [1, 1]", "seeds: each may be given once"),
+        ("seeds =", "seed =", "unknown seed: did you mean seeds?"),
+        (
+            "a.n_embd = 8",
+            "a.n_embdd = 8",
+            r"\[sizes.a\] unknown setting n_embdd: did you mean n_embd",
+        ),
+        ("a.n_embd = 8", "a.max_lr = 1.0", r"\[sizes.a\] max_lr: the ladder sets it itself"),
+        ("tokens = 768", "", r"\[top\]: no tokens"),
+        ("exponent = 1", "exponent = 'x'", r"\[rate\] exponent: give a number"),
+        ("exponent = 1", "exponent = 1\ntokens = 64", r"\[rate\]: tokens and tokens_exponent go"),
+        (
+            "exponent = 1",
+            "exponent = 1\ntokens = 64\ntokens_exponent = -1",
+            r"\[rate\] tokens_exponent: give a number from 0 to 2",
+        ),
+        ("factors = [4]", "factors = [1]", r"\[rate\] factors: 1 is no factor"),
+        ("factors = [4]", "check = ['d']", r"\[rate\] check: a list of rungs, of a-64, a-128"),
+        ("[sizes]", "[sizes", "tiny.toml: Expected"),
+    ],
+)
+def test_a_file_that_means_nothing_is_one_line(file: Path, old: str, new: str, line: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=line) as caught:
+        read_family(str(file))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(file))
+
+
+def test_what_is_no_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"modern-tin: no ladder: .* did you mean modern-tiny?"):
+        read_family("modern-tin")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_family(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize("what", ["modern-tiny", "mine.toml"])
+def test_a_ladder_without_the_families_data_names_both_commands_that_make_them(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(FILE.replace("DATA", "data/python_stdlib_512"))
+    with pytest.raises(DataError) as caught:
+        ladder.main(["plan", what])
+    tokenizer, prepare = str(caught.value).partition("make it with: ")[2].split(" && ")
+    assert "tokenizer.py train python-stdlib --vocab_size 512 --out tok512" in tokenizer
+    assert "--tokenizer tok512 --val_tokens 900000 --out data/python_stdlib_512" in prepare
+
+
+@pytest.mark.slow
+def test_rungs_of_one_law_share_what_is_no_size(file: Path, tmp_path: Path) -> None:
+    file.write_text(
+        file.read_text().replace("b.n_embd = 12", "b = {n_embd = 12, context_length = 8}")
+    )
+    runs = read_family(str(file)).rung_runs(tmp_path / "out")
+    with pytest.raises(ConfigError, match="context_length 16 in a-64, 8 in b-64: the rungs of one"):
+        ladder._starts(runs)
+
+
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_too_few_sizes_for_a_law_are_rejected_before_they_are_trained(
+    verb: str, file: Path, tmp_path: Path
+) -> None:
+    file.write_text(file.read_text().replace("c.n_embd = 18", ""))
+    with pytest.raises(ConfigError, match="at least 3 sizes, and these rungs have 2: add rungs"):
+        ladder.main([verb, str(file), f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_plan_counts_and_starts_nothing(
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, parsed = tmp_path / "out", []
+    monkeypatch.setattr(ablate, "parse", lambda words: parsed.append(words) or parse(words))
+    assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
+    assert len(parsed) == 9 + 2 + 1  # a command line takes 40 ms
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["runs"] == 2 * (9 + 2 + 1)
+    rows = {row["name"]: row for row in plan["rows"]}
+    assert (rows["c-256"]["tokens"], rows["c-256"]["steps"]) == (256, 4)
+    assert plan["flops"] == sum(2 * row["flops"] for row in plan["rows"])
+    assert plan["seconds"]["low"] < plan["seconds"]["value"] < plan["seconds"]["high"]
+    assert plan["warnings"] == []
+    assert not out.exists()
+    in_progress = RunFolder(out / "a-64_seed1")
+    assert ladder.main(["plan", str(file), f"--out={out}", "--json"]) == 0
+    with pytest.raises(CheckError, match=r"^a-64_seed1 is not complete: process \d+ .*; wait for"):
+        ladder.main(["fit", str(file), f"--out={out}"])
+    in_progress.close()
+    again = re.escape(f"ladder.py run {file} --out {out}")
+    with pytest.raises(CheckError, match=rf"^a-64_seed1 is not complete: .*{again}$"):
+        ladder.main(["fit", str(file), f"--out={out}"])
+    assert json.loads(capsys.readouterr().out)["flops"] == plan["flops"]
+    file.write_text(file.read_text().replace("tokens = 768", "tokens = 300"))
+    assert ladder.main(["plan", str(file), f"--out={out}"]) == 0
+    assert (
+        "x the FLOPs of the most expensive rung; a test of a law needs at least 4 x"
+        in capsys.readouterr().out
+    )
+
+
+# -- the runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_top_rung_is_predicted_before_it_is_trained(
+    file: Path, tmp_path: Path, started: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it: run, stop, go on, fit, predict, top, score; a top rung without prediction is rejected."""
+    out = tmp_path / "out"
+    words = [str(file), f"--out={out}"]
+    with pytest.raises(CheckError, match="a-64_seed1 is not complete"):
+        ladder.main(["fit", *words])
+    assert ladder.main(["run", *words]) == 0
+    assert len(started) == 18 + 4
+    assert not any(name.startswith("top") for name in started)
+    document = json.loads((out / "ladder.json").read_text())
+    assert (document["prediction"], document["score"]) == (None, None)
+    assert {row["rung"]: set(row["losses"]) for row in document["rates"]} == {
+        "a-64": {"1", "4"},
+        "c-256": {"1", "4"},
+    }
+    record = out / "b-128_seed2" / "run.json"
+    kept, data = record.read_text(), document["settings"]["data"]
+    record.write_text(kept.replace(data, "0" * len(data)))
+    with pytest.raises(DataError, match="b-128_seed2 was trained on other data than its"):
+        ladder.main(["fit", *words])
+    record.write_text(kept)
+    (out / "top-768_seed1").mkdir()
+    with pytest.raises(CheckError, match="top-768_seed1 began before its loss was predicted"):
+        ladder.main(["predict", *words])
+    (out / "top-768_seed1").rmdir()
+    assert ladder.main(["predict", *words, "--json"]) == 0
+    written = (out / "prediction.json").read_text()
+    assert ladder.main(["run", *words, "--top"]) == 0
+    assert started[22:] == ["top-768_seed1", "top-768_seed2"]
+    assert (out / "prediction.json").read_text() == written
+    assert "actual:    loss " in capsys.readouterr().out
+    score = json.loads((out / "ladder.json").read_text())["score"]
+    log = history.read_log(out / "top-768_seed2").current("eval")
+    assert score["losses"][1] == log[12]["val_loss"]
+    assert score["seconds_after_prediction"] > 0
+
+    assert ladder.main(["predict", *words, "--parameters=1M", "--tokens=1M"]) == 0
+    assert "1,000,000 parameters, 1,000,000 tokens: loss " in capsys.readouterr().out
+    done = launch.call("plot.py", "--ladder", str(out), "--out", str(tmp_path / "l.svg"))
+    assert done.returncode == 0, done.stderr
+    assert "top rung, trained" in (tmp_path / "l.svg").read_text()
+
+
+PREDICTIONS = sorted((REPOSITORY / "docs" / "ladders").glob("*_prediction.json"))
+
+
+@pytest.mark.parametrize("path", PREDICTIONS, ids=lambda path: path.stem)
+def test_a_committed_prediction_follows_from_its_rungs_and_the_page_tells_the_outcome(
+    path: Path, tmp_path: Path
+) -> None:
+    written = json.loads(path.read_text())
+    actual = path.with_name(path.name.replace("_prediction", "_results"))
+    shutil.copy(actual, tmp_path / "ladder.json")
+    found = results.read_ladder(tmp_path)
+    assert results.inputs_hash(found.fit.rungs, found.settings) == written["inputs_sha256"]
+    point = found.fit.predict(written["parameters"], written["tokens"], seeds=written["seeds"])
+    assert asdict(point.loss) == pytest.approx(written["loss"], rel=1e-4)
+
+    score, at = json.loads(actual.read_text())["score"], written["loss"]
+    assert score["seconds_after_prediction"] > 0
+    assert score["inside_interval"] == (at["low"] <= statistics.mean(score["losses"]) <= at["high"])
+    page = (REPOSITORY / "docs" / "planning.md").read_text()
+    verdict = "inside" if score["inside_interval"] else "**outside**"
+    assert f"| [{score['loss']:.3f}](ladders/{actual.name}), {verdict} |" in page
+    width = score["half_width_percent"]
+    assert f"| {at['value']:.3f} ({at['low']:.3f} ... {at['high']:.3f}), ± {width:.1f} % |" in page
+
+
+# -- the results -------------------------------------------------------------------------------------------------
+
+LAW = Law(E=1.5, A=60.0, B=400.0, alpha=0.35, beta=0.4)
+
+
+def small_ladder(**settings: Any) -> Ladder:
+    """Return a ladder of exact losses, of the kind of gpt2-nano's job with other settings."""
+    rungs = [
+        Rung(N, D, (LAW.loss(N, D), LAW.loss(N, D) * 1.002))
+        for N in (10**5, 3 * 10**5, 10**6)
+        for D in (10**6, 4 * 10**6, 10**7)
+    ]
+    job = job_for(model="gpt2-nano", tokens="1M", vocab_size=512)
+    own = results.shared_settings(job.config)
+    return Ladder("mine", {**own, "data": "f" * 64, "data_name": "data/x", **settings}, fit(rungs))
+
+
+def test_a_prediction_is_written_once_and_scored_by_its_moment(tmp_path: Path) -> None:
+    found = small_ladder()
+    point = found.fit.predict(4 * 10**6, 2 * 10**7, seeds=2)
+    first = results.write_prediction(tmp_path, found, point)
+    assert results.write_prediction(tmp_path, found, point) == first
+    other = Ladder("mine", found.settings, fit([*found.fit.rungs[:8], Rung(10**6, 10**7, (3.0,))]))
+    with pytest.raises(CheckError, match="from other losses or for another top rung"):
+        results.write_prediction(tmp_path, other, point)
+    assert json.loads((tmp_path / results.PREDICTION).read_text()) == first
+    loss = LAW.loss(4 * 10**6, 2 * 10**7)
+    score = results.score(first, [loss, loss], first["time"] + 5)
+    assert score["inside_interval"]
+    assert abs(score["error_percent"]) < 0.5
+    assert not results.score(first, [loss * 1.1], first["time"] + 5)["inside_interval"]
+    with pytest.raises(CheckError, match="before its prediction was written"):
+        results.score(first, [loss], first["time"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda document: {}, "no 'written'"),
+        (lambda document: document | {"time": "now"}, "'time' is 'now', not a number"),
+        (lambda document: document | {"loss": {"value": 3.0}}, "loss: no 'low'"),
+        (lambda document: [document], "not a JSON object"),
+    ],
+)
+def test_a_damaged_prediction_is_one_line(
+    spoil: Callable[[Any], Any], line: str, tmp_path: Path
+) -> None:
+    found, path = small_ladder(), tmp_path / results.PREDICTION
+    point = found.fit.predict(4 * 10**6, 2 * 10**7, seeds=2)
+    path.write_text(json.dumps(spoil(results.write_prediction(tmp_path, found, point))))
+    with pytest.raises(ConfigError, match=rf"prediction.json: {line}; put back what was written"):
+        results.read_prediction(tmp_path)
+    with pytest.raises(ConfigError, match=rf"prediction.json: {line}"):
+        results.write_prediction(tmp_path, found, point)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder of runs with a ladder of modern blocks named mine."""
+    (tmp_path / "mine").mkdir()
+    modern = job_for(model="modern-nano", tokens="1M", vocab_size=512)
+    found = small_ladder(**results.shared_settings(modern.config))
+    names = [f"r{i}" for i in range(9)]
+    document = results.as_json(found, names=names, rates=[], prediction=None, scored=None)
+    results.write_ladder(tmp_path / "mine", document)
+    return tmp_path
+
+
+def estimated(folder: Path, *words: str) -> launch.Done:
+    argv = [f"--checkpoint_dir={folder}", "--gpu=H100", "--ladder=mine", *words]
+    return launch.call("estimate_time.py", *argv)
+
+
+def test_a_ladder_predicts_the_loss_where_the_public_law_says_nothing(folder: Path) -> None:
+    words = ["--model=modern-nano", "--vocab_size=512", "--tokens=20M"]
+    code, said, error = estimated(folder, *words, "--json")
+    assert code == 0, error
+    document = json.loads(said)
+    loss, N = document["loss"], document["model"]["parameters"]
+    tokens = document["dataset_info"]["training_tokens"]
+    assert loss["value"] == pytest.approx(LAW.loss(N, tokens), rel=0.005)
+    assert loss["low"] < loss["value"] < loss["high"]
+    assert (loss["law"], loss["data"]) == ("ladder mine", "data/x")
+    _, said, _ = estimated(folder, *words, "--explain")
+    assert "ladder mine on data/x, one new run" in said
+    assert f"{loss['value']:.3f}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--model=gpt2-nano", "--vocab_size=512"],
+            "its runs have positions rotary, this job learned",
+        ),
+        (["--model=modern-nano"], "its runs have vocab_size 512, this job 50304"),
+        (
+            ["--model=modern-nano", "--vocab_size=512", "--optimizer=adamw"],
+            "optimizer normuon, this",
+        ),
+        (["--model=modern-nano", "--vocab_size=512", "--context_length=64"], "context_length 128"),
+        (
+            ["--model=modern-nano", "--vocab_size=512", "--data_dir=DATA"],
+            "read data/x, this job other data",
+        ),
+    ],
+)
+def test_a_ladder_of_another_kind_than_the_job_is_rejected(
+    folder: Path, tiny_data: Path, words: list[str], line: str
+) -> None:
+    words = [word.replace("DATA", str(tiny_data)) for word in words]
+    code, said, error = estimated(folder, "--tokens=20M", *words)
+    assert (code, said, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: --ladder mine: ")
+    assert re.search(line, error), error
+
+
+def test_a_name_that_is_no_ladder_is_one_line(folder: Path) -> None:
+    argv = [f"--checkpoint_dir={folder}", "--ladder=none", "--gpu=H100"]
+    code, _, error = launch.call("estimate_time.py", *argv)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "holds no ladder that was fitted" in error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('"data_name"', '"name_of_data"', "settings: no 'data_name'"),
+        ('"tokens": 1000000,', '"tokens": "1M",', "rungs: 'tokens' is '1M', not a whole number"),
+        ('"rungs": [', '"rungs": [1,', "'rungs' is .*, not a list of objects"),
+    ],
+)
+def test_a_damaged_ladder_is_one_line(folder: Path, old: str, new: str, line: str) -> None:
+    path = folder / "mine" / results.FILE
+    path.write_text(path.read_text().replace(old, new))
+    code, said, error = estimated(folder, "--model=modern-nano", "--vocab_size=512")
+    assert (code, said, error.count("\n")) == (2, "", 1)
+    assert re.search(rf"ladder.json: {line}.*; fit the ladder again", error), error

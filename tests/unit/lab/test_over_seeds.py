@@ -1,0 +1,187 @@
+"""Two settings over the same seeds: which error answers which question, and what is said of them in words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from gpt2lab.evaluation.results import Results
+from gpt2lab.evaluation.uncertainty import estimate_mean
+from gpt2lab.lab.over_seeds import (
+    Comparison,
+    compare_all,
+    over_units,
+    sentence,
+    table,
+)
+from gpt2lab.lab.seeds import over_seeds
+
+
+def results(losses: np.ndarray, weights: np.ndarray | None = None, text: str = "x") -> Results:
+    units = {"n": len(losses), "unit": "document", "windows": text}
+    return Results("validation", units, {"val_loss": losses}, {}, weights=weights)
+
+
+# -- the error over documents ----------------------------------------------------------------------------------------
+
+
+def test_documents_are_paired_where_both_evaluated_the_same() -> None:
+    rng = np.random.default_rng(0)
+    hard, weights = rng.normal(3, 1, 40), rng.integers(10, 1000, 40).astype(float)
+    a = [results(hard + rng.normal(0, 0.1, 40), weights) for _ in range(3)]
+    b = [results(hard - 0.2 + rng.normal(0, 0.1, 40), weights) for _ in range(3)]
+    found = over_units(a, b, "val_loss")
+    assert found is not None
+    means = [np.mean([one.per_unit["val_loss"] for one in runs], axis=0) for runs in (a, b)]
+    known = estimate_mean(means[1] - means[0], weights)
+    assert known.se is not None
+    assert (found.paired, found.n, found.unit) == (True, 40, "document")
+    assert found.mean == pytest.approx(known.mean)
+    assert found.low is not None
+    assert found.high is not None
+    assert (found.low + found.high) / 2 == pytest.approx(known.mean)
+    assert 1.9 * known.se < found.high - known.mean < 2.3 * known.se  # t, effective n about 25
+    assert found.high < 0
+
+    others = [results(one.per_unit["val_loss"], weights, "y") for one in b]
+    apart = over_units(a, others, "val_loss")
+    assert apart is not None
+    assert apart.low is not None
+    assert apart.high is not None
+    assert (apart.paired, apart.mean) == (False, pytest.approx(found.mean))
+    errors = [estimate_mean(m, weights).se or 0.0 for m in means]
+    ratio = (apart.high - apart.low) / (found.high - found.low)
+    assert ratio == pytest.approx(np.hypot(*errors) / known.se, rel=1e-6)  # the same effective n
+    assert apart.low < 0 < apart.high  # what is hard for both does not cancel
+
+
+def test_what_no_document_can_tell() -> None:
+    one = over_units([results(np.array([3.0]))], [results(np.array([2.0]))], "val_loss")
+    assert one is not None
+    assert (one.mean, one.low, one.high) == (-1.0, None, None)
+    mixed = [results(np.ones(4)), results(np.ones(4), text="y")]
+    assert over_units(mixed, mixed, "val_loss") is None
+    assert over_units([], [], "val_loss") is None
+
+
+def test_each_error_answers_its_own_question() -> None:
+    """Losses of 5 seeds over 30 documents: effects of the seed, of the document, and of both together.
+
+    Over seeds, the truth is the mean over all seeds on these documents; over documents, the mean over all documents of
+    these seeds. Each interval holds its own truth in 95 % of cases, and the other's far less often.
+    """
+    rng = np.random.default_rng(4)
+    trials, hits = 3000, np.zeros((2, 2))
+    for _ in range(trials):
+        of_seed, of_document = rng.normal(0, 0.02, 5), rng.normal(0, 0.3, 30)
+        losses = of_seed[:, None] + of_document + rng.normal(0, 0.05, (5, 30))
+        seeds = over_seeds(losses.mean(axis=1).tolist())
+        nothing = [results(np.zeros(30))] * 5
+        units = over_units(nothing, [results(row) for row in losses], "val_loss")
+        assert units is not None
+        truths = (of_document.mean(), of_seed.mean())
+        for row, found in enumerate((seeds, units)):
+            assert found.low is not None
+            assert found.high is not None
+            hits[row] += [found.low < truth < found.high for truth in truths]
+    rates = hits / trials
+    assert rates[0, 0] == pytest.approx(0.95, abs=0.015)
+    assert rates[1, 1] == pytest.approx(0.95, abs=0.015)
+    assert rates[0, 1] < 0.6  # documents vary more than seeds here
+
+
+# -- verdicts and words ----------------------------------------------------------------------------------------------
+
+
+def only(differences: list[float], **more: bool | float) -> Comparison:
+    (found,) = compare_all("gpt2", {"modern": differences}, {}, **more)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict", "words"),
+    [
+        (
+            [-0.11, -0.12, -0.13, -0.125, -0.115],
+            "better",
+            "modern is better than gpt2 by 0.120 nats (95 % interval 0.110 to 0.130 over 5 seeds).",
+        ),
+        (
+            [0.11, 0.12, 0.13],
+            "worse",
+            "modern is worse than gpt2 by 0.120 nats (95 % interval 0.095 to ",
+        ),
+        (
+            [1e-3, -1e-3, 2e-3, -2e-3],
+            "equal",
+            "modern and gpt2 differ by less than 0.01 nats (95 % interval -0.0029 to +0.0029 over 4 seeds).",
+        ),
+        (
+            [0.02, -0.03, 0.01, 0.0],
+            "not decided",
+            "not decided: modern - gpt2 is +0.000 nats (95 % interval -0.034 to +0.034 over 4 seeds); about 39 seeds "
+            "would show a difference of 0.01 nats in 80 % of cases (between 14 and ",
+        ),
+        ([0.5], "not decided", "is +0.5000 nats with one seed, which says nothing about others."),
+    ],
+)
+def test_seeds_that_were_chosen_before_get_a_t_interval(
+    differences: list[float], verdict: str, words: str
+) -> None:
+    found = only(differences)
+    assert found.verdict == verdict
+    assert words in sentence(found)
+    assert sentence(found).count(".\n") == 0
+
+
+def test_a_sequence_says_when_it_stopped() -> None:
+    found = only([-0.50, -0.51, -0.49, -0.3], until_decided=True)
+    assert found.verdict == "better"
+    assert found.sequential is not None
+    assert found.sequential.seeds == 3
+    assert sentence(found).startswith(
+        "modern is better than gpt2 by 0.50 nats (95 % confidence sequence 0."
+    )
+    assert " after 3 seeds)" in sentence(found)
+    few = only([-0.5, -0.51], until_decided=True)
+    assert sentence(few).endswith("nats after 2 seeds, too few for an interval.")
+    unclear = only([0.02, -0.03, 0.01, 0.0], until_decided=True)
+    assert unclear.verdict == "not decided"
+    fixed = only([0.02, -0.03, 0.01, 0.0])
+    assert unclear.seeds_needed is not None
+    assert fixed.seeds_needed is not None
+    assert (unclear.seeds_needed.seeds or 0) > (fixed.seeds_needed.seeds or 0)
+    # Student's t does not hold for seeds that were added until a decision.
+    assert (unclear.p_holm, fixed.p_holm is None) == (None, False)
+    assert set(table([unclear])[0]) - set(table([fixed])[0]) == {"confidence sequence"}
+    assert set(table([fixed])[0]) - set(table([unclear])[0]) == {"95 % over seeds", "p (Holm)"}
+
+
+def test_several_settings_are_corrected() -> None:
+    """Alone the weak setting's p is 0.03; among four it is not enough, and the sentence says why."""
+    weak = [-0.010, -0.016, -0.004, -0.018, -0.001]
+    assert only(weak).verdict == "better"
+    clear = [-0.5, -0.51, -0.52, -0.5, -0.49]
+    noise = [0.1, -0.1, 0.05, -0.02, 0.0]
+    found = compare_all("gpt2", {"weak": weak, "clear": clear, "x": noise, "y": noise}, {})
+    assert [one.verdict for one in found] == ["not decided", "better", "not decided", "not decided"]
+    assert "; corrected for all settings, p is 0." in sentence(found[0])
+    sequences = compare_all("gpt2", {"weak": weak, "clear": clear}, {}, until_decided=True)
+    assert [one.sequential.confidence for one in sequences if one.sequential] == [0.975, 0.975]
+    assert json.loads(json.dumps([asdict(one) for one in sequences]))
+
+
+def test_the_sentence_says_what_other_documents_would_show() -> None:
+    rng = np.random.default_rng(1)
+    losses = rng.normal(3, 0.2, 12)
+    of_a, of_b = [results(losses)], [results(losses - 0.1 + rng.normal(0, 0.01, 12))]
+    differences = {"modern": [-0.1, -0.11, -0.09]}
+    (clear,) = compare_all("gpt2", differences, {"modern": over_units(of_a, of_b, "val_loss")})
+    assert "; on other documents -0.1" in sentence(clear)
+    assert sentence(clear).endswith(" (95 %, 12 documents).")
+    of_c = [results(losses - 0.1 + rng.normal(0, 0.5, 12), text="y")]
+    (vague,) = compare_all("gpt2", differences, {"modern": over_units(of_a, of_c, "val_loss")})
+    assert sentence(vague).endswith("12 documents, not the same ones), either sign is possible.")

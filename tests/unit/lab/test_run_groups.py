@@ -1,0 +1,115 @@
+"""Groups of runs: what is compared with which error, and what may not be compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import launch
+from gpt2lab.checkpoint.catalog import list_checkpoints
+from gpt2lab.errors import DataError
+from gpt2lab.evaluation.results import Results, keep_results
+from gpt2lab.interop.tasks import Measured, keep_tasks
+from gpt2lab.lab.run_groups import as_json, compare_groups, describe
+from tiny import write_shards
+from whole_run import Run
+
+
+def test_losses_on_other_data_are_not_compared(tmp_path: Path) -> None:
+    places = [
+        write_shards(tmp_path / name, train=(1003,), val=(size,))
+        for name, size in (("one", 650), ("other", 800))
+    ]
+    for seed in (1, 2):
+        for name, data in zip("ab", places, strict=True):
+            run = Run(data, tmp_path, "--max_steps=2", "--eval_freq=0", "--sample_freq=0")
+            run.train(f"--run_name={name}_{seed}", f"--seed={seed}")
+    with pytest.raises(DataError, match="were validated on other data, so their difference means"):
+        compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
+    with pytest.raises(DataError, match=r"a_1 was trained on the data \w{12} and b_2 on \w{12};"):
+        compare_groups("a_1,b_2", "a_*", checkpoint_dir=tmp_path)
+    found = compare_groups("a_*", "a_*", checkpoint_dir=tmp_path)
+    (loss,) = found.metrics
+    assert (found.seeds, loss.step_a, loss.found.over_seeds.mean) == ((1, 2), 2, 0)
+    assert describe("a_*", "a_*", found, smallest=0.01).startswith("A  a_*\nB  a_*\n\n")
+
+
+def keep_items(run: Path, right: np.ndarray, name: str = "quiz") -> None:
+    """Keep a task's items and HellaSwag's in a run, as evaluate.py and the trainer do."""
+    numbers = {name: {"task": name, "n": len(right), "num_fewshot": 0, "metrics": {}}}
+    items = Results("tasks", {"name": name, "items": "x"}, {"acc": right}, {})
+    (checkpoint,) = list_checkpoints(run)[0]
+    assert keep_tasks(Measured(numbers, {name: items}), checkpoint) is None
+    kept = Results("hellaswag", {"items": len(right)}, {"acc": 1 - right, "acc_norm": right}, {})
+    assert keep_results(run, kept, 2) is None
+    event = {"event": "hellaswag", "step": 2, "time": 1.0, "attempt": 1, "n": len(right)}
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(event) + "\n")
+
+
+def test_items_are_compared_with_both_errors(tmp_path: Path, tiny_data: Path) -> None:
+    """Over seeds as scipy's paired t test, over items as the mean over seeds of each item."""
+    rng, right = np.random.default_rng(3), {}
+    hard = rng.random(60)
+    Run(tiny_data, tmp_path, "--max_steps=2", "--eval_freq=0", "--sample_freq=0").train()
+    settings = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    for seed in (1, 2, 3):
+        for name, more in (("a", 0.0), ("b", 0.25)):
+            run = shutil.copytree(tmp_path / "tiny", tmp_path / f"{name}_{seed}")
+            (run / "config.json").write_text(json.dumps(settings | {"seed": seed}))
+            right[name, seed] = (rng.random(60) < hard + more).astype(float)
+            keep_items(run, right[name, seed])
+    found = compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, smallest=0.3)
+    by_name = {one.found.metric: one.found for one in found.metrics}
+    assert list(by_name) == ["val_loss", "acc", "acc_norm", "quiz acc"]
+    quiz = by_name["quiz acc"]
+    of_a, of_b = ([right[name, seed] for seed in (1, 2, 3)] for name in "ab")
+    known = stats.ttest_rel(np.mean(of_b, axis=1), np.mean(of_a, axis=1))
+    assert quiz.over_seeds.p == pytest.approx(known.pvalue)
+    low, high = known.confidence_interval()
+    assert (quiz.over_seeds.low, quiz.over_seeds.high) == (pytest.approx(low), pytest.approx(high))
+    items = stats.ttest_1samp(np.mean(of_b, axis=0) - np.mean(of_a, axis=0), 0)
+    assert quiz.over_units is not None
+    assert quiz.over_units.low == pytest.approx(items.confidence_interval().low)
+    assert (quiz.over_units.unit, quiz.over_units.n) == ("item", 60)
+    assert quiz.verdict == ("higher" if known.pvalue < 0.05 else "not decided")
+    assert by_name["val_loss"].over_seeds.mean == 0
+    assert by_name["acc"].over_seeds.mean == pytest.approx(-quiz.over_seeds.mean)
+    assert quiz.seeds_needed is not None
+    assert quiz.seeds_needed.difference == 0.3
+    said = describe("a_*", "b_*", found, smallest=0.3)
+    assert "quiz acc: " in said
+    assert "nats" not in said.split("quiz acc: ")[1]
+    assert "on the same documents or items" in said.replace("windows", "documents")
+    answer = as_json("a_*", "b_*", found, smallest=0.3)
+    assert (answer["metric"], answer["unit"]) == ("val_loss", "nats/token")
+    assert answer["metrics"]["quiz acc"]["unit"] is None
+    (tmp_path / "it.json").write_text(json.dumps(answer))
+    done = launch.call("plot.py", "--compare", tmp_path / "it.json", f"--out={tmp_path / 'it.svg'}")
+    assert done.returncode == 0, done.stderr
+    picture = (tmp_path / "it.svg").read_text()
+    for text in ("quiz acc", "acc_norm", "B - A, nats/token", "over seeds (95 %)", "a_*    B  b_*"):
+        assert text in picture
+
+    only = compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, only="tasks")
+    assert [one.found.metric for one in only.metrics] == ["quiz acc"]
+    (tmp_path / "b_2" / "hellaswag" / "step_00000002.npz").unlink()
+    found = compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
+    assert found.left_out == ("b_2 has no hellaswag results",)
+    assert [one.found.metric for one in found.metrics] == ["val_loss", "quiz acc"]
+    with pytest.raises(DataError, match="have nothing to compare: b_2 has no hellaswag results"):
+        compare_groups("a_*", "b_*", checkpoint_dir=tmp_path, only="hellaswag")
+    status = json.loads((tmp_path / "b_2" / "status.json").read_text())
+    (tmp_path / "b_2" / "status.json").write_text(json.dumps(status | {"exit_code": 76}))
+    with pytest.raises(DataError, match="b_2 diverged, so it has no last results; a group with"):
+        compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)
+    (tmp_path / "b_2" / "status.json").write_text(json.dumps(status))
+    for seed in (1, 2, 3):
+        keep_items(tmp_path / f"b_{seed}", right["b", seed][:50])
+    with pytest.raises(DataError, match=r"was not measured on the same items \(60 and 50 items\)"):
+        compare_groups("a_*", "b_*", checkpoint_dir=tmp_path)

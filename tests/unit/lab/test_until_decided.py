@@ -1,0 +1,230 @@
+"""`ablate --until_decided`: stops for a clear difference, goes on for an unclear one, continues where it stood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import launch
+from gpt2lab.commands import ablate
+from gpt2lab.commands.ablate_until import all_seeds, run_until_decided
+from gpt2lab.commands.ablation_table import Run, write_table
+from gpt2lab.commands.command_line import Actions, Command
+from gpt2lab.errors import ConfigError
+from tiny import CONTEXT, VOCAB
+
+SETTINGS = ("base", "clear", "noisy")
+
+
+def test_the_budget_names_every_seed() -> None:
+    assert all_seeds((1337,), 4, settings=2) == [1337, 1338, 1339, 1340]
+    assert all_seeds((3, 1), 4, settings=2) == [3, 1, 4, 5]
+    assert all_seeds((1, 2, 3), 3, settings=2) == [1, 2, 3]
+    for most, settings in ((2, 2), (3, 3)):
+        with pytest.raises(
+            ConfigError, match=f"of {settings} settings, nothing can be decided before"
+        ):
+            all_seeds((1,), most, settings=settings)
+    with pytest.raises(ConfigError, match="--max_seeds 4 is below the 5 seeds of --seeds"):
+        all_seeds((1, 2, 3, 4, 5), 4, settings=2)
+
+
+def losses_of(setting: str, seed: int) -> float:
+    """Return a last loss: of all settings alike with one seed, lower by 0.5 if clear, by noise if not."""
+    rng = np.random.default_rng(seed)
+    common, noise = rng.normal(4, 0.3), rng.normal(0, 0.02, 2)
+    return float(common + {"base": 0, "clear": -0.5 + noise[0] / 10, "noisy": noise[1]}[setting])
+
+
+def write_run(folder: Path, loss: float) -> None:
+    head = {"time": 1.0, "attempt": 1}
+    events = [
+        {**head, "event": "begin", "step": 0, "max_steps": 1, "world_size": 1},
+        {**head, "event": "step", "step": 1, "tokens": 64, "step_seconds": 1.0, "loss": loss},
+        {**head, "event": "eval", "step": 1, "val_loss": loss},
+    ]
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+@pytest.mark.parametrize("jobs", [1, 6])
+def test_seeds_are_added_for_those_that_are_not_decided(
+    tmp_path: Path, jobs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches: list[list[str]] = []
+
+    def plan(seeds: Sequence[int]) -> list[Run]:
+        return [Run(s, seed, Command((), Actions(), {})) for seed in seeds for s in SETTINGS]
+
+    def carry(new: list[Run], before: list[Run]) -> None:
+        assert {run.name for run in before} == {path.name for path in tmp_path.iterdir()}
+        batches.append([run.name for run in new])
+        for run in new:
+            write_run(tmp_path / run.name, losses_of(run.setting, run.seed))
+
+    done = run_until_decided(
+        plan,
+        carry,
+        tmp_path,
+        settings=SETTINGS,
+        seeds=range(1, 11),
+        given=1,
+        jobs=jobs,
+        smallest=0.001,
+    )
+    assert len(batches[0]) == 12  # of two comparisons, 4 seeds are the fewest that can decide
+    later = [name for batch in batches[1:] for name in batch]
+    assert later == [f"{setting}_seed{n}" for n in range(5, 11) for setting in ("base", "noisy")]
+    assert {len(batch) for batch in batches[1:]} == {2 if jobs == 1 else 6}
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "after 4 seeds, of at most 10, not decided: noisy"
+    assert len(said) == len(batches) - 1
+    assert [run.name for run in done] == [name for batch in batches for name in batch]
+    assert len(done) == 24
+
+
+@pytest.mark.parametrize("which", SETTINGS)
+def test_a_setting_that_diverged_gets_no_more_seeds(tmp_path: Path, which: str) -> None:
+    """Without a baseline there is nothing left to decide."""
+    started: list[str] = []
+
+    def plan(seeds: Sequence[int]) -> list[Run]:
+        return [Run(s, seed, Command((), Actions(), {})) for seed in seeds for s in SETTINGS]
+
+    def carry(new: list[Run], before: list[Run]) -> None:
+        for run in new:
+            started.append(run.name)
+            write_run(tmp_path / run.name, losses_of(run.setting, run.seed))
+            if (run.setting, run.seed) == (which, 2):
+                status = {"state": "failed", "step": 1, "time": 1.0, "exit_code": 76}
+                (tmp_path / run.name / "status.json").write_text(json.dumps(status))
+
+    done = run_until_decided(
+        plan,
+        carry,
+        tmp_path,
+        settings=SETTINGS,
+        seeds=range(1, 7),
+        given=1,
+        jobs=1,
+        smallest=0.001,
+    )
+    more = [f"{s}_seed{n}" for n in (5, 6) for s in ("base", "noisy")] if which == "clear" else []
+    assert started[12:] == more
+    assert [run.name for run in done] == started
+    found = write_table(done, tmp_path, target=None, max_seeds=6)[1]
+    left = {"base": [], "clear": ["noisy"], "noisy": ["clear"]}[which]
+    assert [one["setting"] for one in found["comparisons"]] == left
+    assert list(found["diverged"]) == [which]
+    for one in found["comparisons"]:  # as was decided by
+        assert one["sequential"]["confidence"] == 0.975
+
+
+FLAGS = [
+    *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={CONTEXT}"),
+    *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2", "--max_lr=0.01"),
+    *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320", "--max_tokens=768"),
+    *("--eval_freq=0", "--sample_freq=0", "--checkpoint_freq=0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max_seeds=5"], "--max_seeds goes with --until_decided"),
+        (
+            ["--until_decided", "--max_seeds=2"],
+            "--max_seeds 2: of 2 settings, nothing can be decided before 3",
+        ),
+        (["--seeds"], "--seeds: no seed"),
+        (["--target=nan"], "--target nan must be a number"),
+        (["--smallest_difference=0"], "--smallest_difference 0 must be a number above 0"),
+        (["--smallest_difference=nan"], "--smallest_difference nan must be a number above 0"),
+        (
+            ["--until_decided"],
+            "--until_decided compares last losses at equal tokens, but long ends after 1,280 and base after 768",
+        ),
+    ],
+)
+def test_what_cannot_be_decided_is_one_line(
+    tiny_data: Path, tmp_path: Path, words: list[str], says: str
+) -> None:
+    settings = tmp_path / "settings.txt"
+    settings.write_text("base: --max_tokens=768\nlong: --max_tokens=1280\n")
+    flags = [flag for flag in FLAGS if not flag.startswith("--max_tokens")]
+    out = tmp_path / "out"
+    done = launch.call(
+        "ablate.py", settings, f"--out={out}", *words, *flags, f"--data_dir={tiny_data}"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+
+
+# -- with real runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_real_runs_stop_when_they_are_decided(
+    tiny_data: Path,
+    tmp_path: Path,
+    started: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A rate of a hundredth is clearly worse; another order of the windows is not decided within 5 seeds.
+
+    14 runs of six steps, also continued and compared as groups.
+    """
+    settings = tmp_path / "settings.txt"
+    settings.write_text("base:\ncold: --max_lr=0.0001\nwindows: --shuffle=windows\n")
+    words = [str(settings), f"--out={tmp_path / 'out'}", "--until_decided", "--max_seeds=5"]
+    words += ["--seeds=1", "--smallest_difference=0.0001", *FLAGS, f"--data_dir={tiny_data}"]
+    assert ablate.main([*words[:1], *words[1:], "--max_seeds=4"]) == 0  # the budget is spent
+    assert len(started) == 12
+    assert "The budget ended before windows could be decided" in capsys.readouterr().out
+    assert ablate.main([*words, "--json"]) == 0
+    assert started[12:] == ["base_seed5", "windows_seed5"]
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found == json.loads((tmp_path / "out" / "ablation.json").read_text())
+    cold, windows = found["comparisons"]
+    assert (cold["verdict"], cold["sequential"]["seeds"]) == ("worse", 4)
+    assert cold["sequential"]["low"] > 0
+    assert (windows["verdict"], windows["sequential"]["seeds"]) == ("not decided", 5)
+    assert [row["seeds"] for row in found["settings"]] == [5, 4, 5]
+    assert found["spent"] | {"step_seconds": 0} == {
+        **{"seeds": 5, "max_seeds": 5, "runs": 14, "tokens": 14 * 768, "step_seconds": 0}
+    }
+    logged = {
+        run.name: next(e for e in reversed(launch.events(run, "eval")))["val_loss"]
+        for run in (tmp_path / "out").glob("*_seed*")
+    }
+    differences = [logged[f"cold_seed{n}"] - logged[f"base_seed{n}"] for n in range(1, 5)]
+    assert cold["over_seeds"]["mean"] == pytest.approx(np.mean(differences))
+    assert cold["over_units"]["mean"] == pytest.approx(np.mean(differences))
+    assert (cold["over_units"]["paired"], cold["over_units"]["n"]) == (True, 20)
+
+    pair = (f"{tmp_path / 'out'}/base_seed*", f"{tmp_path / 'out'}/windows_seed*")
+    groups = launch.call("compare.py", *pair, "--json")
+    answer = json.loads(groups.stdout)
+    assert answer["seeds"] == [1, 2, 3, 4, 5]
+    assert answer["over_seeds"] == pytest.approx(windows["over_seeds"])
+    assert answer["over_units"] == pytest.approx(windows["over_units"])
+    assert "not decided: B - A is " in launch.call("compare.py", *pair).stdout
+    assert answer["p_holm"] == pytest.approx(answer["over_seeds"]["p"])
+    for names, says in (
+        ((pair[0], f"{tmp_path / 'out'}/cold_seed*"), "seed 5 is in "),
+        ((f"{tmp_path / 'out'}/*_seed1", pair[0]), "max_lr is 0.01 in base_seed1 and 0.0001 in"),
+        ((f"{tmp_path}/none*", pair[0]), "none*: no run of this name"),
+        ((",", pair[0]), ",: no run of this name"),
+        ((f"{tmp_path / 'out'}/base_seed1,{tmp_path / 'out'}/base_seed1", pair[1]), "seed 2 is in"),
+        ((*pair, "--only=hellaswag"), "have nothing to compare: no run has hellaswag results"),
+        ((*pair, "--smallest_difference=0"), "--smallest_difference 0 must be a number above 0"),
+    ):
+        done = launch.call("compare.py", *names)
+        assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+        assert done.stderr.count("\n") == 1

@@ -1,0 +1,364 @@
+"""Runs with --checkpoint_mirror on a disk of this machine: what a start rejects, fetches, reports and waits for."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from gpt2lab.checkpoint import store
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError
+from gpt2lab.mirror.resume import (
+    _is_left_behind,
+    fetch_on_this_machine,
+    open_uploader,
+    wait_limit,
+)
+from gpt2lab.mirror.storage import Copy, connect
+from gpt2lab.runs import overview
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.training.saver import Saver
+from gpt2lab.training.trainer import Trainer
+from whole_run import Run
+
+COMMON = ("--max_steps=6", "--checkpoint_freq=2", "--eval_freq=0", "--sample_freq=0")
+IN_STEP = "mirror: newest copy is step 6, newest checkpoint is step 6"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    (tmp_path / "bucket").mkdir()
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def mirrored(tiny_data: Path, tmp_path: Path, bucket: Path) -> Run:
+    """Return a run that has stopped after step 4 of 6, and is copied."""
+    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+    run.train("--stop_after_steps=4")
+    return run
+
+
+def elsewhere(tiny_data: Path, tmp_path: Path, bucket: Path) -> Run:
+    return Run(tiny_data, tmp_path / "there", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+
+
+@pytest.mark.parametrize("resume", ["auto", "latest"])
+def test_a_new_machine_goes_on_with_the_same_bits(
+    resume: str,
+    mirrored: Run,
+    run: Run,
+    tiny_data: Path,
+    tmp_path: Path,
+    bucket: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run.train(*COMMON)
+    there = elsewhere(tiny_data, tmp_path, bucket)
+    there.train(f"--resume={resume}")
+    assert "fetching step 4" in capsys.readouterr().out
+    assert there.losses() == run.losses()
+    hashes = [r.checkpoints()[6].manifest["files"]["model.safetensors"] for r in (there, run)]
+    assert hashes[0] == hashes[1]
+    (resumed,) = there.events("resume")
+    assert (resumed["attempt"], resumed["level"]) == (2, "bit-identical")
+    assert resumed["verified_batches"] == [4], "the log came with the copy"
+    status = there.status()["mirror"]
+    assert (status["step"], status["newest"], status["error"]) == (6, 6, None)
+    assert overview.describe(overview.read_runs(there.path.parent)).endswith(IN_STEP)
+
+
+def test_a_clock_that_goes_back_hides_no_step(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = itertools.count(2e9, -3600)
+    clock = SimpleNamespace(time=lambda: next(readings), monotonic=time.monotonic)
+    monkeypatch.setattr(store, "time", clock)
+    flags = (*COMMON, f"--checkpoint_mirror=file://{bucket}")
+    run = Run(tiny_data, tmp_path / "here", *flags)
+    run.train("--stop_after_steps=4")
+    times = [info.created for _, info in sorted(run.checkpoints().items())]
+    assert times == sorted(times)
+    there = elsewhere(tiny_data, tmp_path, bucket)
+    there.train("--resume=auto")
+    assert [event["from_step"] for event in there.events("resume")] == [4]
+
+
+def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
+    """Return events of which each was written an hour before the one that precedes it, by the clock."""
+    return [
+        {"event": event, "attempt": attempt, "step": step, "time": 2e9 - 3600 * place}
+        for place, (event, attempt, step) in enumerate(events)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "is_behind"),
+    [
+        ([("begin", 1, 0), ("checkpoint", 1, 10)], False),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 5)], True),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 10)], False),
+        ([("begin", 1, 0), ("checkpoint", 1, 10), ("rewind", 1, 5)], True),
+        (
+            [("checkpoint", 1, 10), ("rewind", 1, 5), ("checkpoint", 1, 10)],
+            False,
+        ),
+        ([("begin", 1, 0)], False),  # killed before the event of the checkpoint, or another machine
+    ],
+)
+def test_a_copy_is_left_behind_by_the_order_of_the_log(
+    events: list[tuple[str, int, int]], is_behind: bool
+) -> None:
+    copy = Copy("step_00000010-12345678", {"step": 10, "attempt": 1, "created": 1e9})
+    assert _is_left_behind(copy, log_of(*events)) is is_behind
+
+
+def test_a_damaged_newest_copy_is_passed_over_with_a_warning(
+    mirrored: Run, tiny_data: Path, tmp_path: Path, bucket: Path
+) -> None:
+    mirrored.train("--resume=latest", "--stop_after_steps=5")
+    (folder,) = bucket.glob("tiny/step_00000005-*")
+    (folder / "optim.safetensors").write_bytes(b"junk")
+    there = elsewhere(tiny_data, tmp_path, bucket)
+    there.train("--resume=auto")
+    assert [event["from_step"] for event in there.events("resume")] == [4]
+    assert any("step_00000005" in event["message"] for event in there.events("warning"))
+
+
+def test_copies_of_which_none_is_sound_are_never_begun_afresh(
+    mirrored: Run, tiny_data: Path, tmp_path: Path, bucket: Path
+) -> None:
+    for path in bucket.glob("tiny/step_*/state.json"):
+        path.write_bytes(b"{}")
+    there = elsewhere(tiny_data, tmp_path, bucket)
+    rejection = there.rejected("--resume=auto")
+    assert isinstance(rejection, CheckpointError)
+    assert "no sound checkpoint" in str(rejection)
+    assert not list(there.path.glob("step_*"))
+
+
+def test_damaged_checkpoints_here_are_replaced_from_the_mirror(mirrored: Run) -> None:
+    for path in mirrored.path.glob("step_*/state.json"):
+        path.write_bytes(b"{}")
+    mirrored.train("--resume=latest")
+    assert mirrored.events("resume")[-1]["from_step"] == 4
+    assert list(mirrored.path.glob("corrupt-step_00000004-*"))
+
+
+def test_another_run_of_the_name_is_rejected_before_anything_is_written(
+    mirrored: Run, tiny_data: Path, tmp_path: Path, bucket: Path
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in bucket.rglob("*")}
+    there = elsewhere(tiny_data, tmp_path, bucket)
+    rejection = there.rejected()
+    assert isinstance(rejection, ConfigError)
+    assert "another run of this name" in str(rejection)
+    assert not there.path.exists()
+    there.flags = [flag for flag in there.flags if "mirror" not in flag]
+    there.train("--stop_after_steps=2")
+    assert "another run" in str(
+        there.rejected("--resume=auto", f"--checkpoint_mirror=file://{bucket}")
+    )
+    assert {path: path.stat().st_mtime_ns for path in bucket.rglob("*")} == before
+
+
+def test_a_complete_run_brings_its_mirror_up_to_date(
+    mirrored: Run, bucket: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    assert not list(bucket.glob("tiny/step_00000006-*"))
+    mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    assert IN_STEP in capsys.readouterr().out
+    assert list(bucket.glob("tiny/step_00000006-*/manifest.json"))
+    assert (mirrored.status()["state"], mirrored.status()["mirror"]["step"]) == ("completed", 6)
+    before = mirrored.listing()
+    mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    assert {k: v for k, v in mirrored.listing().items() if "run.lock" not in k} == {
+        k: v for k, v in before.items() if "run.lock" not in k
+    }
+
+
+@pytest.mark.parametrize("problem", ["locked", "unwritable"])
+def test_a_complete_run_that_cannot_be_copied_is_complete_all_the_same(
+    problem: str,
+    mirrored: Run,
+    bucket: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    holder = RunFolder(mirrored.path) if problem == "locked" else None
+
+    def fail(path: Path, content: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    if problem == "unwritable":
+        monkeypatch.setattr("gpt2lab.mirror.resume.replace_durably", fail)
+    mirrored.train("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    if holder is not None:
+        holder.close()
+    output = capsys.readouterr()
+    assert "already complete" in output.out
+    (line,) = (line for line in output.err.splitlines() if "checkpoint mirror" in line)
+    assert ("in use by" if holder else "Read-only") in line
+
+
+def test_the_end_of_a_complete_run_waits_no_longer_than_other_ranks_do(
+    mirrored: Run, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def note(signals: Any, deadlines: Any, *, most: float, has_failed: bool) -> Any:
+        limits.append(most)
+        return lambda: False
+
+    mirrored.train("--resume=latest", "--checkpoint_mirror=None")
+    monkeypatch.setattr("gpt2lab.mirror.resume.wait_limit", note)
+    flags = ("--resume=latest", f"--checkpoint_mirror=file://{bucket}")
+    mirrored.train(*flags, "--pg_timeout_minutes=2")
+    assert limits == [60.0]
+
+
+def test_a_folder_lost_after_it_was_checked_stops_no_run(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*args: Any) -> Any:
+        bucket.rmdir()
+        return open_uploader(*args)
+
+    monkeypatch.setattr("gpt2lab.training.pretrain.open_uploader", lose)
+    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+    run.train()
+    assert run.status()["state"] == "completed"
+    assert "create it" in run.status()["mirror"]["error"]
+    assert not bucket.exists()
+
+
+def test_an_error_of_the_mirror_hides_no_earlier_one(
+    tiny_data: Path, tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_report(*args: Any) -> None:
+        raise SaveError("metrics.jsonl cannot be written")
+
+    def fail_first(*args: Any, **options: Any) -> None:
+        raise DataError("the first error")
+
+    closed: list[bool] = []
+    close = MetricsLogger.close
+    monkeypatch.setattr(MetricsLogger, "close", lambda self: closed.append(True) or close(self))
+    monkeypatch.setattr(Saver, "report_mirror", fail_to_report)
+    monkeypatch.setattr(Trainer, "fit", fail_first)
+    run = Run(tiny_data, tmp_path / "here", *COMMON, f"--checkpoint_mirror=file://{bucket}")
+    assert str(run.rejected()) == "the first error"
+    assert closed
+
+
+def test_a_rescue_whose_event_cannot_be_written_has_worked(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_report(*args: Any) -> None:
+        raise SaveError("metrics.jsonl cannot be written")
+
+    def fail_first(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(Saver, "_report", fail_to_report)
+        raise RuntimeError("the first error")
+
+    monkeypatch.setattr(Saver, "save", fail_first)
+    run = Run(tiny_data, tmp_path / "here", *COMMON)
+    with pytest.raises(RuntimeError, match="the first error"):
+        run.train()
+    assert {step: info.kind for step, info in run.checkpoints().items()} == {2: "emergency"}
+
+
+def test_a_fresh_start_where_checkpoints_were_deleted_leaves_the_copies_alone(
+    mirrored: Run, bucket: Path
+) -> None:
+    for path in mirrored.path.glob("step_*"):
+        shutil.rmtree(path)
+    before = sorted(bucket.rglob("*"))
+    assert "--resume latest" in str(mirrored.rejected())
+    assert sorted(bucket.rglob("*")) == before
+
+
+class Broken(MemoryFileSystem):
+    protocol = "broken"
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        raise PermissionError("Access Denied")
+
+
+def test_a_mirror_that_cannot_be_read_stops_only_a_start_that_needs_it(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    run = Run(tiny_data, tmp_path / "here", *COMMON, "--checkpoint_mirror=broken://bucket")
+    rejection = run.rejected("--resume=auto")
+    assert "cannot be read (PermissionError: Access Denied)" in str(rejection)
+    assert not run.path.exists()
+    run.train("--stop_after_steps=4")
+    run.train("--resume=auto")
+    status = run.status()
+    assert (status["state"], status["exit_code"]) == ("completed", 0)
+    assert (status["mirror"]["step"], status["mirror"]["error"]) == (
+        None,
+        "PermissionError: Access Denied",
+    )
+    for attempt, said in ((1, "not reached"), (2, "goes on from its own step 4")):
+        messages = [event["message"] for event in run.events("warning", attempt)]
+        assert sum("not copied" in message for message in messages) == 1
+        assert any(said in message for message in messages)
+
+
+def test_another_machine_of_the_run_fetches_what_rank_zero_chose(
+    mirrored: Run, tmp_path: Path, bucket: Path
+) -> None:
+    chosen = mirrored.checkpoints()[4]
+    run_dir = tmp_path / "node1" / "tiny"
+    chosen_there = SimpleNamespace(path=run_dir / chosen.path.name, manifest=chosen.manifest)
+    settings = SimpleNamespace(checkpoint=SimpleNamespace(checkpoint_mirror=f"file://{bucket}"))
+    start: Any = SimpleNamespace(config=settings, checkpoint=chosen_there, run_dir=run_dir)
+    fetch_on_this_machine(start)
+    for path in chosen.path.iterdir():
+        assert (chosen_there.path / path.name).read_bytes() == path.read_bytes()
+    shutil.rmtree(run_dir)
+    for copy in connect(f"file://{bucket}", "tiny").list_copies()[0]:
+        shutil.rmtree(bucket / "tiny" / copy.name)
+    with pytest.raises(CheckpointError, match="not on this machine's disk"):
+        fetch_on_this_machine(start)
+
+
+@pytest.mark.parametrize(
+    ("level", "seconds_ago", "deadline", "has_failed", "waits"),
+    [
+        (0, 0.0, None, False, True),
+        (0, 0.0, -1.0, False, False),  # a deadline has passed
+        (0, 0.0, 100.0, False, True),
+        (1, 1.0, None, False, True),
+        (1, 21.0, None, False, False),  # 30 s after the signal a launcher kills
+        (2, 1.0, None, False, False),  # asked twice
+        (0, 0.0, None, True, True),
+    ],
+)
+def test_the_end_waits_no_longer_than_it_has(
+    level: int,
+    seconds_ago: float,
+    deadline: float | None,
+    has_failed: bool,
+    waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    now = time.monotonic()
+    signals: Any = SimpleNamespace(level=level, asked_at=now - seconds_ago)
+    deadlines = {} if deadline is None else {"stop_at": now + deadline}
+    may_wait = wait_limit(signals, deadlines, most=1000.0, has_failed=has_failed)
+    assert may_wait() is waits

@@ -1,0 +1,487 @@
+"""Copies of checkpoints in object storage: what is complete, what is kept, what is fetched, and what goes wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileOpener
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from gpt2lab.checkpoint import catalog, manifest
+from gpt2lab.errors import CheckpointError, ConfigError
+from gpt2lab.mirror.resume import fetch_newer
+from gpt2lab.mirror.storage import connect, copy_name, describe_status
+from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    (tmp_path / "bucket").mkdir()
+    return f"file://{tmp_path / 'bucket'}"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return new_run(tmp_path / "runs" / "run")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """Return the run's folder on a machine that has nothing of it."""
+    return tmp_path / "elsewhere" / "run"
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(
+    url: str, run_dir: Path, fresh: Path
+) -> None:
+    mirror = connect(url, "run")
+    assert mirror.list_copies() == ([], [])
+    first, second = commit(run_dir, 1), commit(run_dir, 2)
+    catalog.set_label(run_dir, "best", 1)
+    (run_dir / "estimate.json").write_text('{"seconds": 3}')
+    copy_to(mirror, first, second)
+    newest, older = connect(url, "run").list_copies()[0]
+    for copy, source in ((newest, second), (older, first)):
+        assert contents(mirror.fetch(copy, fresh)) == contents(source)
+    assert catalog.read_labels(fresh) == {"best": "step_00000001"}
+    for name in ("metrics.jsonl", "estimate.json"):
+        assert (fresh / name).read_bytes() == (run_dir / name).read_bytes()
+    assert not list(fresh.glob(".tmp-*"))
+
+
+def test_a_copy_without_its_manifest_is_none_and_is_done_again(url: str, run_dir: Path) -> None:
+    mirror, folder = connect(url, "run"), commit(run_dir, 1)
+    copy_to(mirror, folder)
+    place = f"{mirror._root}/{copy_name(manifest.read_manifest(folder))}"
+    mirror.fs.rm_file(f"{place}/manifest.json")
+    assert steps(connect(url, "run")) == []
+    copy_to(mirror, folder)
+    assert steps(connect(url, "run")) == [1]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json", "of_run.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_copy_is_never_fetched(
+    file: str, damage: str, run_dir: Path, fresh: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path / 'bucket'}"
+    mirror, folder = connect(url, "run"), commit(run_dir, 2)
+    copy_to(mirror, folder)
+    (copy,) = mirror.list_copies()[0]
+    path = tmp_path / "bucket" / "run" / copy.name / file
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "remove":
+        path.write_bytes(data[:-1] if damage == "cut" else b"\xff" + data[1:])
+    fresh.mkdir(parents=True)
+    with pytest.raises((CheckpointError, FileNotFoundError)):
+        mirror.fetch(copy, fresh)
+    assert list(fresh.iterdir()) == []
+    found, problems = connect(url, "run").list_copies()
+    if file == "manifest.json":
+        assert (found, len(problems)) == ([], int(damage != "remove"))
+
+
+def test_a_download_that_hangs_is_given_up(
+    run_dir: Path, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a network disk that no longer answers: the weights' first block never comes."""
+    free, read = threading.Event(), LocalFileOpener.read
+
+    def wait(file: LocalFileOpener, length: int = -1) -> bytes:
+        if file.path.endswith("model.safetensors"):
+            free.wait(WAIT)
+        return read(file, length)
+
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path / 'bucket'}"
+    mirror, folder = connect(url, fresh.name), commit(run_dir, 2)
+    copy_to(mirror, folder)
+    monkeypatch.setattr(LocalFileOpener, "read", wait)
+    monkeypatch.setattr("gpt2lab.mirror.storage.ANSWER_SECONDS", 0.2)
+    with pytest.raises(CheckpointError, match=r"no answer in .*no checkpoint; try again, or start"):
+        fetch_newer(url, fresh, None)
+    free.set()
+    assert [path.name for path in fresh.iterdir()] == ["run.lock"]
+
+
+def test_a_damaged_log_in_a_copy_is_found(run_dir: Path, fresh: Path, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    copy_to(mirror, folder)
+    (copy,) = mirror.list_copies()[0]
+    path = tmp_path / "bucket" / "run" / copy.name / "metrics.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl\.gz: damaged"):
+        mirror.fetch(copy, fresh)
+    assert not (fresh / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_that_is_damaged_here_is_not_completed_there(url: str, run_dir: Path) -> None:
+    mirror, folder = connect(url, "run"), commit(run_dir, 2)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[7] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged, not copied"):
+        copy_to(mirror, folder)
+    assert steps(connect(url, "run")) == []
+
+
+def test_a_log_here_that_goes_on_is_kept_and_another_is_set_aside(
+    url: str, run_dir: Path, fresh: Path
+) -> None:
+    mirror, folder = connect(url, "run"), commit(run_dir, 2)
+    copy_to(mirror, folder)
+    (copy,) = mirror.list_copies()[0]
+    copied = (run_dir / "metrics.jsonl").read_text()
+    for log, kept, aside in (
+        (copied + '{"event": "stop"}\n', True, 0),
+        (FIRST_LINE, False, 0),
+        (FIRST_LINE + "{}\n", False, 1),
+    ):
+        shutil.rmtree(fresh, ignore_errors=True)
+        new_run(fresh, log)
+        mirror.fetch(copy, fresh)
+        assert (fresh / "metrics.jsonl").read_text() == (log if kept else copied)
+        assert [path.read_text() for path in fresh.glob("*.replaced-*")] == [log] * aside
+
+
+@pytest.mark.parametrize("labels", [{"../best": "step_00000002"}, {"best": "../../etc"}, []])
+def test_a_forged_label_leaves_nothing(
+    labels: Any, run_dir: Path, fresh: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    copy_to(mirror, folder)
+    (copy,) = mirror.list_copies()[0]
+    path = tmp_path / "bucket" / "run" / copy.name / "of_run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "labels": labels}))
+    with pytest.raises(CheckpointError, match="label"):
+        mirror.fetch(copy, fresh)
+    assert list(fresh.iterdir()) == []
+
+
+class BufferedFile(AbstractBufferedFile):
+    """A file that is sent in parts and is there when all of them are, as in S3."""
+
+    def _initiate_upload(self) -> None:
+        self.parts = b""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.parts += self.buffer.getvalue()
+        if final and self.autocommit:
+            self.commit()
+        return True
+
+    def commit(self) -> None:
+        self.fs.pipe_file(self.path, self.parts)
+
+
+class Buffered(MemoryFileSystem):
+    """A store that behaves like S3 when a file is written."""
+
+    protocol = "buffered"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode == "wb" and "data" not in kwargs:
+            return BufferedFile(self, path, mode, 100, autocommit=kwargs["autocommit"])
+        return super()._open(path, mode=mode, **kwargs)
+
+
+class GivenUpError(Exception):
+    """What an uploader's tick raises in a thread whose place another one has taken."""
+
+
+@pytest.mark.parametrize("protocol", ["file", "buffered"])
+def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
+    protocol: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt2lab.mirror.storage._BLOCK", 400)
+    fsspec.register_implementation("buffered", Buffered, clobber=True)
+    Buffered.store.clear()
+    (tmp_path / "bucket").mkdir()
+    mirror, folder = connect(f"{protocol}://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    with open(run_dir / "metrics.jsonl", "a") as log:
+        log.write(os.urandom(1000).hex() + "\n")  # longer than a block
+    copy_to(mirror, folder)
+    place = f"{mirror._root}/{mirror.list_copies()[0][0].name}"
+
+    def there() -> dict[str, bytes]:
+        return {path: mirror.fs.cat_file(path) for path in mirror.fs.ls(place, detail=False)}
+
+    whole, is_given_up, last = there(), True, 0
+    while is_given_up:
+        left, last = iter(range(last)), last + 1
+
+        def tick(left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise GivenUpError
+
+        try:
+            mirror.upload(folder, manifest.read_manifest(folder), tick)
+            is_given_up = False
+        except GivenUpError:
+            assert there() == whole
+    assert there() == whole
+    assert last > len(whole)
+    assert not mirror.fs.transaction.files, "nothing is kept in memory"
+
+
+def test_a_copy_in_a_folder_is_on_its_disk_before_its_manifest_has_a_name(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file is flushed before its rename, and the folder after it, so that a power cut takes the last ones."""
+    (tmp_path / "bucket").mkdir()
+    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def note_flush(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        done.append(("flush", name[1:-9] if name.startswith(".") else name))
+        fsync(descriptor)
+
+    def note_rename(old: Path, new: str) -> None:
+        done.append(("rename", Path(new).name))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    monkeypatch.setattr(os, "replace", note_rename)
+    copy_to(mirror, folder)
+    place = ("flush", copy_name(manifest.read_manifest(folder)))
+    names = ["of_run.json", "metrics.jsonl.gz", "model.safetensors", "state.json", "manifest.json"]
+    last = done.index(("rename", "of_run.json")) - 1
+    for name in names:
+        assert done.index(("flush", name)) < done.index(("rename", name))
+        assert last < done.index(("rename", name))
+        last = done.index(place, done.index(("rename", name)))
+    assert done.index(("flush", "run")) < done.index(("rename", "manifest.json"))
+    assert done.index(("flush", "bucket")) < done.index(("rename", "manifest.json"))
+
+
+# -- whose copies ----------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_of_one_name_do_not_mix(url: str, run_dir: Path, tmp_path: Path) -> None:
+    other = new_run(tmp_path / "other" / "run", FIRST_LINE.replace("1.0", "2.0"))
+    mirror = connect(url, "run")
+    copy_to(mirror, commit(run_dir, 1))
+    with pytest.raises(ConfigError, match="another run of this name"):
+        copy_to(mirror, commit(other, 2))
+    with pytest.raises(ConfigError, match="another run of this name"):
+        mirror.require_own(None)
+    assert steps(connect(url, "run")) == [1]
+
+
+def test_a_run_that_died_before_its_first_copy_is_replaced(
+    url: str, run_dir: Path, tmp_path: Path
+) -> None:
+    other = new_run(tmp_path / "other" / "run", FIRST_LINE.replace("1.0", "2.0"))
+    mirror = connect(url, "run")
+    mirror._claim(run_dir)
+    copy_to(mirror, commit(other, 2))
+    assert steps(mirror) == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_claimed"), [("", True), ('{"format": "gpt2la', True), ('{"format": "x/2"}', False)]
+)
+def test_a_torn_owner_is_written_again_and_another_formats_is_left(
+    text: str, is_claimed: bool, run_dir: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "bucket" / "run"
+    place.mkdir(parents=True)
+    (place / "mirror.json").write_text(text)
+    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 1)
+    if is_claimed:
+        copy_to(mirror, folder)
+        assert steps(mirror) == [1]
+    else:
+        with pytest.raises(ConfigError, match="holds other files"):
+            copy_to(mirror, folder)
+        assert (place / "mirror.json").read_text() == text
+
+
+def test_files_of_others_are_neither_claimed_nor_deleted(run_dir: Path, tmp_path: Path) -> None:
+    place = tmp_path / "bucket" / "run"
+    place.mkdir(parents=True)
+    (place / "thesis.tex").write_text("years of work")
+    mirror = connect(f"file://{tmp_path / 'bucket'}", "run")
+    with pytest.raises(ConfigError, match="holds other files"):
+        copy_to(mirror, commit(run_dir, 1))
+    assert [path.name for path in place.iterdir()] == ["thesis.tex"]
+
+
+def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    bucket = tmp_path / "bucket" / "run"
+    bucket.parent.mkdir()
+    mirror = connect(f"file://{bucket.parent}", "run")
+    copy_to(mirror, *(commit(run_dir, step) for step in range(1, 7)))
+    catalog.set_label(run_dir, "best", 2)
+    torn = next(bucket.glob("step_00000001-*"))
+    (torn / "manifest.json").unlink()
+    (bucket / "mine.txt").write_text("mine")
+    (bucket / "step_00000003-abcdabcd").mkdir()  # named like ours, and without our list
+    (bucket / "step_00000003-abcdabcd" / "mine.txt").write_text("mine")
+    third = next(path for path in bucket.glob("step_00000003-*") if (path / "of_run.json").exists())
+    (third / "mine.txt").write_text("mine")
+    mirror = connect(f"file://{bucket.parent}", "run")
+    mirror.retire(catalog.read_labels(run_dir), keep=2, keep_emergency=1)
+    assert steps(connect(f"file://{bucket.parent}", "run")) == [6, 5, 2]
+    assert not torn.exists()
+    assert len(list(bucket.rglob("mine.txt"))) == 3
+    mirror.retire({}, keep=1, keep_emergency=1)
+    assert steps(mirror) == [6, 5], "one more than the newest, which was not read again"
+
+
+# -- the URL ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("/mnt/copies", "not a plain URL"),
+        ("s3://user:secret@bucket/x", "without user, password"),
+        ("simplecache::s3://bucket", "not a plain URL"),
+        ("nonesuch://bucket/x", "[Pp]rotocol not known"),
+        ("file://relative/path", "absolute path"),
+        ("file:///no/such/folder", "no such folder"),
+        ("memory://", "not a plain URL"),
+        ("memory:///", "name a bucket or folder"),
+    ],
+)
+def test_a_url_that_cannot_be_a_mirrors_is_one_line(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        connect(url, "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fsspec.core", "s3fs"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            with pytest.raises(ConfigError, match=r"extra `mirror` .*pip install fsspec s3fs"):
+                connect("s3://bucket/path", "run")
+
+
+# -- killed ----------------------------------------------------------------------------------------------------------
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+from gpt2lab.checkpoint import manifest
+from gpt2lab.mirror.storage import connect
+verb, url, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+mirror = connect(url, "run")
+if verb == "upload":
+    mirror.upload(folder, manifest.read_manifest(folder))
+else:
+    mirror.fetch(mirror.list_copies()[0][0], folder)
+"""
+
+
+def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, verb, url, str(folder)],
+        env={**os.environ, "FAULT": f"{fault}:kill9@1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -9, done.stderr
+
+
+def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    url = f"file://{tmp_path / 'bucket'}"
+    run_killed("upload", url, commit(run_dir, 1), "mirror.upload.model.safetensors")
+    mirror = connect(url, "run")
+    copy_to(mirror, commit(run_dir, 2))
+    mirror.retire({}, keep=1, keep_emergency=1)
+    assert [path.name[:13] for path in (tmp_path / "bucket" / "run").glob("step_*")] == [
+        "step_00000002"
+    ]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
+def test_killed_in_the_middle_of_an_upload_leaves_no_copy(
+    file: str, run_dir: Path, fresh: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    url, folder = f"file://{tmp_path / 'bucket'}", commit(run_dir, 1)
+    run_killed("upload", url, folder, f"mirror.upload.{file}")
+    mirror = connect(url, "run")
+    assert steps(mirror) == []
+    copy_to(mirror, folder)
+    assert contents(mirror.fetch(mirror.list_copies()[0][0], fresh)) == contents(folder)
+
+
+@pytest.mark.parametrize(
+    "point", ["download.model.safetensors", "download.manifest.json", "before_rename"]
+)
+def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
+    point: str, run_dir: Path, fresh: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bucket").mkdir()
+    url, folder = f"file://{tmp_path / 'bucket'}", commit(run_dir, 1)
+    mirror = connect(url, "run")
+    copy_to(mirror, folder)
+    run_killed("fetch", url, fresh, f"mirror.{point}")
+    assert catalog.list_checkpoints(fresh) == ([], [])
+    assert list(fresh.glob(".tmp-mirror-*"))
+    catalog.sweep(fresh)
+    assert not list(fresh.glob(".tmp-mirror-*"))
+    assert contents(mirror.fetch(mirror.list_copies()[0][0], fresh)) == contents(folder)
+
+
+# -- what people see -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        ({}, None),
+        ({"mirror": "odd"}, None),
+        ({"mirror": {"newest": "odd"}}, "mirror: no copy yet"),
+        (
+            {"mirror": {"step": 40, "newest": 60, "error": None}},
+            "mirror: newest copy is step 40, newest checkpoint is step 60",
+        ),
+        (
+            {"mirror": {"step": None, "newest": 60, "error": "OSError: full"}},
+            "mirror: no copy yet, newest checkpoint is step 60; last error OSError: full",
+        ),
+    ],
+)
+def test_status_says_how_far_the_mirror_is(status: dict[str, Any], line: str | None) -> None:
+    assert describe_status(status) == line
+
+
+def test_the_log_of_a_copy_is_plain_gzip(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    mirror = connect(f"file://{tmp_path / 'bucket'}", "run")
+    copy_to(mirror, commit(run_dir, 1))
+    (path,) = (tmp_path / "bucket").rglob("metrics.jsonl.gz")
+    assert gzip.decompress(path.read_bytes()) == (run_dir / "metrics.jsonl").read_bytes()

@@ -1,0 +1,610 @@
+"""scripts/report.py: what the page says, and that nothing a model writes can act in it, seen by a real browser."""
+
+from __future__ import annotations
+
+import html
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch
+from gpt2lab.commands.command_line import parse
+from gpt2lab.report.charts import Scale
+from gpt2lab.report.page import render
+from gpt2lab.runs.history import warn_once
+from gpt2lab.runs.summary import describe_run
+from gpt2lab.training.pretrain import pretrain
+from launch import call
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium here; apt-get install chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
+    """Return a run of 4 steps that was stopped after 3, resumed from 2 with another rate, and wrote samples."""
+    runs = tmp_path_factory.mktemp("runs")
+    flags = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=16", "--device=cpu"]
+    flags += ["--total_batch_size=64", "--mini_batch_size=2", "--val_tokens=320", "--compile=off"]
+    flags += [f"--data_dir={tiny_data}", f"--checkpoint_dir={runs}", "--run_name=r", "--dtype=fp32"]
+    flags += ["--max_steps=4", "--eval_freq=2", "--sample_freq=2", "--sample_tokens=2"]
+    pretrain(parse([*flags, "--checkpoint_freq=2", "--stop_after_steps=3"]))
+    pretrain(parse([*flags, "--resume=2", "--max_lr=1e-4", "--allow_change=max_lr"]))
+    return runs / "r"
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "runs" / "r"))
+
+
+def append(run_dir: Path, **event: object) -> None:
+    line = {"event": "warning", "time": 1.0, "attempt": 2, "step": 4} | event
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def text_of(page: str) -> str:
+    """Return what a reader sees: no tags, spaces joined."""
+    body = page[page.index("<body>") :]
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", body)))
+
+
+# -- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_the_run_s_own_numbers(run_dir: Path) -> None:
+    append(run_dir, message="the wall is on fire")
+    code, said, error = call("report.py", "r", "--checkpoint_dir", run_dir.parent)
+    assert (code, said.strip()) == (0, str(run_dir / "report.html")), error
+    page = (run_dir / "report.html").read_text()
+    text = text_of(page)
+    steps = launch.current_steps(run_dir)
+    evals = {event["step"]: event for event in launch.events(run_dir, "eval")}
+    assert f"training loss {steps[4]['loss']:.4f} {steps[1]['loss']:.4f} at step 1" in text
+    assert f"validation loss {evals[4]['val_loss']:.4f} ± {evals[4]['val_loss_se']:.4f}" in text
+    assert "r completed" in text
+    assert re.search(r"1 20\S+ \S+ 0 → 3 1 fresh - stop_after_steps", text)
+    assert re.search(
+        r"2 20\S+ \S+ 2 → 4 1 changed max_lr 0.0006 → 0.0001 ?min_lr 6e-05 → 1e-05 completed", text
+    )
+    assert re.search(r"max_lr 0\.0001 0\.0006", text)  # among the settings: the preset's
+    for event in launch.events(run_dir, "sample"):
+        assert event["text"] in html.unescape(re.sub(r"</?span[^>]*>", "", page))
+    assert "step 2 " in text.partition("Samples")[2]
+    assert "the wall is on fire" in text
+    assert "Warnings (3)" in text  # and at each start the one about foreign shards
+    manifest = json.loads((run_dir / "step_00000004" / "manifest.json").read_text())
+    assert manifest["environment"]["torch"] in text
+    assert manifest["data_fingerprint"] in text
+    estimate = json.loads((run_dir / "estimate.json").read_text())
+    verdict = "inside" if estimate["actual"]["inside_interval"] else "outside"
+    assert re.search(rf"time \S+ .*? {verdict} tokens/s", text)
+    rows = re.findall(r"<td class=\"number\">(\d+)</td><td>((?:rolling|final)[^<]*)</td>", page)
+    assert [step for step, _ in rows] == ["2", "4"]
+    assert "best" in rows[1][1]
+
+
+def test_the_page_needs_nothing_from_elsewhere(run_dir: Path) -> None:
+    page = render(run_dir)
+    links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
+    assert len(links) > 5
+    assert all(link.startswith("#") for link in links)
+    assert re.findall(r"<script[^>]*>", page) == ["<script>"]
+    assert "default-src 'none'; style-src 'sha256-" in page
+    assert "unsafe" not in page
+
+
+def hovers(page: str) -> list[dict[str, Any]]:
+    """Return what the page's charts show at the pointer."""
+    found = re.findall(r' data-hover="([^"]*)"', page)
+    return [json.loads(html.unescape(text)) for text in found]
+
+
+def test_the_charts_show_the_run_s_own_values_by_step_tokens_and_hours(run_dir: Path) -> None:
+    steps = launch.current_steps(run_dir)
+    page = render(run_dir)
+    titles = re.findall(r"<figcaption>([^<]*)<", page)
+    assert titles[:4] == ["loss, nats/token", "learning rate", "gradient norm", "tokens/s"]
+    assert titles[4].startswith("actual in multiples of the forecast")
+    shown = hovers(page)
+    assert [chart["axis"] for chart in shown] == ["step", "tokens", "hours"] * 4
+    training, validation = shown[0]["series"]
+    assert training["x"] == list(steps)
+    assert training["y"][0] == pytest.approx(steps[1]["loss"], rel=1e-4)
+    evals = {event["step"]: event for event in launch.events(run_dir, "eval")}
+    assert validation["x"] == [0, 2, 4]
+    assert validation["y"][-1] == pytest.approx(evals[4]["val_loss"], rel=1e-4)
+    assert validation["error"][-1] == pytest.approx(evals[4]["val_loss_se"], rel=0.05)
+    assert shown[1]["series"][0]["x"] == [step["tokens"] for step in steps.values()]
+    spent = sum(step["step_seconds"] for step in steps.values()) / 3600
+    assert shown[2]["series"][0]["x"][-1] == pytest.approx(spent)
+    assert shown[2]["high"] == pytest.approx(spent)
+    for number, field in ((3, "lr"), (6, "grad_norm"), (9, "tokens_per_second")):
+        [series] = shown[number]["series"]
+        assert series["y"][0] == pytest.approx(steps[1][field], rel=1e-3)
+    resumed = re.findall(r'<path class="c0 dotted" d="M(\d+),0V1000">', page)
+    assert resumed[0] == "2000"  # step 2 of 4, of a width of 4000
+
+
+def test_hellaswag_is_drawn_over_time_beside_its_references(run_dir: Path) -> None:
+    assert "HellaSwag" not in render(run_dir)
+    for step, score in ((2, 0.26), (4, 0.28)):
+        scores = {"acc_norm": score, "acc_norm_se": 0.004, "acc_token_norm": None, "n": 10_042}
+        append(run_dir, event="hellaswag", step=step, **scores, seconds=1.0)
+    page = render(run_dir)
+    assert "HellaSwag acc_norm" in page
+    assert "HellaSwag acc_token_norm" not in page
+    [scores] = hovers(page)[3]["series"]
+    assert (scores["x"], scores["y"], scores["error"]) == ([2, 4], [0.26, 0.28], [0.004, 0.004])
+    assert page.count("GPT-2 124M</text>") == 3  # one for each axis
+
+
+def test_the_prompt_is_told_from_what_the_model_wrote(run_dir: Path) -> None:
+    config = json.loads((run_dir / "config.json").read_text()) | {"sample_prompt": "<b>new"}
+    (run_dir / "config.json").write_text(json.dumps(config))
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "resume":
+            event["changes"]["sample_prompt"] = ["old", "<b>new"]
+        if event["event"] == "sample":
+            event["text"] = ("old" if event["attempt"] == 1 else "<b>new") + " and the rest"
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    append(run_dir, event="sample", step=5, text="something else", seconds=0.1)
+    page = render(run_dir)
+    parts = re.findall(r"<pre>(?:<span class=\"prompt\"[^>]*>(.*?)</span>)?(.*?)</pre>", page)
+    assert parts[:3] == [
+        ("old", " and the rest"),
+        ("&lt;b&gt;new", " and the rest"),
+        ("", "something else"),
+    ]
+
+
+def test_several_runs_share_a_page(run_dir: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(run_dir, tmp_path / "elsewhere" / "r"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"seed": 7, "weight_decay": 0.5}))
+    begun = Path(shutil.copytree(run_dir, tmp_path / "begun"))
+    lines = (begun / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (begun / "metrics.jsonl").write_text(lines[0])
+    out = tmp_path / "all.html"
+    code, said, error = call("report.py", run_dir, begun, other, "--out", out)
+    assert (code, said.strip()) == (0, str(out)), error
+    page = out.read_text()
+    text = text_of(page)
+    assert "3 runs" in text
+    names = [str(folder) for folder in (run_dir, begun, other)]  # two are called r
+    assert all(f">{name}</a>" in page for name in names)
+    assert re.search(r"weight_decay 0\.1 0\.1 0\.5", text.partition("Settings that differ")[2])
+    series = hovers(page)[0]["series"]
+    assert [one["name"].partition(",")[0] for one in series] == [names[0]] * 2 + [names[2]] * 2
+    assert [one["colour"] for one in series] == ["c0", "c0", "c1", "c1"]
+    assert text.count("No forecast was written, or no step was taken.") == 1
+    ids = re.findall(r' id="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]*)"', page)) <= set(ids)
+
+
+def test_numbers_that_no_chart_can_hold_leave_a_page(run_dir: Path) -> None:
+    """A damaged or made-up log must not end in a traceback, nor in a path that no browser reads."""
+    wild = {"event": "step", "tokens": 320, "lr": -1e308, "tokens_per_second": 1e308}
+    for step, number in enumerate((1e308, -1e308, float("nan"), float("inf"), 5e-324), start=5):
+        append(run_dir, **wild, step=step, loss=number, grad_norm=number, step_seconds=0.1)
+    paths = re.findall(r' d="([^"]*)"', render(run_dir))
+    assert len(paths) > 20
+    assert [path for path in paths if re.fullmatch(r"[MLHVh0-9,.-]+", path) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("begin", {"max_steps": None}),
+        ("begin", {"world_size": "x"}),
+        ("resume", {"changes": {"max_lr": 1}}),
+        ("step", {"loss": "high"}),
+        ("step", {"tokens": 1e300}),
+        ("step", {"time": 1e30}),
+        ("step", {"remaining_seconds": float("inf")}),
+        ("eval", {"val_loss": [1.0]}),
+        ("eval", {"val_loss_by_source": ["a"]}),
+        ("hellaswag", {"n": None}),
+        ("sample", {"text": 5}),
+        ("mixture", {"weights": None}),
+        ("rewind", {"spike_step": "x"}),
+        ("warning", {"message": ["x"]}),
+        ("done", {"reason": None}),
+    ],
+)
+def test_an_event_of_another_shape_is_left_out_and_named(
+    run_dir: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    """A traceback would hide every other line of the run."""
+    found = [*launch.events(run_dir, kind), {"event": kind, "time": 1.0, "attempt": 2, "step": 4}]
+    append(run_dir, **found[0] | changes)
+    number = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    name = next(iter(changes))
+    where = f"{run_dir / 'metrics.jsonl'} line {number}: not an event of gpt2lab ({kind}: '{name}'"
+    if name == "time":
+        where = where.replace(f"{kind}: ", "")
+    status = call("status.py", "--checkpoint_dir", run_dir.parent)
+    assert (status.returncode, where in status.stdout) == (0, True), status
+    for program in ("report.py", "plot.py"):
+        done = call(program, "r", "--checkpoint_dir", run_dir.parent)
+        assert (done.returncode, where in done.stderr) == (0, True), done
+        warn_once.cache_clear()
+    assert "completed" in text_of(render(run_dir))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("estimate.json", {"estimate": {"estimated_hours": None}}, "'estimate' is "),
+        ("estimate.json", {"estimate": None, "loss": "low"}, "'loss' is 'low'"),
+        ("run.json", {"initial_weights": "x"}, "'initial_weights' is 'x'"),
+        ("run.json", {"provenance": 5}, "'provenance' is 5"),
+        ("evaluations/step_00000004.json", {"step": 4, "attempt": 2, "tasks": 5}, "'tasks' is 5"),
+    ],
+)
+def test_a_file_of_the_run_of_another_shape_is_left_out_and_named(
+    run_dir: Path, name: str, content: dict[str, Any], said: str
+) -> None:
+    (run_dir / "evaluations").mkdir()
+    (run_dir / name).write_text(json.dumps(content))
+    code, _, error = call("report.py", "r", "--checkpoint_dir", run_dir.parent)
+    assert code == 0
+    (line,) = [line for line in error.splitlines() if name in line]
+    assert line.startswith(f"warning: {run_dir / name}: {said}")
+
+
+def test_a_log_without_a_beginning_is_shown(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = "".join(line for line in lines if '"event": "begin"' not in line)
+    (run_dir / "metrics.jsonl").write_text(kept)
+    assert "step 4 " in text_of(render(run_dir))
+    said = call("status.py", "--checkpoint_dir", run_dir.parent).stdout
+    assert "4/n/a" in said
+
+
+def test_peak_memory_is_the_most_of_all_starts(run_dir: Path) -> None:
+    """Also of steps that a resume from before them left behind."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "step":
+            left_behind = (event["attempt"], event["step"]) == (1, 3)
+            event["peak_memory_bytes"] = 3 * 2**30 if left_behind else 2**30
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    document = json.loads((run_dir / "estimate.json").read_text())
+    document["memory"] = {**(document.get("memory") or {}), "total": 6 * 2**30}
+    (run_dir / "estimate.json").write_text(json.dumps(document))
+    wanted = "memory 6.00 GiB - 3.00 GiB 200% of the actual peak"
+    assert wanted in text_of(render(run_dir))
+
+
+@pytest.mark.parametrize("last", ["done", "warning"])
+def test_a_complete_run_goes_on_with_more_steps(run_dir: Path, last: str) -> None:
+    """A mirror may warn after the end."""
+    if last == "warning":
+        append(run_dir, event="warning", message="the mirror is full")
+    text = text_of(render(run_dir))
+    assert "--max_steps 8 --allow_change max_steps" in text
+    assert "--max_steps 8 --allow_change max_steps" in describe_run(run_dir)
+
+
+def test_a_run_that_took_no_step_or_goes_on_is_reported_as_such(run_dir: Path) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    document = json.loads((run_dir / "estimate.json").read_text()) | {"actual": None}
+    (run_dir / "estimate.json").write_text(json.dumps(document))
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))  # without `done`
+    assert re.search(r"time \S+ .*? so far tokens/s", text_of(render(run_dir)))
+    begin = next(i for i, line in enumerate(lines) if '"begin"' in line)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[: begin + 1]))
+    assert "No step was taken." in render(run_dir)
+    (run_dir / "metrics.jsonl").unlink()
+    assert "No step was taken." in render(run_dir)
+
+
+def test_many_samples_are_spread_over_the_run(run_dir: Path) -> None:
+    for step in range(5, 105):
+        append(run_dir, event="sample", step=step, text=f"text {step}", seconds=0.1)
+    text = text_of(render(run_dir))
+    assert "16 of 102, spread over the run" in text
+    assert "text 104" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "which run"),
+        (["RUN", "RUN"], "several runs: say where"),
+        (["no_such_run"], "no run of this name"),
+        (["RUN", "--out", "x.pdf"], "let the name end in .html"),
+        (["RUN", "--out", "nowhere/x.html"], "cannot be written"),
+        (["EMPTY"], "is this the folder of a run"),
+        (["DAMAGED"], "not JSON"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_one_line(
+    run_dir: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    damaged = Path(shutil.copytree(run_dir, tmp_path / "damaged"))
+    (damaged / "metrics.jsonl").write_text("no\n")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    names = {"RUN": run_dir, "EMPTY": tmp_path / "empty", "DAMAGED": damaged}
+    code, said, error = call("report.py", *(names.get(word, word) for word in words))
+    assert (code, said) == (2, "")
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+# -- in a real browser -----------------------------------------------------------------------------------------------
+
+ACTS = "document.title = 'IT RAN'"
+
+
+class Listener(http.server.BaseHTTPRequestHandler):
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def listener() -> Iterator[http.server.ThreadingHTTPServer]:
+    """Serve on a free port of this machine and note in `asked` what is fetched."""
+    Listener.asked = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def hostile(port: int) -> str:
+    """Return a text that takes every way to act: script, handler, style, picture, the end of its own element."""
+    return (
+        f'</pre></div><script>{ACTS}</script><img src=x onerror="{ACTS}"><svg onload="{ACTS}">'
+        f"</style><style>body {{ display: none }}</style><img src='http://127.0.0.1:{port}/spy'>"
+        f"{{{{ 7 * 7 }}}} {{% if %}} \"onload='{ACTS}' <!-- &lt; \ud800 \u202e \0"
+    )
+
+
+def browse(page: Path, *flags: str) -> str:
+    """Open a page and return the document as it is after its scripts have run."""
+    assert CHROMIUM is not None
+    profile = page.parent / f"{page.stem}.profile"
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={profile}",
+    ]
+    command += ["--virtual-time-budget=2000", *flags, page.resolve().as_uri()]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=launch.HANG_SECONDS)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+@needs_browser
+def test_hostile_text_is_shown_and_does_nothing(
+    run_dir: Path, tmp_path: Path, listener: http.server.ThreadingHTTPServer
+) -> None:
+    text = hostile(listener.server_port)
+    append(run_dir, event="sample", text=text, seconds=0.1)
+    append(run_dir, message=text)
+    config = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps(config | {"sample_prompt": text}))
+    other = f'"\'><script>{ACTS}<script><img src=x onerror="{ACTS}">'
+    shutil.copytree(run_dir, run_dir.with_name(other))
+    name, page = html.escape(f"r, {other}", quote=False), tmp_path / "page.html"
+    code, _, error = call("report.py", run_dir, run_dir.with_name(other), "--out", page)
+    assert code == 0, error
+    document = browse(page, "--dump-dom")
+    assert f"<title>{name}</title>" in document
+    assert not re.findall(r"<(?:img|svg onload)", document)
+    assert (document.count("<script"), document.count("<style")) == (1, 1)  # its own
+    shown = text_of(document)
+    assert shown.count("<script>document.title") >= 3  # as text: sample, warning, setting
+    assert "{{ 7 * 7 }} {% if %}" in shown
+    assert Listener.asked == []
+
+    # The same text where nothing holds it does act, in this browser: the test can fail.
+    unguarded = tmp_path / "unguarded.html"
+    unguarded.write_bytes(f"<title>r</title><div><pre>{text}".encode("utf-8", "replace"))
+    assert "IT RAN" in browse(unguarded, "--dump-dom")
+    assert Listener.asked == ["/spy"]
+
+    # And were it not escaped, the page's own policy would still hold it.
+    Listener.asked.clear()
+    escaped = html.escape(text[:30], quote=False)
+    content = page.read_text()
+    at = content.index(escaped, content.index('id="samples-1"'))
+    raw = text.encode("utf-8", "replace").decode()
+    unescaped = tmp_path / "unescaped.html"
+    unescaped.write_text(content[:at] + raw + content[at:])
+    document = browse(unescaped, "--dump-dom")
+    assert f"<script>{ACTS}</script>" in document  # it is there as an element
+    assert f"<title>{name}</title>" in document
+    assert Listener.asked == []
+
+
+@needs_browser
+def test_the_page_is_drawn_with_its_style_and_its_curves(run_dir: Path, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(render(run_dir))
+    light = "--blink-settings=preferredColorScheme=1"
+    browse(page, light, f"--screenshot={picture}", "--window-size=1280,1000", "--hide-scrollbars")
+    pixels = (imread(picture)[:, :, :3] * 255).round().astype(int)
+    assert pixels.shape == (1000, 1280, 3)
+
+    def count(*colour: int) -> int:
+        return int((abs(pixels - colour).max(axis=2) <= 2).sum())
+
+    assert count(0xDF, 0xF3, 0xEA) > 300  # the badge of a completed run: the style sheet applies
+    assert count(0x00, 0x72, 0xB2) > 200  # curves
+
+
+# Writes into the document what a reader with a ruler and a mouse would find.
+MEASURE = """
+const size = (e) => parseFloat(getComputedStyle(e).fontSize);
+const seen = (e) => e.getClientRects().length > 0 && e.textContent.trim() !== "";
+const root = document.documentElement, found = {};
+const texts = [...document.querySelectorAll("body *")].filter((e) => seen(e) &&
+  !["SCRIPT", "STYLE"].includes(e.tagName) && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
+const own = (e) => e.closest(".scroll") === null;
+const box = (e) => e.getBoundingClientRect();
+found.width = root.clientWidth;
+found.dark = matchMedia("(prefers-color-scheme: dark)").matches;
+found.paper = getComputedStyle(document.body).backgroundColor;
+found.ink = getComputedStyle(document.body).color;
+found.texts = texts.length;
+found.smallest = Math.min(...texts.map(size));
+found.scaled = texts.filter((e) => e.tagName === "text").map((e) => box(e).height / size(e));
+found.overflow = root.scrollWidth - root.clientWidth;
+found.outside = texts.filter((e) => own(e) && (box(e).right > root.clientWidth + 1 || box(e).left < -1))
+  .map((e) => e.textContent);
+found.broken = [...document.querySelectorAll("td, th, .tile b")].filter((e) => seen(e) &&
+  !/[ -]/.test(e.textContent) && e.children.length === 0).filter((e) => {
+    const range = document.createRange();
+    range.selectNodeContents(e);
+    return new Set([...range.getClientRects()].map((r) => Math.round(r.top))).size > 1;
+  }).map((e) => e.textContent);
+found.scrolls = [...document.querySelectorAll(".scroll")].filter((e) => e.scrollWidth > e.clientWidth).length;
+const labels = (svg, kind) => [...svg.querySelectorAll(kind)].map(box);
+found.overlaps = [];
+for (const svg of document.querySelectorAll("svg.chart")) if (seen(svg)) {
+  const across = labels(svg, ".x"), down = labels(svg, ".y").reverse();
+  const meet = across.some((b, i) => i && across[i - 1].right > b.left) ||
+    down.some((b, i) => i && down[i - 1].top < b.bottom && down[i - 1].bottom > b.top);
+  if (meet) found.overlaps.push(svg.getAttribute("aria-label"));
+}
+const tip = () => document.querySelector("svg.chart[data-hover]").parentElement.querySelector(".tip");
+const chart = document.querySelector("svg.chart[data-hover]"), frame = box(chart);
+found.tips = [0, 0.5, 1].map((share) => {
+  const at = frame.left + 62 + share * (frame.width - 78);
+  chart.dispatchEvent(new PointerEvent("pointermove", { clientX: at, clientY: frame.top + 50 }));
+  return { text: tip().innerText, left: box(tip()).left, right: box(tip()).right,
+    inside: box(tip()).top >= frame.top && box(tip()).bottom <= frame.bottom };
+});
+chart.dispatchEvent(new PointerEvent("pointerleave"));
+found.hidden = tip().hidden;
+const charts = () => [...document.querySelectorAll("svg.chart[data-hover]")].filter(seen)
+  .map((e) => JSON.parse(e.dataset.hover).axis);
+found.axes = ["step", "tokens", "hours"].map((axis) => {
+  document.querySelector(`label[for=by-${axis}]`).click();
+  return charts();
+});
+parent.document.body.replaceChildren(JSON.stringify(found));
+"""
+
+
+def measured(page: Path, *, width: int, is_dark: bool) -> dict[str, Any]:
+    """Return what MEASURE finds in a page, without the policy that would hold it back."""
+    content = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    content = content.replace("</body>", f"<script>{{{MEASURE}}}</script></body>")
+    frame = f'<iframe width="{width}" height="900" srcdoc="{html.escape(content)}"></iframe>'
+    copy = page.with_name(f"{page.stem}-{width}-{is_dark}.html")  # a window is never below 500 wide
+    copy.write_text(f'<!DOCTYPE html><meta name="color-scheme" content="light dark"><body>{frame}')
+    scheme = f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"
+    document = browse(copy, scheme, "--window-size=1400,900", "--hide-scrollbars", "--dump-dom")
+    found = re.search(r"<body>(.*?)</body>", document, re.DOTALL)
+    assert found is not None
+    values: dict[str, Any] = json.loads(html.unescape(found[1]))
+    return values
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of `rgb(r, g, b)` (WCAG 2.2)."""
+    shares = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 800, 400])
+@pytest.mark.parametrize("runs", [1, 3])
+def test_the_page_is_readable_at_every_width_in_both_schemes(
+    run_dir: Path, tmp_path: Path, runs: int, width: int, is_dark: bool
+) -> None:
+    append(run_dir, message=f"look at {'/a/long/path' * 12}.npy")
+    append(run_dir, event="sample", text="word" * 300, seconds=0.1)
+    for step in range(5, 60):
+        scores = {"acc_norm": 0.25 + step / 1e3, "acc_norm_se": 0.004, "n": 10_042}
+        append(run_dir, event="hellaswag", step=step, **scores, seconds=1.0)
+    more = [run_dir.with_name(f"gpt2-micro_20261121-23542{i}") for i in range(runs - 1)]
+    folders = [run_dir, *(Path(shutil.copytree(run_dir, folder)) for folder in more)]
+    page = tmp_path / "page.html"
+    page.write_text(render(*folders))
+    found = measured(page, width=width, is_dark=is_dark)
+    assert (found["width"], found["dark"]) == (width, is_dark)
+    bright, dark = sorted(map(luminance, (found["paper"], found["ink"])), reverse=True)
+    assert (bright + 0.05) / (dark + 0.05) > 7  # WCAG 2.2, level AAA
+    assert (luminance(found["paper"]) < 0.1) == is_dark
+    assert found["texts"] > 100
+    assert found["smallest"] >= 12  # pixels, in charts too
+    assert len(found["scaled"]) > 20
+    assert all(0.9 < share < 1.6 for share in found["scaled"])  # no chart shrinks its text
+    assert found["overflow"] == 0
+    assert found["outside"] == []
+    assert found["broken"] == []
+    assert found["overlaps"] == []
+    assert found["scrolls"] >= (1 if width < 1280 else 0)
+    first, middle, last = found["tips"]
+    assert first["text"].startswith("step 1\n")
+    assert last["text"].startswith("step 4\n")
+    assert "validation ± standard error: " in middle["text"]
+    assert all(tip["left"] >= 0 and tip["right"] <= width for tip in found["tips"])
+    assert all(tip["inside"] for tip in found["tips"])  # over its chart, not below
+    assert found["hidden"]
+    assert [set(axes) for axes in found["axes"]] == [{"step"}, {"tokens"}, {"hours"}]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_log"),
+    [
+        (12_300, 12_340, False),
+        (1_234_567, 1_234_571, False),
+        (9_000.001, 9_000.004, False),
+        (3.2, 3.3, True),
+        (0.0, 1.0, False),
+        (0.1, 30.0, True),
+    ],
+)
+def test_the_labels_of_an_axis_differ_and_are_at_least_two(
+    low: float, high: float, *, is_log: bool
+) -> None:
+    ticks = Scale(low, high, is_log).ticks()
+    texts = [text for _, text in ticks]
+    assert len(texts) >= 2
+    assert len(set(texts)) == len(texts)
+    assert all(low - 1e-9 <= value <= high + 1e-9 for value, _ in ticks)
+
+
+def test_labels_have_no_more_digits_than_they_need() -> None:
+    assert [text for _, text in Scale(0.0, 0.5).ticks()] == ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]
+    assert [text for _, text in Scale(10_000, 15_000).ticks()][:2] == ["10K", "11K"]
+    assert [text for _, text in Scale(12_300, 12_340).ticks()][:2] == ["12.3K", "12.31K"]
