@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from gpt2lab.commands import command_line
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import RecipeName
+from gpt2lab.training.recipe import PRETRAINING, Recipe
 
 VOCAB = 256
 CONTEXT = 16
@@ -67,3 +74,27 @@ def flags_of(folder: Path, name: str, *more: str) -> list[str]:
         *(f"--hellaswag_path={folder / 'items.jsonl'}", "--hellaswag_freq=2", "--sample_tokens=2"),
         *(f"--run_name={name}", *more),
     ]
+
+
+def parse(argv: Sequence[str], recipe: RecipeName = "pretrain") -> RunRequest:
+    """Return what a command line of the trainer asks for."""
+    return command_line.parse(list(argv), recipe).request
+
+
+def pretrain(
+    request: RunRequest,
+    *,
+    recipe: Recipe = PRETRAINING,
+    preset: str | None = None,
+    fits_schedule: bool = False,
+) -> None:
+    """Train in this process with all that surrounds a run, as far as it is there."""
+    from gpt2lab.training.pretrain import pretrain as train
+
+    if importlib.util.find_spec("gpt2lab.planner") is None:  # the core alone
+        return train(request, recipe=recipe)
+    from gpt2lab.commands.train import extensions
+    from gpt2lab.planner.extension import TrainingPlanner
+
+    planner = TrainingPlanner(preset=preset, fits_schedule=fits_schedule)
+    return train(request, recipe=recipe, extensions=extensions(), planner=planner)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import launch
 from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
-from gpt2lab.commands.command_line import DEFAULTS, parse
+from gpt2lab.commands.command_line import DEFAULTS
 from gpt2lab.commands.data_show import describe as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.commands.preflight import preflight
@@ -28,7 +28,7 @@ from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.report.page import render
 from gpt2lab.tokenizers.chat_template import as_prompt
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
 
@@ -279,7 +279,7 @@ def test_help_shows_no_flag_that_is_rejected(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(("model", "small"), [("gpt2", False), ("gpt2-nano", True)])
 def test_help_shows_the_defaults_of_fine_tuning(model: str, small: bool) -> None:
     command = parse([f"--model={model}", "--init_from=x", "--instructions=demo"], "finetune")
-    preset = command.fresh()
+    preset = command.config
     found = to_flat(FINETUNING.defaults(command, preset))
     others = {name for name, value in to_flat(preset).items() if found[name] != value}
     shown = DEFAULTS["finetune"]

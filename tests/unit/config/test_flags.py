@@ -23,7 +23,7 @@ import pytest
 import tyro
 
 from gpt2lab import paths
-from gpt2lab.commands.command_line import Actions, parse
+from gpt2lab.commands.command_line import Actions
 from gpt2lab.config.other_programs import FLAGS, RENAMED, VALUES
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName, fixed
@@ -32,6 +32,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.planner.alternatives import learning_rates
 from gpt2lab.planner.ask import EstimateRequest, settings_of
 from gpt2lab.report import page as report
+from tiny import parse
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.txt"
 
@@ -160,7 +161,7 @@ def test_a_setting_keeps_its_help_and_policy_at_the_field() -> None:
 
 
 def fresh(*argv: str) -> dict[str, Any]:
-    return to_flat(parse(list(argv)).fresh())
+    return to_flat(parse(list(argv)).config)
 
 
 def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> None:
@@ -174,7 +175,7 @@ def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> Non
 
 
 def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset() -> None:
-    micro = parse(["--model=gpt2-micro"]).fresh()  # what is saved has absolute paths
+    micro = parse(["--model=gpt2-micro"]).config  # what is saved has absolute paths
     saved = override(micro, {"n_layer": 7, "max_lr": 0.5, "seed": 3})
     over = to_flat(parse(["--max_lr=0.25"]).override(saved))
     assert (over["n_layer"], over["max_lr"], over["seed"]) == (7, 0.25, 3)
@@ -182,7 +183,7 @@ def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset
 
 
 def test_typing_a_saved_value_again_changes_nothing() -> None:
-    micro = parse(["--model=gpt2-micro"]).fresh()
+    micro = parse(["--model=gpt2-micro"]).config
     saved = override(micro, {"n_layer": 7, "num_epochs": 2.0})
     command = parse(["--model=gpt2-micro", "--n_layer=7", "--num_epochs=2"])
     assert to_flat(command.override(saved)) == to_flat(saved)

@@ -11,13 +11,13 @@ import pytest
 import gpt2lab
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
 from launch import TRAIN, losses, train_in_forks
+from tiny import parse
 from whole_run import Run
 
 
@@ -27,7 +27,7 @@ def write(folder: Path, text: str, name: str = "settings.toml") -> str:
 
 
 def fresh(*argv: str) -> dict[str, Any]:
-    return to_flat(parse(list(argv)).fresh())
+    return to_flat(parse(list(argv)).config)
 
 
 def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path: Path) 
 
 
 def test_a_file_stands_above_what_a_run_has_saved(tmp_path: Path) -> None:
-    saved = parse(["--model=gpt2-micro", "--seed=3", "--num_epochs=2"]).fresh()
+    saved = parse(["--model=gpt2-micro", "--seed=3", "--num_epochs=2"]).config
     file = write(tmp_path, "log_freq = 7\nmax_steps = 9\n")
     flat = to_flat(parse([file, "--seed=4"]).override(saved))
     assert (flat["log_freq"], flat["seed"], flat["n_layer"]) == (7, 4, 4)

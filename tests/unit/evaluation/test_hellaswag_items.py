@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import hellaswag_tokens
 from gpt2lab.evaluation.hellaswag_items import Item, fetch_hellaswag, read_items, tokenize
 from gpt2lab.evaluation.hellaswag_tokens import Questions, load_questions
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training import resolve as starts
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve, with_hellaswag
-from tiny import write_items
+from tiny import parse, pretrain, write_items
 
 GOOD: dict[str, Any] = {
     "ind": 1,

@@ -17,7 +17,6 @@ from corpora import TEXTS, run_prepare, write_jsonl
 from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.generation import draw
@@ -29,8 +28,8 @@ from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.json_form import byte_alphabet
 from gpt2lab.tokenizers.plain import BYTES, characters_of
 from gpt2lab.tokenizers.training import train_bpe
-from gpt2lab.training.pretrain import pretrain
 from launch import ask
+from tiny import parse, pretrain
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (requirements-dev.txt)")
 

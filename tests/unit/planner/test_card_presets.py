@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.commands.command_line import Command, parse
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, hardware
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, GpuState
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
 from launch import steps
-from tiny import write_shards
+from tiny import parse, pretrain, write_shards
 
 WORLDS = {"1x4090": 1, "1xa100": 1, "1xh200": 1, "4xh200": 4, "8xh100": 8}
 

@@ -18,12 +18,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
-from tiny import CONTEXT, VOCAB, write_shards
+from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
 
 
 @pytest.fixture(scope="module")

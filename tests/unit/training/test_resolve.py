@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.commands import command_line
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.settings import to_flat
 from gpt2lab.data.order import Order
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
+from tiny import parse, pretrain
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
