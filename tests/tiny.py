@@ -13,6 +13,8 @@ from gpt2lab.commands import command_line
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.training.recipe import PRETRAINING, Recipe
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.start import Start
 
 VOCAB = 256
 CONTEXT = 16
@@ -85,16 +87,29 @@ def pretrain(
     request: RunRequest,
     *,
     recipe: Recipe = PRETRAINING,
-    preset: str | None = None,
-    fits_schedule: bool = False,
+    actions: command_line.Actions | None = None,
 ) -> None:
     """Train in this process with all that surrounds a run, as far as it is there."""
     from gpt2lab.training.pretrain import pretrain as train
 
     if importlib.util.find_spec("gpt2lab.planner") is None:  # the core alone
         return train(request, recipe=recipe)
-    from gpt2lab.commands.train import extensions
-    from gpt2lab.planner.extension import TrainingPlanner
+    from gpt2lab.commands.train import extensions, planner_of
 
-    planner = TrainingPlanner(preset=preset, fits_schedule=fits_schedule)
+    planner = planner_of(actions or command_line.Actions())
     return train(request, recipe=recipe, extensions=extensions(), planner=planner)
+
+
+def train(argv: Sequence[str]) -> None:
+    """Train as a command line says, with --preset and --fit_schedule too."""
+    arguments = command_line.parse(list(argv))
+    pretrain(arguments.request, actions=arguments.actions)
+
+
+def resolved(argv: Sequence[str], *, world_size: int = 1) -> Start:
+    """Return what a command line would start, with --preset too."""
+    from gpt2lab.commands.train import planner_of
+
+    arguments = command_line.parse(list(argv))
+    planner = planner_of(arguments.actions)
+    return resolve(arguments.request, world_size=world_size, set_aside=False, planner=planner)

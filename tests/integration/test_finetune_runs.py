@@ -198,7 +198,7 @@ def test_a_run_that_no_longer_improves_stops_and_is_saved(folder: Path, tmp_path
 def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
     def begun(*more: str) -> dict[str, Any]:
         command = parse(["--init_from=x", "--instructions=demo", *more], "finetune")
-        return to_flat(FINETUNING.defaults(command, command.override(preset("modern-micro"))))
+        return to_flat(FINETUNING.defaults(command, command.over(preset("modern-micro"))))
 
     def optim(settings: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(settings[name] for name in ("optimizer", "max_lr", "muon_lr"))

@@ -178,15 +178,19 @@ def chosen_in(values: Mapping[str, Any]) -> frozenset[str]:
     preset has, is not chosen. How long a run of epochs is only its data tell, so that its warm-up counts as chosen.
     """
     recorded = values.get("chosen")
-    if isinstance(recorded, list):
-        return frozenset(name for name in recorded if name in LEAVES)
-    if "num_tokens" not in values:  # no run wrote it
-        return frozenset(values)
+    if "num_tokens" not in values and not isinstance(recorded, list):
+        return frozenset(values)  # no run wrote it
     config = override(Config(), {n: v for n, v in values.items() if n in LEAVES})
+    steps = _steps_of(config)
+    if isinstance(recorded, list):
+        # Somebody may have edited the file: what does not follow was chosen.
+        known = FOLLOWS if steps is not None else {"min_lr"}
+        edited = (known & values.keys()) - _following(config.optim, steps)
+        return frozenset(name for name in recorded if name in LEAVES) | edited
     plain = to_flat(from_repository(preset(config.model.model, optimizer=config.optim.optimizer)))
     now = to_flat(config)
     chosen = {name for name in values if name in LEAVES and now[name] != plain[name]}
-    return frozenset(chosen - _following(config.optim, _steps_of(config)))
+    return frozenset(chosen - _following(config.optim, steps))
 
 
 def _following(optim: OptimConfig, steps: int | None) -> set[str]:

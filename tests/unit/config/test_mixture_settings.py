@@ -80,8 +80,8 @@ def test_typing_what_a_run_has_is_no_change(tmp_path: Path) -> None:
     again = parse(
         ["--data_dir", "a:0.70", f"{tmp_path}/b:3e-1", "--data_weights_at", "1000k:1,2.0"]
     )
-    assert again.override(saved) == saved
-    assert parse([]).override(saved) == saved
+    assert again.over(saved) == saved
+    assert parse([]).over(saved) == saved
 
 
 def test_names_are_as_short_as_may_be() -> None:

@@ -21,7 +21,7 @@ from gpt2lab.training.progress import Interval, RunClock
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.stop import find_deadlines, find_due
 from launch import events, steps, train_in_forks
-from tiny import parse, pretrain
+from tiny import parse, pretrain, train
 
 
 def estimate_of(run_dir: Path) -> dict:
@@ -85,16 +85,16 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(
 ) -> None:
     fit = ["--fit_schedule", "--max_hours=0.05", "--max_steps=1000000", "--stop_after_steps=1"]
     with pytest.raises(ConfigError, match="--measure"):
-        pretrain(parse([*tiny_flags, *fit, "--run_name=early"]))
+        train([*tiny_flags, *fit, "--run_name=early"])
     assert not (tmp_path / "runs" / "early").exists()
     pretrain(parse([*tiny_flags, "--max_steps=30"]))
-    pretrain(parse([*tiny_flags, *fit, "--run_name=fitted"]))
+    train([*tiny_flags, *fit, "--run_name=fitted"])
     (begin,) = events(tmp_path / "runs" / "fitted", "begin")
     assert 1 <= begin["max_steps"] < 1_000_000
     predicted = estimate_of(tmp_path / "runs" / "fitted")["estimate"]
     assert predicted["high_hours"] <= 0.05
     with pytest.raises(ConfigError, match="--max_hours"):
-        pretrain(parse([*tiny_flags, "--fit_schedule", "--run_name=other"]))
+        train([*tiny_flags, "--fit_schedule", "--run_name=other"])
     with pytest.raises(ConfigError, match="fresh"):
         parse(["--fit_schedule", "--resume=latest"])
 
@@ -104,10 +104,10 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(
 )
 def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed: list[str]) -> None:
     command = parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
-    assert command.finds_mini_batch
+    assert command.open_settings == {"mini_batch_size"}
     assert command.config.batch.mini_batch_size == 8
-    assert not parse(["--mini_batch_size=4"]).finds_mini_batch
-    assert "mini_batch_size" not in command.typed
+    assert not parse(["--mini_batch_size=4"]).open_settings
+    assert "mini_batch_size" not in command.chosen
 
 
 def test_the_poorest_process_decides_the_mini_batch_of_all(

@@ -130,7 +130,9 @@ def test_a_resume_cannot_be_given_another_beginning(folder: Path, tmp_path: Path
     command = parse(
         flags(folder, tmp_path / "runs", "base", "--resume=latest", f"--init_from={folder / 'hf'}")
     )
-    with pytest.raises(ConfigError, match="cannot continue from another beginning: init_from None"):
+    with pytest.raises(
+        ConfigError, match="cannot continue from different initial weights: init_from None"
+    ):
         resolve(command, world_size=1, set_aside=False)
 
 

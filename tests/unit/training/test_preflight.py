@@ -48,7 +48,7 @@ def ask(
     argv = [*run.flags, *more, "--preflight", "--json"]
     monkeypatch.setattr(sys, "argv", ["src/train.py", *argv])
     capsys.readouterr()
-    code = preflight.preflight(parse(argv))
+    code = preflight.preflight(parse(argv), as_json=True)
     return code, json.loads(capsys.readouterr().out)
 
 
