@@ -6,7 +6,9 @@ Ours are .npy; shards.json may name files of other programs too, with the type a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,6 +38,7 @@ from gpt2lab.tokenizers.plain import BYTES
 if TYPE_CHECKING:
     import numpy as np
 
+IndexLayout = Literal["datatrove", "megatron"]
 JOURNAL = "progress.json"  # of a preparation that has not ended
 RAW_SUFFIX = ".bin"
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
@@ -44,6 +47,9 @@ _BLOCK = 1 << 22
 # numpy parses headers by ast, which fails in two threads at once up to Python 3.11.7
 # (https://github.com/python/cpython/issues/106905).
 _ONE_HEADER = threading.Lock()
+_SAMPLE_BYTES = 1 << 16
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _ROWS_OF_BYTES = 384  # of a model of bytes: their 257 ids, and rows up to the next multiple of 128
 
 
@@ -52,7 +58,7 @@ class DocumentIndex:
     """The file of another program that says where the documents of a shard end."""
 
     path: Path
-    layout: Literal["datatrove", "megatron"]
+    layout: IndexLayout
     sha256: str
 
 
@@ -215,10 +221,8 @@ def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:
 def document_ends(shard: Shard) -> np.ndarray:
     """Return where a shard's documents end by its index, (documents,) int64, in tokens from its beginning.
 
-    Raises: DataError if the index is gone or no longer what it was.
+    Raises: DataError if the index is missing or has changed.
     """
-    from gpt2lab.interop import token_files as formats
-
     assert shard.index is not None
     path = shard.index.path
     try:
@@ -226,9 +230,104 @@ def document_ends(shard: Shard) -> np.ndarray:
             raise DataError(
                 f"{path}: damaged (its sha256 is not the one in {MANIFEST}); restore the file"
             )
-        return formats.document_ends(shard.index.layout, path)
+        return read_document_ends(shard.index.layout, path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; restore the file") from error
+
+
+def read_document_ends(layout: IndexLayout, index: Path) -> np.ndarray:
+    """Return where the documents of a file end by the index beside it, (documents,) int64; empty ones are left out.
+
+    Raises: DataError; OSError.
+    """
+    import numpy as np
+
+    if layout == "datatrove":
+        ends = read_datatrove_index(index)
+    else:
+        _, lengths, _, bounds = map_megatron_index(index)
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[bounds[1:]]
+    return ends[np.diff(ends, prepend=0) > 0]
+
+
+def read_datatrove_index(path: Path) -> np.ndarray:
+    """Return the ends of the documents of a datatrove file, (documents,) int64; stored as uint64.
+
+    Raises: DataError; OSError.
+    """
+    import numpy as np
+
+    size = path.stat().st_size
+    if size % 8:
+        raise DataError(
+            f"{path}: {size} bytes, but an index has 8 bytes a document; truncated copy?"
+        )
+    ends = np.fromfile(path, "<u8")
+    if (ends >= 2**62).any() or (np.diff(ends.astype(np.int64), prepend=0) < 0).any():
+        raise DataError(f"{path}: the ends of its documents do not ascend; damaged")
+    return ends.astype(np.int64)
+
+
+def map_megatron_index(index: Path) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the code of the ids' type, and by memory map lengths and byte offsets of sequences and documents' bounds.
+
+    Header: magic (9 bytes), version, code of the type (1 byte), number of sequences, number of bounds; then lengths
+    (int32), offsets (int64), bounds (int64, in sequences, from 0). Source: Megatron-LM
+    megatron/core/datasets/indexed_dataset.py.
+
+    Raises: DataError; OSError.
+    """
+    import numpy as np
+
+    size = index.stat().st_size
+    with open_regular(index) as file:
+        head = file.read(_MEGATRON_HEADER.size)
+    if head.startswith(b"TNTIDX\x00\x00"):
+        raise DataError(
+            f"{index}: Megatron's format before MMIDIDX (lazy, cached); write it again as mmap"
+        )
+    if not head.startswith(_MEGATRON_MAGIC):
+        raise DataError(f"{index}: does not begin with MMIDIDX as Megatron's indices do")
+    if len(head) < _MEGATRON_HEADER.size:
+        raise DataError(f"{index}: {size} bytes; truncated copy?")
+    _, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(head)
+    if version != 1:
+        raise DataError(f"{index}: version {version} of Megatron's index; known is 1")
+    starts = list(
+        itertools.accumulate([_MEGATRON_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
+    )
+    if size == starts[-1] + sequences and sequences:
+        raise DataError(f"{index}: has a mode for each sequence, of images perhaps; not only text")
+    if size != starts[-1]:
+        raise DataError(
+            f"{index}: {size} bytes, but its header promises {starts[-1]}; truncated copy?"
+        )
+    lengths, pointers, documents = (
+        np.memmap(index, kind, "r", offset=start, shape=(count,)) if count else np.empty(0, kind)
+        for kind, start, count in zip(
+            ("<i4", "<i8", "<i8"), starts[:3], (sequences, sequences, bounds), strict=True
+        )
+    )
+    ascends = bounds > 0 and bool((np.diff(documents, prepend=0) >= 0).all())
+    if not ascends or documents[0] != 0 or documents[-1] != sequences:
+        raise DataError(
+            f"{index}: its documents do not begin at sequence 0 and end at {sequences}; damaged"
+        )
+    return code, lengths, pointers, documents
+
+
+def looks_32_bit(path: Path, offset: int = 0) -> bool:
+    """Tell whether ids taken for uint16 are 32 bits wide: at every second place nothing above 15, elsewhere larger.
+
+    The upper half of an id is at most 15 in vocabularies of up to a million.
+    """
+    import numpy as np
+
+    with open_regular(path) as file:
+        file.seek(offset)
+        sample = file.read(_SAMPLE_BYTES)
+    ids = np.frombuffer(sample[: len(sample) // 4 * 4], "<u2")
+    return len(ids) > 0 and int(ids[1::2].max()) < 16 <= int(ids[::2].max())
 
 
 def open_shard(path: Path) -> Shard:
@@ -238,13 +337,12 @@ def open_shard(path: Path) -> Shard:
     """
     from numpy.lib import format as npy  # numpy only where shards are really opened
 
-    from gpt2lab.interop import token_files as formats
-
     try:
         size = path.stat().st_size
         if path.suffix == RAW_SUFFIX:
-            raw = formats.read_raw(path, None, 0)
-            return Shard(path, raw.tokens, raw.offset)
+            if size % 2 or looks_32_bit(path):
+                raise DataError(f"{path}: {size} bytes, not uint16 ids; import the folder again")
+            return Shard(path, size // 2, 0)
         with open_regular(path) as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0

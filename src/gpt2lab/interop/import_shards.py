@@ -26,7 +26,13 @@ from gpt2lab.data.manifest import (
     end_of_text_of,
     write_manifest,
 )
-from gpt2lab.data.shards import RAW_SUFFIX, measure_shard, names_on_disk, open_shard
+from gpt2lab.data.shards import (
+    RAW_SUFFIX,
+    measure_shard,
+    names_on_disk,
+    open_shard,
+    read_document_ends,
+)
 from gpt2lab.errors import ConfigError, DataError, system_errors_as
 from gpt2lab.files import create_durably, sha256_of, sweep_temporaries
 from gpt2lab.interop import token_files as formats
@@ -377,8 +383,9 @@ def _measure_file(
     dtype, bound = DTYPES[file.dtype]
     marks, index_hash = None, None
     if file.index is not None:
+        assert file.layout in ("datatrove", "megatron")  # no others have one
         index_hash = sha256_of(file.index)
-        ends = formats.document_ends(file.layout, file.index)
+        ends = read_document_ends(file.layout, file.index)
         marks = _Marks(ends, -1 if end_of_text is None else end_of_text)
     facts = measure_shard(
         file.path,

@@ -7,7 +7,6 @@ data/openwebtext/prepare.py.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from gpt2lab.data.shards import looks_32_bit, map_megatron_index, read_datatrove_index
 from gpt2lab.errors import DataError
 from gpt2lab.files import open_regular
 
@@ -37,9 +37,6 @@ _LLMC_KINDS = {  # magic: version, type of the ids, tokenizer
     20240801: (7, "uint32", "llama-3"),
 }
 _LLMC_MAGICS = range(20240000, 20250000)  # of its models, evaluations and tokenizers too
-_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-_MEGATRON_OLD_MAGIC = b"TNTIDX\x00\x00"
-_MEGATRON_HEADER_BYTES = 34
 _MEGATRON_DTYPES = {
     1: "uint8",
     2: "int8",
@@ -51,7 +48,6 @@ _MEGATRON_DTYPES = {
     8: "uint16",
 }
 _BLOCK = 1 << 20  # sequences of an index checked at a time
-_SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
         tokenizer, width, tokens = _read_metadata(metadata)
         dtype = _agree(path, dtype, width, metadata.name)
     if index.exists():
-        ends = _read_datatrove_index(index)
+        ends = read_datatrove_index(index)
         last = int(ends[-1]) if len(ends) else 0
         if tokens is not None and last != tokens:
             raise DataError(f"{index}: ends at token {last}, {metadata.name} says {tokens}")
@@ -165,7 +161,10 @@ def read_megatron(path: Path) -> TokenFile:
     Raises: DataError; OSError.
     """
     index = path.with_suffix(".idx")
-    dtype, lengths, pointers, _ = _map_megatron(index)
+    code, lengths, pointers, _ = map_megatron_index(index)
+    dtype = _MEGATRON_DTYPES.get(code, f"type {code}")
+    if dtype not in DTYPES:
+        raise DataError(f"{index}: ids of {dtype}; supported are {', '.join(DTYPES)}")
     width = np.dtype(DTYPES[dtype][0]).itemsize
     tokens = 0
     for begin in range(0, len(lengths), _BLOCK):
@@ -207,33 +206,6 @@ def read_raw(path: Path, dtype: str | None, offset: int) -> TokenFile:
     )
 
 
-def looks_32_bit(path: Path, offset: int = 0) -> bool:
-    """Tell whether ids taken for uint16 are 32 bits wide: at every second place nothing above 15, elsewhere larger.
-
-    The upper half of an id is at most 15 in vocabularies of up to a million.
-    """
-    with open_regular(path) as file:
-        file.seek(offset)
-        sample = file.read(_SAMPLE_BYTES)
-    ids = np.frombuffer(sample[: len(sample) // 4 * 4], "<u2")
-    return len(ids) > 0 and int(ids[1::2].max()) < 16 <= int(ids[::2].max())
-
-
-def document_ends(layout: Layout, index: Path) -> np.ndarray:
-    """Return where the documents of a datatrove or Megatron file end, (documents,) int64, in tokens from its beginning.
-
-    Empty documents are left out.
-
-    Raises: DataError; OSError.
-    """
-    if layout == "datatrove":
-        ends = _read_datatrove_index(index)
-    else:
-        _, lengths, _, documents = _map_megatron(index)
-        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[documents[1:]]
-    return ends[np.diff(ends, prepend=0) > 0]
-
-
 def _read_metadata(path: Path) -> tuple[str, str, int]:
     """Return tokenizer, type of the ids and number of tokens: `gpt2|2`, `57`, and the number for people."""
     try:
@@ -245,63 +217,6 @@ def _read_metadata(path: Path) -> tuple[str, str, int]:
         raise DataError(
             f"{path}: not datatrove's metadata, a line such as gpt2|2 and one with the number of tokens"
         ) from error
-
-
-def _read_datatrove_index(path: Path) -> np.ndarray:
-    """Return the ends of the documents, (documents,) int64; stored as uint64."""
-    size = path.stat().st_size
-    if size % 8:
-        raise DataError(f"{path}: {size} bytes; an index of 8 bytes a document is cut off")
-    ends = np.fromfile(path, "<u8")
-    if (ends >= 2**62).any() or (np.diff(ends.astype(np.int64), prepend=0) < 0).any():
-        raise DataError(f"{path}: the ends of its documents do not ascend; damaged")
-    return ends.astype(np.int64)
-
-
-def _map_megatron(index: Path) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
-    """Return type of the ids, and by memory map lengths and byte offsets of the sequences, and bounds of the documents.
-
-    Header: magic (9 bytes), version, code of the type (1 byte), number of sequences, number of bounds; then lengths
-    (int32), offsets (int64), bounds (int64, in sequences, from 0).
-    """
-    size = index.stat().st_size
-    with open_regular(index) as file:
-        head = file.read(_MEGATRON_HEADER_BYTES)
-    if head.startswith(_MEGATRON_OLD_MAGIC):
-        raise DataError(
-            f"{index}: Megatron's format before MMIDIDX (lazy, cached); write it again as mmap"
-        )
-    if not head.startswith(_MEGATRON_MAGIC):
-        raise DataError(f"{index}: does not begin with MMIDIDX as Megatron's indices do")
-    if len(head) < _MEGATRON_HEADER_BYTES:
-        raise DataError(f"{index}: {size} bytes; truncated copy?")
-    version, code, sequences, bounds = struct.unpack("<QBQQ", head[len(_MEGATRON_MAGIC) :])
-    if version != 1:
-        raise DataError(f"{index}: version {version} of Megatron's index; known is 1")
-    dtype = _MEGATRON_DTYPES.get(code, f"type {code}")
-    if dtype not in DTYPES:
-        raise DataError(f"{index}: ids of {dtype}; read are {', '.join(DTYPES)}")
-    starts = list(
-        itertools.accumulate([_MEGATRON_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * bounds])
-    )
-    if size == starts[-1] + sequences and sequences:
-        raise DataError(f"{index}: has a mode for each sequence, of images perhaps; not only text")
-    if size != starts[-1]:
-        raise DataError(
-            f"{index}: {size} bytes, but its header promises {starts[-1]}; truncated copy?"
-        )
-    lengths, pointers, documents = (
-        np.memmap(index, kind, "r", offset=start, shape=(count,)) if count else np.empty(0, kind)
-        for kind, start, count in zip(
-            ("<i4", "<i8", "<i8"), starts[:3], (sequences, sequences, bounds), strict=True
-        )
-    )
-    ascends = bounds > 0 and bool((np.diff(documents, prepend=0) >= 0).all())
-    if not ascends or documents[0] != 0 or documents[-1] != sequences:
-        raise DataError(
-            f"{index}: its documents do not begin at sequence 0 and end at {sequences}; damaged"
-        )
-    return dtype, lengths, pointers, documents
 
 
 def _agree(path: Path, typed: str | None, found: str, where: str) -> str:

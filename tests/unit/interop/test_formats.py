@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "datatrove cut": ("datatrove", cut(DS, 2), f"{DS}: .* promises"),
     "datatrove cut within an id": ("datatrove", cut(DS, 1), f"{DS}: .* promises"),
-    "datatrove index cut": ("datatrove", cut(f"{DS}.index", 3), "8 bytes a document is cut off"),
+    "datatrove index cut": ("datatrove", cut(f"{DS}.index", 3), "8 bytes a document"),
     "datatrove index short": (
         "datatrove",
         cut(f"{DS}.index", 8),
@@ -259,7 +259,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "Megatron index of something else": ("Megatron", patch(MEG, 0, b"PK"), "does not begin with"),
     "Megatron before MMIDIDX": ("Megatron", patch(MEG, 0, b"TNTIDX\0\0"), "before MMIDIDX"),
     "Megatron of version 2": ("Megatron", patch(MEG, 9, b"\2"), "version 2 of Megatron"),
-    "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5"), "ids of int64; read are uint16"),
+    "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5"), "ids of int64; supported are uint16"),
     "Megatron of floats": ("Megatron", patch(MEG, 17, b"\7"), "ids of float32"),
     "Megatron of type 9": ("Megatron", patch(MEG, 17, b"\x09"), "ids of type 9"),
     "Megatron out of order": ("Megatron", _swap_two_sequences, "gaps or another order"),
