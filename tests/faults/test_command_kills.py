@@ -22,7 +22,7 @@ from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.commands.command_line import parse
 from gpt2lab.model.gpt import build_model
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.tokenizers.training import train_bpe
+from gpt2lab.tokenizers.huggingface import train_bpe
 from launch import call
 from ranks import run_ranks
 from tiny import write_shards

@@ -25,17 +25,17 @@ from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.manifest import write_manifest
-from gpt2lab.data.prepare.learning_text import learning_texts
+from gpt2lab.data.prepare.pipeline import learning_texts
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 from gpt2lab.training.pretrain import pretrain
 from launch import ask, call
 from tiny import CONTEXT, flags_of, write_items

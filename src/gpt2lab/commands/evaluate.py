@@ -255,7 +255,7 @@ class _Subject:
         from gpt2lab.config.mixture import read_sources
         from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
         from gpt2lab.data.shards import open_data
-        from gpt2lab.evaluation.by_source import open_validation
+        from gpt2lab.evaluation.validation import open_validation
         from gpt2lab.tokenizers.opening import require_same
 
         target, model = self.target, self.model
@@ -281,8 +281,7 @@ class _Subject:
     def hellaswag(self) -> HellaSwag:
         """Return the items, as the run has them where nothing else was typed."""
         from gpt2lab.evaluation.hellaswag import HellaSwag
-        from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag
-        from gpt2lab.evaluation.hellaswag_tokens import load_questions
+        from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, load_questions
         from gpt2lab.tokenizers.opening import why_no_text
 
         wanted, of_run = self.wanted, self.settings.eval

@@ -24,8 +24,7 @@ from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
-from gpt2lab.evaluation.by_source import open_validation
-from gpt2lab.evaluation.validation import ValidationLoss
+from gpt2lab.evaluation.validation import ValidationLoss, open_validation
 from gpt2lab.files import sha256_of
 from gpt2lab.interop.foreign import Foreign, read_foreign
 from gpt2lab.interop.nanogpt import Entry, differences, entries_of

@@ -50,11 +50,11 @@ class Train:
 
     def execute(self) -> int:
         """Learn, write, and print what it is."""
-        from gpt2lab.data.prepare.learning_text import learning_texts
+        from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
         from gpt2lab.tokenizers.gpt2 import CUTS
+        from gpt2lab.tokenizers.huggingface import train_bpe
         from gpt2lab.tokenizers.plain import BYTES, characters_of
-        from gpt2lab.tokenizers.training import train_bpe
 
         out = paths.from_working_directory(self.out)
         if out.exists():
@@ -129,7 +129,7 @@ class Show:
         return 0
 
     def _texts(self) -> Iterator[str]:
-        from gpt2lab.data.prepare.learning_text import learning_texts
+        from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
         from gpt2lab.tokenizers.gpt2 import CUTS
 

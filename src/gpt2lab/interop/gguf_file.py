@@ -26,8 +26,7 @@ from gpt2lab.files import staged_new_file
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.huggingface import splits_as_gpt2
-from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.json_form import byte_alphabet
+from gpt2lab.tokenizers.interface import Tokenizer, byte_alphabet
 from gpt2lab.tokenizers.opening import why_no_text
 
 GgufDtype = Literal["float32", "float16", "q8_0"]

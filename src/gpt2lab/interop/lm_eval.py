@@ -40,7 +40,7 @@ from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError, NonFiniteError
 from gpt2lab.evaluation.generation import draw_each
-from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows, score_and_rank
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score_and_rank
 from gpt2lab.model import rng
 from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
-from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.json_form import json_of_merges
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, json_of_merges
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import read_regular
-from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.json_form import byte_alphabet, json_without_merges
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet, json_without_merges
 
 if TYPE_CHECKING:
     import numpy as np

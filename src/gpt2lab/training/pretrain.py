@@ -38,7 +38,7 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.evaluation.hellaswag import HellaSwag
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.mirror.resume import (
     catch_up_after_end,
     fetch_on_this_machine,

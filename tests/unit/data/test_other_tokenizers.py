@@ -19,9 +19,9 @@ from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import Wanted, adopt
 from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
 # More ids than 16 bits hold; the letters of the text come last.

@@ -17,7 +17,7 @@ from gpt2lab.data.prepare.encode import Chunk, EncoderPool, encode_chunks
 from gpt2lab.data.prepare.groups import File, deal
 from gpt2lab.data.prepare.pipeline import Sizes, plan_preparation
 from gpt2lab.data.prepare.sources import open_source
-from gpt2lab.data.prepare.split import KEYS, Divider, SplitRule, rule_by_documents
+from gpt2lab.data.prepare.write import KEYS, Divider, SplitRule, rule_by_documents
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2
 

@@ -19,7 +19,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.evaluation.generation import _pick, draw, draw_each, sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.model.gpt import GPT, attend, build_model
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from gpt2lab.training.pretrain import pretrain

@@ -24,11 +24,9 @@ from gpt2lab.evaluation.generation import draw
 from gpt2lab.interop import gguf_file
 from gpt2lab.interop.gguf_file import export_gguf
 from gpt2lab.tokenizers.gpt2 import GPT2
-from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer
-from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.json_form import byte_alphabet
+from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet
 from gpt2lab.tokenizers.plain import BYTES, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 from gpt2lab.training.pretrain import pretrain
 from launch import ask
 

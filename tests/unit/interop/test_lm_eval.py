@@ -23,11 +23,11 @@ from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.evaluate import Evaluate, evaluate
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation import scoring
+from gpt2lab.evaluation import hellaswag
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.interop.export import export
 from gpt2lab.report.page import render
-from gpt2lab.tokenizers.training import train_bpe
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.training.pretrain import pretrain
 from launch import SCRIPTS, ask
 from own_tasks import ITEMS, NAMES, write_tasks
@@ -221,7 +221,7 @@ def test_answers_are_taken_from_lm_evals_cache(
 ) -> None:
     model, cache = ours(folder, "plain"), str(tmp_path / "cache")
     first = measure(folder, model, use_cache=cache)
-    monkeypatch.setattr(scoring, "_predict", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(hellaswag, "_predict", lambda *_: pytest.fail("computed again"))
     again = measure(folder, model, use_cache=cache)
     assert again["results"] == first["results"]
 

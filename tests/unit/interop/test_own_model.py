@@ -32,9 +32,9 @@ from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.hf_config import HF_CONFIG, read_hf_config
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.tokenizers.chat_template import Turn, encode
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 from gpt2lab.training.init_from import begin_from
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve

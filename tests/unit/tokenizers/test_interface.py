@@ -14,10 +14,10 @@ import pytest
 
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.opening import find_in, of_record, open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 
 TEXTS = [
     "Hello, I'm a model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345",
@@ -273,7 +273,7 @@ def test_training_depends_neither_on_order_nor_on_threads(trained: Tokenizer) ->
     code = (
         "import sys; sys.path.insert(0, 'tests/unit/tokenizers')\n"
         "from test_interface import CORPUS\n"
-        "from gpt2lab.tokenizers.training import train_bpe\n"
+        "from gpt2lab.tokenizers.huggingface import train_bpe\n"
         "print(train_bpe(CORPUS, 400).hash)"
     )
     root = Path(__file__).resolve().parents[3]
@@ -299,7 +299,7 @@ def test_training_says_what_does_not_fit() -> None:
 
 def test_tokenizers_are_opened_without_torch() -> None:
     code = (
-        "import sys; from gpt2lab.tokenizers import opening, training, plain; "
+        "import sys; from gpt2lab.tokenizers import opening, huggingface, plain; "
         "opening.open_tokenizer('bytes'); "
         "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
     )

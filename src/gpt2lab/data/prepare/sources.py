@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
-from gpt2lab.checkpoint.hub import is_offline
+from gpt2lab.checkpoint.target import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError

@@ -20,8 +20,7 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.prepare.encode import EncoderPool
 from gpt2lab.data.prepare.groups import Group
 from gpt2lab.data.prepare.readers import Stream, digest_of, read
-from gpt2lab.data.prepare.split import Divider, SplitRule
-from gpt2lab.data.prepare.write import ShardWriter
+from gpt2lab.data.prepare.write import Divider, ShardWriter, SplitRule
 from gpt2lab.errors import DataError
 from gpt2lab.files import sync_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
