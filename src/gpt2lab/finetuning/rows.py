@@ -138,6 +138,20 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
     )
 
 
+def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: str) -> Rows:
+    """Return the conversations that a run held out; `fingerprint`: of those that it learned from.
+
+    Raises: DataError if the conversations have changed since; ConfigError.
+    """
+    data = open_instructions(config, tokenizer)
+    if data.fingerprint != fingerprint:
+        raise DataError(
+            f"{config.tuning.instructions}: not the conversations that the run learned (fingerprint "
+            f"{data.fingerprint[:12]}, the run's {fingerprint[:12]}), so those held out are not known; restore it"
+        )
+    return data.rows["val"]
+
+
 def _encode(
     conversations: list[Conversation], T: int, tokenizer: Tokenizer
 ) -> tuple[list[Encoded], tuple[str, ...]]:

@@ -36,6 +36,17 @@ _BOOTSTRAPS = 1000
 
 
 @dataclass(frozen=True)
+class TaskRequest:
+    """Which tasks of lm-eval to measure, and how."""
+
+    names: str  # separated by commas
+    limit: int | None = None  # of each task only the first items
+    num_fewshot: int | None = None  # None: as the task says
+    tasks_path: Path | None = None  # a folder with more tasks as YAML files
+    apply_chat_template: bool = False
+
+
+@dataclass(frozen=True)
 class Measured:
     """Tasks and groups of tasks: their numbers as JSON values, and the results of tasks item by item."""
 
@@ -56,20 +67,14 @@ def require_lm_eval(tasks_path: Path | None) -> None:
 
 
 def measure_tasks(
-    names: str,
+    request: TaskRequest,
     target: Target,
     model: GPT,
     *,
     strategy: Strategy,
     runtime: Runtime,
-    limit: int | None,
-    num_fewshot: int | None,
-    tasks_path: Path | None,
-    apply_chat_template: bool,
 ) -> Measured | None:
-    """Return what lm-eval's tasks `names`, separated by commas, measure; None on other ranks than 0.
-
-    `tasks_path`: a folder with more tasks as YAML files. `limit`: of each task only the first items.
+    """Return what the tasks of lm-eval measure; None on other ranks than 0.
 
     Raises: ConfigError, DataError in one line.
     """
@@ -80,10 +85,10 @@ def measure_tasks(
         from gpt2lab.interop.lm_eval import GPT2LabLM
 
         answerer = GPT2LabLM(target, model, strategy=strategy, runtime=runtime)
-        if apply_chat_template:
+        if request.apply_chat_template:
             answerer.chat_template(True)  # fails before any data is read
-        wanted = [name.strip() for name in names.split(",") if name.strip()]
-        manager = _in_one_line(lambda: _manager(wanted, tasks_path))
+        wanted = [name.strip() for name in request.names.split(",") if name.strip()]
+        manager = _in_one_line(lambda: _manager(wanted, request.tasks_path))
         load = manager.load
         manager.load = lambda names: runtime.on_all_ranks(lambda: _in_one_line(lambda: load(names)))
         found = _in_one_line(
@@ -91,9 +96,9 @@ def measure_tasks(
                 model=answerer,
                 tasks=wanted,
                 task_manager=manager,
-                limit=limit,
-                num_fewshot=num_fewshot,
-                apply_chat_template=apply_chat_template,
+                limit=request.limit,
+                num_fewshot=request.num_fewshot,
+                apply_chat_template=request.apply_chat_template,
                 bootstrap_iters=0 if runtime.rank else _BOOTSTRAPS,
             )
         )
