@@ -20,7 +20,7 @@ from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.commands.command_line import parse
-from gpt2lab.commands.data_show import describe as describe_tokens
+from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat

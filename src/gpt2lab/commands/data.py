@@ -54,10 +54,10 @@ class Stats:
 
     def execute(self) -> int:
         """Print the counts."""
-        from gpt2lab.data.verify import describe, measure
+        from gpt2lab.data.verify import measure, stats_table
 
         folder = paths.from_working_directory(self.folder)
-        print(describe(folder, measure(folder)))
+        print(stats_table(folder, measure(folder)))
         return 0
 
 
@@ -77,7 +77,7 @@ class Show:
 
         run_dir = history.find_run(self.run)
         tokens = data_show.tokens_of_step(run_dir, self.step, self.data_dir)
-        print(data_show.describe(run_dir, tokens, as_text=self.text))
+        print(data_show.tokens_as_text(run_dir, tokens, as_text=self.text))
         return 0
 
 
@@ -116,11 +116,11 @@ class Import:
 
     def execute(self) -> int:
         """Write the manifest and print what it holds."""
-        from gpt2lab.interop.import_shards import Wanted, adopt
+        from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
-        wanted = Wanted(
+        wanted = ImportOptions(
             layout=self.format,
             dtype=self.dtype,
             offset=self.offset,
@@ -131,7 +131,7 @@ class Import:
             train_files=self.train_files,
             val_files=self.val_files,
         )
-        manifest = adopt(folder, wanted, out)
+        manifest = import_folder(folder, wanted, out)
         print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
         return 0
 

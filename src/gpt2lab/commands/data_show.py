@@ -118,7 +118,7 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     )
 
 
-def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
+def tokens_as_text(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
     """Print the windows in sample order, as ids or as text, each with its place."""
     tokenizer = tokens.tokenizer
     if as_text and tokenizer is None:

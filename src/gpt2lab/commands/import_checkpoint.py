@@ -26,7 +26,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.validation import ValidationLoss, open_validation
 from gpt2lab.files import sha256_of
-from gpt2lab.interop.foreign import Foreign, read_foreign
+from gpt2lab.interop.foreign import ForeignCheckpoint, read_foreign
 from gpt2lab.interop.nanogpt import Entry, differences, entries_of
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, build_model
@@ -107,7 +107,7 @@ class _Problems:
             raise first if len(texts) == 1 else type(first)("; ".join(texts))
 
 
-def _plan(command: Command, path: Path) -> tuple[Foreign, Start, list[Entry]]:
+def _plan(command: Command, path: Path) -> tuple[ForeignCheckpoint, Start, list[Entry]]:
     """Return the file, the run that it becomes, and what that takes from the file.
 
     Raises: GPT2LabError with everything that is wrong with both.
@@ -161,7 +161,7 @@ def _open_data(command: Command) -> None:
         open_data(folder, vocab_size=None)
 
 
-def _check_shape(command: Command, foreign: Foreign, path: Path) -> None:
+def _check_shape(command: Command, foreign: ForeignCheckpoint, path: Path) -> None:
     typed = command.fresh().model
     of_run = _VOCABULARY - command.values.keys() if "num_tokens" in command.file else set()
     wrong = [
@@ -173,7 +173,7 @@ def _check_shape(command: Command, foreign: Foreign, path: Path) -> None:
         raise ConfigError("; ".join(wrong))
 
 
-def _entries(foreign: Foreign, tokenizer: Tokenizer | None, path: Path) -> list[Entry]:
+def _entries(foreign: ForeignCheckpoint, tokenizer: Tokenizer | None, path: Path) -> list[Entry]:
     if not foreign.is_nanogpt:
         return []
     try:
@@ -188,7 +188,7 @@ def _entries(foreign: Foreign, tokenizer: Tokenizer | None, path: Path) -> list[
 
 
 def _with_taken(
-    command: Command, foreign: Foreign, entries: list[Entry], tokenizer: Tokenizer | None
+    command: Command, foreign: ForeignCheckpoint, entries: list[Entry], tokenizer: Tokenizer | None
 ) -> Command:
     """Return the command line as if the file's shape and settings were typed, where others were not, nor in --config.
 
@@ -218,7 +218,7 @@ def _given_length(command: Command) -> str | None:
     return None
 
 
-def _table(entries: list[Entry], start: Start, foreign: Foreign, command: Command) -> str:
+def _table(entries: list[Entry], start: Start, foreign: ForeignCheckpoint, command: Command) -> str:
     """Write what was taken from nanoGPT's settings, and what is another here and why."""
     flat = to_flat(start.config)
     length = _given_length(command)
@@ -252,7 +252,7 @@ def _table(entries: list[Entry], start: Start, foreign: Foreign, command: Comman
 # -- doing it ----------------------------------------------------------------------------------------------------------
 
 
-def _model(start: Start, foreign: Foreign) -> GPT:
+def _model(start: Start, foreign: ForeignCheckpoint) -> GPT:
     model = build_model(start.config.model, seed=start.config.data.seed, device=torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -285,7 +285,7 @@ def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLos
 
 def _commit(
     start: Start,
-    foreign: Foreign,
+    foreign: ForeignCheckpoint,
     model: GPT,
     path: Path,
     runtime: Runtime,

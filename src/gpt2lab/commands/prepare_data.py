@@ -113,7 +113,7 @@ def prepare(flags: PrepareData) -> Path:
     for warning in result.warnings if result else ():
         say(f"warning: {warning}")
     already = f"{paths.display_path(folder)}: already prepared"
-    print(pipeline.describe(result) if result else already)
+    print(pipeline.result_table(result) if result else already)
     if part[1] == 1:
         manifest = result.manifest if result else read_manifest(folder)
         tokens = sum(file["tokens"] for file in manifest["files"])

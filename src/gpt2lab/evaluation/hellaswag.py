@@ -124,7 +124,7 @@ _MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths that masked attention kernels lik
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoredRow:
     """One context and the endings that share it; `slots` say which of all endings they are."""
 
     context: np.ndarray  # (n,) ids, n >= 1
@@ -136,7 +136,7 @@ class Row:
         return len(self.context) + sum(max(len(ending) - 1, 0) for ending in self.endings)
 
 
-def make_rows(sequences: Iterable[Sequence[np.ndarray]], *, context_length: int) -> list[Row]:
+def make_rows(sequences: Iterable[Sequence[np.ndarray]], *, context_length: int) -> list[ScoredRow]:
     """Put each context and its endings into one row, or into one an ending where the model's context is too short.
 
     As in the reference harness, context and ending are cut on the left to the last `context_length` + 1 tokens (the
@@ -146,12 +146,12 @@ def make_rows(sequences: Iterable[Sequence[np.ndarray]], *, context_length: int)
     for context, *endings in sequences:
         slots = tuple(range(slot, slot := slot + len(endings)))
         if len(context) + max(len(ending) for ending in endings) <= longest:
-            rows.append(Row(context, tuple(endings), slots))
+            rows.append(ScoredRow(context, tuple(endings), slots))
             continue
         for ending, own in zip(endings, slots, strict=True):
             kept = np.concatenate([context, ending])[-longest:]
             split = max(1, len(kept) - len(ending))
-            rows.append(Row(kept[:split], (kept[split:],), (own,)))
+            rows.append(ScoredRow(kept[:split], (kept[split:],), (own,)))
     return rows
 
 
@@ -170,14 +170,14 @@ def cut_batches(rows: Iterable[Item], *, batch_tokens: int) -> list[list[Item]]:
     return batches
 
 
-def score(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+def score(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
     """Return the slots of all endings in the rows and the summed log-probability of each, in nats, float64."""
     picked, ids, owners, slots = _predict(model, rows)
     nats = model.losses_of(picked, ids).double().cpu().numpy()  # (P,); sync
     return slots, -np.bincount(owners, weights=nats, minlength=len(slots))
 
 
-def score_and_rank(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return what `score` does, and whether each ending is what the likeliest token after token would have written."""
     picked, ids, owners, slots = _predict(model, rows)
     parts = math.ceil(4 * model.config.vocab_size * len(ids) / LOGITS_BYTES)
@@ -194,7 +194,7 @@ def score_and_rank(model: GPT, rows: list[Row]) -> tuple[np.ndarray, np.ndarray,
 
 
 def _predict(
-    model: GPT, rows: list[Row]
+    model: GPT, rows: list[ScoredRow]
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
     """Return what predicts all P tokens of endings (P, C), their ids and endings (P,), and the endings' slots."""
     device = next(model.parameters()).device

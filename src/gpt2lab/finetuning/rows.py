@@ -56,7 +56,9 @@ class InstructionData(TokenData):
 
     rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
     conversations: dict[str, int] = field(default_factory=dict)
-    first: Encoded | None = field(default=None, repr=False, compare=False)  # of the file
+    first: EncodedConversation | None = field(
+        default=None, repr=False, compare=False
+    )  # of the file
 
     def example(self) -> str:
         """Return the first conversation as the model reads it, what it is trained on between >>> and <<<."""
@@ -81,7 +83,7 @@ class InstructionData(TokenData):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedConversation:
     """One conversation as ids."""
 
     ids: list[int]
@@ -154,9 +156,9 @@ def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: s
 
 def _encode(
     conversations: list[Conversation], T: int, tokenizer: Tokenizer
-) -> tuple[list[Encoded], tuple[str, ...]]:
+) -> tuple[list[EncodedConversation], tuple[str, ...]]:
     """Return the conversations that can be trained on, and warnings about the others."""
-    kept: list[Encoded] = []
+    kept: list[EncodedConversation] = []
     empty: list[str] = []
     long: list[str] = []
     for one in conversations:
@@ -168,7 +170,7 @@ def _encode(
             long.append(f"{one.where} has {len(ids) - 1}")
             continue
         digest = _hash(*(part for turn in one.turns for part in (turn.role, turn.text)))
-        kept.append(Encoded(ids, is_answer, digest))
+        kept.append(EncodedConversation(ids, is_answer, digest))
     warnings = []
     if empty:
         warnings.append(
@@ -183,7 +185,7 @@ def _encode(
 
 
 def _warn_of_shared_beginnings(
-    kept: Sequence[Encoded], held_out: set[str], end_of_text: int
+    kept: Sequence[EncodedConversation], held_out: set[str], end_of_text: int
 ) -> list[str]:
     """Warn of held-out conversations that go on from one that is learned: their beginning is no test."""
     learned = {tuple(one.ids) for one in kept if one.digest not in held_out}
@@ -205,7 +207,7 @@ def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:
 
 
 def build_rows(
-    part: Sequence[Encoded],
+    part: Sequence[EncodedConversation],
     T: int,
     *,
     packing: Literal["on", "off"],

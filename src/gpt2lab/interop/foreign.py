@@ -46,7 +46,7 @@ _WRITERS = ("__main__", "model", "train", "train_improved", "argparse", "pathlib
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignCheckpoint:
     """What a foreign file holds that a run of ours can go on from."""
 
     model: ModelConfig
@@ -59,7 +59,7 @@ class Foreign:
     next_rate: float | None  # nanoGPT's learning rate of the next update
     best_val_loss: float | None  # as nanoGPT measured it
 
-    def with_rows(self, count: int) -> Foreign:
+    def with_rows(self, count: int) -> ForeignCheckpoint:
         """Return the same with `count` rows of zeros below the embedding, which take no part in any loss."""
         name = "wte.weight"
         weights = self.weights | {name: F.pad(self.weights[name], (0, 0, 0, count))}
@@ -70,7 +70,7 @@ class Foreign:
         return dataclasses.replace(self, weights=weights, moments=moments)
 
 
-def read_foreign(path: Path, *, trust: bool) -> Foreign:
+def read_foreign(path: Path, *, trust: bool) -> ForeignCheckpoint:
     """Read and check a file; the weights stay unchanged, nothing is guessed.
 
     Raises: CheckpointError naming everything that is missing, or what it is instead.
@@ -105,7 +105,7 @@ def read_foreign(path: Path, *, trust: bool) -> Foreign:
             moments[name] = {"step": torch.tensor(float(steps)), **zeros}
     is_nanogpt = isinstance(content.get("model_args"), Mapping)
     settings = content.get("config") if is_nanogpt else None
-    return Foreign(
+    return ForeignCheckpoint(
         model,
         weights | added,
         moments,

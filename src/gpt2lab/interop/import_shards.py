@@ -52,7 +52,7 @@ _GPT2_NAMES = {"gpt2", "gpt-2", "openai-community/gpt2"}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ImportOptions:
     """What is said of files that do not say it themselves; None: as the format has it."""
 
     layout: Layout | None = None
@@ -66,7 +66,9 @@ class Wanted:
     val_files: tuple[str, ...] = ()
 
 
-def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> dict[str, Any]:
+def import_folder(
+    folder: Path, wanted: ImportOptions = ImportOptions(), out: Path | None = None
+) -> dict[str, Any]:
     """Write and return shards.json for the token files of another program; nothing is copied.
 
     It is written into `folder`, or into the new or empty folder `out`. Files are taken in the order of the numbers in
@@ -152,7 +154,7 @@ def _check_places(folder: Path, target: Path) -> None:
         raise DataError(f"{target}: holds something else already; choose another --out")
 
 
-def _choose(folder: Path, wanted: Wanted) -> tuple[dict[str, list[str]], list[str]]:
+def _choose(folder: Path, wanted: ImportOptions) -> tuple[dict[str, list[str]], list[str]]:
     """Return the names of the files of each split in order, and of the token files that are left out."""
     present = sorted(path.name for path in folder.iterdir() if path.is_file())
     present = [name for name in present if not name.startswith(".")]
@@ -182,7 +184,7 @@ def _choose(folder: Path, wanted: Wanted) -> tuple[dict[str, list[str]], list[st
 
 
 def _by_patterns(
-    folder: Path, present: list[str], token_files: list[str], wanted: Wanted
+    folder: Path, present: list[str], token_files: list[str], wanted: ImportOptions
 ) -> dict[str, list[str]]:
     """Choose by --train_files and --val_files; the shell may have expanded them to paths."""
     # With --format token files may have any name.
@@ -236,7 +238,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _read(path: Path, wanted: Wanted) -> TokenFile:
+def _read(path: Path, wanted: ImportOptions) -> TokenFile:
     """Return the facts of a file, by its own format."""
     try:
         layout = wanted.layout or ("raw" if wanted.offset else formats.recognise(path))
@@ -271,7 +273,7 @@ def _common_layout(files: list[TokenFile]) -> Layout:
     return files[0].layout
 
 
-def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: Wanted) -> Tokenizer | None:
+def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -> Tokenizer | None:
     """Return the typed tokenizer, or that which the files are known to be of; None for an unknown one."""
     typed = wanted.tokenizer
     if wanted.end_token is not None and typed in (None, UNKNOWN):
@@ -309,7 +311,7 @@ def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
 
 
 def _assumed_end_of_text(
-    files: list[TokenFile], tokenizer: Tokenizer | None, wanted: Wanted
+    files: list[TokenFile], tokenizer: Tokenizer | None, wanted: ImportOptions
 ) -> EndOfText:
     """Return what separates documents by what is typed and by the format; an index may tell more."""
     place, id = wanted.end_of_text, wanted.end_of_text_id

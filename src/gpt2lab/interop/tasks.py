@@ -47,7 +47,7 @@ class TaskRequest:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskResults:
     """Tasks and groups of tasks: their numbers as JSON values, and the results of tasks item by item."""
 
     numbers: dict[str, dict[str, Any]]
@@ -73,7 +73,7 @@ def measure_tasks(
     *,
     strategy: Strategy,
     runtime: Runtime,
-) -> Measured | None:
+) -> TaskResults | None:
     """Return what the tasks of lm-eval measure; None on other ranks than 0.
 
     Raises: ConfigError, DataError in one line.
@@ -107,7 +107,7 @@ def measure_tasks(
     return _read(found)
 
 
-def keep_tasks(measured: Measured, checkpoint: CheckpointInfo) -> str | None:
+def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:
     """Write what was measured into the run of a checkpoint; return the problem, as the numbers are printed anyway."""
     run_dir, step = checkpoint.path.parent, checkpoint.step
     if not is_run(run_dir):  # a checkpoint that was copied
@@ -159,7 +159,7 @@ def _in_one_line(act: Callable[[], Any]) -> Any:
         raise DataError(f"lm-eval: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _read(found: dict[str, Any]) -> Measured:
+def _read(found: dict[str, Any]) -> TaskResults:
     """Read what lm-eval returned."""
     numbers: dict[str, dict[str, Any]] = {}
     items: dict[str, Results] = {}
@@ -178,7 +178,7 @@ def _read(found: dict[str, Any]) -> Measured:
         samples = found["samples"].get(task)
         if samples and (results := _items(name, samples, metrics)) is not None:
             items[name] = results
-    return Measured(numbers, items)
+    return TaskResults(numbers, items)
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:

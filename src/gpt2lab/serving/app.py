@@ -37,7 +37,7 @@ _BODY_SECONDS = 30.0
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
-class Job:
+class Generation:
     """The drawing of one request: rows of (prompt, its next ids) arrive in `rows`, then None."""
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Engine:
 
     def __init__(self, completer: Completer, max_waiting: int) -> None:
         self.completer, self.max_waiting = completer, max_waiting
-        self.jobs: set[Job] = set()  # drawing or waiting
+        self.jobs: set[Generation] = set()  # drawing or waiting
         self._watchers: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draw")
 
-    def start(self, ask: CompletionRequest, request: Request) -> Job:
+    def start(self, ask: CompletionRequest, request: Request) -> Generation:
         """Queue a request; it ends when its client is gone.
 
         Raises: Problem if too many wait.
@@ -69,7 +69,7 @@ class Engine:
         if len(self.jobs) > self.max_waiting:
             message = f"{self.max_waiting} requests wait already; try again later"
             raise Problem(503, message, code="overloaded")
-        job, loop = Job(), asyncio.get_running_loop()
+        job, loop = Generation(), asyncio.get_running_loop()
 
         def tell(row: tuple[int, list[int]] | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -105,14 +105,14 @@ class Engine:
         self._thread.shutdown(cancel_futures=True)
 
 
-async def _stop_when_gone(job: Job, request: Request) -> None:
+async def _stop_when_gone(job: Generation, request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.stop()
 
 
 async def _texts(
-    job: Job, ask: CompletionRequest, choices: list[Choice]
+    job: Generation, ask: CompletionRequest, choices: list[Choice]
 ) -> AsyncGenerator[tuple[Choice, str], None]:
     """Yield new text of the choices, and each choice at its end."""
     try:
@@ -230,7 +230,7 @@ async def _body(request: Request) -> bytes:
     return content
 
 
-async def _events(job: Job, reply: Reply, choices: list[Choice]) -> AsyncIterator[str]:
+async def _events(job: Generation, reply: Reply, choices: list[Choice]) -> AsyncIterator[str]:
     try:
         for document in reply.opening(choices):
             yield _event(document)

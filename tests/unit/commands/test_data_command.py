@@ -18,7 +18,7 @@ from gpt2lab.data import verify as verify_module
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import measure, measure_overlap, verify
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.interop.import_shards import adopt
+from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from gpt2lab.training.pretrain import pretrain
 from tiny import CONTEXT, VOCAB, write_shards
@@ -143,7 +143,7 @@ def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path: Path
     assert verify(folder) == []
     assert json.loads((folder / "shards.json").read_text())["documents"] == 3 * len(TEXTS)
     with pytest.raises(DataError, match="is there already; check it with"):
-        adopt(folder)
+        import_folder(folder)
 
 
 def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
@@ -158,7 +158,7 @@ def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
 def test_nanogpts_files_train_as_they_are(tmp_path: Path, tiny_flags: list[str]) -> None:
     folder = write_nanogpt(tmp_path / "openwebtext")
     before = snapshot(folder)
-    adopt(folder)
+    import_folder(folder)
     after = snapshot(folder)
     assert {name: after[name] for name in before} == before
     flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
@@ -206,7 +206,7 @@ def test_what_cannot_be_imported_is_rejected_and_left_alone(
         (folder / "val.bin").write_bytes(b"")
     before = snapshot(folder)
     with pytest.raises(DataError, match=message):
-        adopt(folder)
+        import_folder(folder)
     assert snapshot(folder) == before
 
 

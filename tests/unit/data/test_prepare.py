@@ -29,7 +29,7 @@ from corpora import (
     snapshot,
     write_jsonl,
 )
-from gpt2lab.data.prepare.pipeline import Sizes, describe
+from gpt2lab.data.prepare.pipeline import Sizes, result_table
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
@@ -87,7 +87,7 @@ def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_tex
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         *("shards.json", "corpus_train_000000.npy", "corpus_val_000000.npy")
     }
-    assert f"{result.total('tokens'):,}" in describe(result)
+    assert f"{result.total('tokens'):,}" in result_table(result)
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_pa
     back = result.manifest["split"]["held_back_tokens"]
     assert back == len(expected_stream(texts)) - result.total("tokens")
     assert back > 0
-    assert f"{back:,} tokens of long val documents" in describe(result)
+    assert f"{back:,} tokens of long val documents" in result_table(result)
 
 
 def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from corpora import (
 )
 from gpt2lab.data.prepare import encode, pipeline, readers, sources, write
 from gpt2lab.data.prepare.assemble import merge
-from gpt2lab.data.prepare.encode import Encoded
+from gpt2lab.data.prepare.encode import EncodedChunks
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -239,7 +239,7 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
     tokens: list[int] = []
     original = encode.encode_chunks
 
-    def failing(chunks: list[encode.Chunk], tokenizer: Tokenizer) -> Encoded:
+    def failing(chunks: list[encode.TextChunk], tokenizer: Tokenizer) -> EncodedChunks:
         found = original(chunks, tokenizer)
         tokens.append(len(found.ids))
         if sum(tokens) > limit:
@@ -310,7 +310,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 ) -> None:
     original = encode.encode_chunks
 
-    def appending(chunks: list[encode.Chunk], tokenizer: Tokenizer) -> Encoded:
+    def appending(chunks: list[encode.TextChunk], tokenizer: Tokenizer) -> EncodedChunks:
         with open(corpus / "a.jsonl", "a") as file:
             file.write('{"text": "more"}\n')
         return original(chunks, tokenizer)

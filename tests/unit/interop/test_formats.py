@@ -24,7 +24,7 @@ from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.validation import divide_windows
-from gpt2lab.interop.import_shards import Wanted, adopt
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.interop.token_files import Place
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 from tiny import CONTEXT, make_tokens
@@ -53,7 +53,7 @@ def test_windows_are_the_ids_that_were_written(tmp_path: Path, name: str) -> Non
     splits = made_splits("after" if name == "datatrove ids alone" else "before")
     wanted = write(tmp_path, splits)
     before = snapshot(tmp_path)
-    manifest = adopt(tmp_path, wanted)
+    manifest = import_folder(tmp_path, wanted)
     after = snapshot(tmp_path)
     assert {path: after[path] for path in before} == before
     assert after.keys() - before.keys() == {"shards.json"}
@@ -90,7 +90,7 @@ def test_an_index_tells_where_the_end_of_text_stands(
         return
     splits = made_splits(place)
     wanted = FORMATS[name][0](tmp_path, splits)
-    manifest = adopt(tmp_path, wanted)
+    manifest = import_folder(tmp_path, wanted)
     data = open_data(tmp_path, vocab_size=50304)
     is_known = wanted.tokenizer != "unknown"
     expected: Place = place if is_known else "none"
@@ -121,7 +121,7 @@ def test_ids_beyond_65535_are_read_whole(tmp_path: Path) -> None:
     made = documents(40, 1, largest=128_256, place="none")
     write_llmc(tmp_path / "a_train.bin", made, magic=20240801, version=7)
     write_llmc(tmp_path / "a_val.bin", made[:9], magic=20240801, version=7)
-    adopt(tmp_path, UNKNOWN)
+    import_folder(tmp_path, UNKNOWN)
     data = open_data(tmp_path, vocab_size=None)
     reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=128_256)
     windows = reader.read(np.array([0]), np.array([32]))
@@ -301,7 +301,7 @@ def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path: Path, cas
     spoil(folder)
     before = snapshot(folder)
     with pytest.raises(GPT2LabError, match=message) as caught:
-        adopt(folder, wanted)
+        import_folder(folder, wanted)
     assert "\n" not in str(caught.value)
     assert snapshot(folder) == before
 
@@ -322,7 +322,7 @@ def test_no_damage_to_headers_raises_anything_but_one_line(tmp_path: Path, name:
         raw[at : at + len(damage)] = damage
         path.write_bytes(raw[: draw.choice([len(raw), len(raw), at])])
         try:
-            adopt(tmp_path, wanted)
+            import_folder(tmp_path, wanted)
             open_data(tmp_path, vocab_size=None)
             measure(tmp_path)
         except GPT2LabError as error:
@@ -387,7 +387,7 @@ def test_what_is_said_of_files_must_fit_them(tmp_path: Path, case: str) -> None:
     name, changes, message = WANTED[case]
     wanted = FORMATS[name][0](tmp_path, made_splits())
     with pytest.raises((DataError, ConfigError), match=message):
-        adopt(tmp_path, Wanted(**{**vars(wanted), **changes}))
+        import_folder(tmp_path, ImportOptions(**{**vars(wanted), **changes}))
     assert not (tmp_path / "shards.json").exists()
 
 
@@ -396,8 +396,8 @@ def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path: Path) ->
     write_datatrove(tmp_path / "train.ds", mixed)
     write_datatrove(tmp_path / "val.ds", mixed[:9])
     with pytest.raises(DataError, match="of 49 documents 0 begin and 29 end"):
-        adopt(tmp_path)
-    adopt(tmp_path, Wanted(end_of_text="none"))
+        import_folder(tmp_path)
+    import_folder(tmp_path, ImportOptions(end_of_text="none"))
     assert measure(tmp_path)["train"].lengths.tolist() == [len(document) for document in mixed]
 
 
@@ -405,7 +405,9 @@ def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path: Path) -> None
     made = [[[7, *d] for d in documents(n, n, place="none")] for n in (20, 9)]
     for split, part in zip(("train", "val"), made, strict=True):
         write_llmc(tmp_path / f"{split}.bin", part, magic=20240801, version=7)
-    adopt(tmp_path, Wanted(tokenizer="unknown", end_of_text="before", end_of_text_id=7))
+    import_folder(
+        tmp_path, ImportOptions(tokenizer="unknown", end_of_text="before", end_of_text_id=7)
+    )
     assert open_data(tmp_path, vocab_size=50304).end_of_text.id == 7
     sevens = flat(made[1]).count(7)
     assert len(measure(tmp_path)["val"].lengths) == sevens
@@ -417,8 +419,8 @@ def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path: Path) -> No
         ids = [[1000, 3] * 200]
         write_raw(tmp_path / f"{split}.bin", ids)
     with pytest.raises(DataError, match="32-bit ids"):
-        adopt(tmp_path)
-    adopt(tmp_path, Wanted(dtype="uint16"))
+        import_folder(tmp_path)
+    import_folder(tmp_path, ImportOptions(dtype="uint16"))
     assert open_data(tmp_path, vocab_size=50304).tokens("train") == 400
     with pytest.raises(DataError, match="32-bit ids"):  # of a manifest that does not say it
         rehash(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
@@ -432,7 +434,7 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Pat
     folder.mkdir()
     splits = made_splits()
     npy_shards(folder, splits)
-    manifest = adopt(folder)
+    manifest = import_folder(folder)
     assert manifest.keys() == {
         *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
     }
@@ -478,7 +480,7 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Pat
     source.mkdir()
     llmc_shards(source, made_splits())
     before = snapshot(source)
-    manifest = adopt(source, out=out)
+    manifest = import_folder(source, out=out)
     assert snapshot(source) == before
     assert [path.name for path in out.iterdir()] == ["shards.json"]
     data = open_data(out, vocab_size=50304)
@@ -491,16 +493,16 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Pat
     path = out / "shards.json"
     path.write_text(path.read_text().replace(str(source), str(tmp_path / "moved")))
     assert open_data(out, vocab_size=50304).fingerprint == data.fingerprint
-    beside = adopt(tmp_path / "moved")
+    beside = import_folder(tmp_path / "moved")
     beside["dataset"] = manifest["dataset"]
     assert beside["files"] == manifest["files"]
     with pytest.raises(DataError, match="holds something else already"):
-        adopt(source.with_name("moved"), out=tmp_path)
+        import_folder(source.with_name("moved"), out=tmp_path)
 
 
 def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -> None:
     llmc_shards(tmp_path, made_splits())
-    adopt(tmp_path, Wanted(train_files=("*_train_00000?.bin",)))
+    import_folder(tmp_path, ImportOptions(train_files=("*_train_00000?.bin",)))
     open_data(tmp_path, vocab_size=50304)  # what was left out on purpose does not matter
     write_llmc(tmp_path / "fineweb_train_000099.bin", documents(9, 1))
     with pytest.raises(DataError, match=r"fineweb_train_000099\.bin: not listed"):
@@ -512,7 +514,7 @@ def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["llm.c", "datatrove", "Megatron", "nanoGPT"])
 def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
-    adopt(tmp_path, FORMATS[name][0](tmp_path, made_splits("none")))
+    import_folder(tmp_path, FORMATS[name][0](tmp_path, made_splits("none")))
     path = open_data(tmp_path, vocab_size=50304).splits["val"][0].path
     whole = path.read_bytes()
     flipped = bytearray(whole)
@@ -531,7 +533,7 @@ def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -> None:
-    adopt(tmp_path, datatrove_files(tmp_path, made_splits("none")))
+    import_folder(tmp_path, datatrove_files(tmp_path, made_splits("none")))
     index = tmp_path / "0_shuffled.ds.index"
     patch(index.name, 0, b"\1")(tmp_path)
     assert verify(tmp_path) == [
@@ -548,11 +550,11 @@ def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["llm.c", "datatrove", "nanoGPT"])
 def test_every_byte_is_read_once(tmp_path: Path, name: str) -> None:
     FORMATS[name][0](tmp_path, {"train": [documents(9_000, 1)] * 2, "val": [documents(4_000, 2)]})
-    wanted = Wanted(val_files=("0_*.ds",)) if name == "datatrove" else Wanted()
+    wanted = ImportOptions(val_files=("0_*.ds",)) if name == "datatrove" else ImportOptions()
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     token_bytes()  # not part of it
     before = psutil.Process().io_counters().read_chars
-    adopt(tmp_path, wanted)
+    import_folder(tmp_path, wanted)
     assert size <= psutil.Process().io_counters().read_chars - before < 1.15 * size + 500_000
 
 
@@ -574,7 +576,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: st
                 write_llmc(path, [part.tolist()])
             else:
                 write_megatron(path, [part.tolist()])
-    adopt(folders["foreign"], GPT2)
+    import_folder(folders["foreign"], GPT2)
     runs = {kind: Run(folder, tmp_path / f"runs_{kind}") for kind, folder in folders.items()}
     for run in runs.values():
         run.train("--max_steps=20")
@@ -592,7 +594,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: st
     flipped[-2] ^= 1
     path.write_bytes(flipped)
     (folders["foreign"] / "shards.json").unlink()
-    adopt(folders["foreign"], GPT2)
+    import_folder(folders["foreign"], GPT2)
     assert "data" in str(runs["foreign"].rejected("--max_steps=20", "--resume=latest"))
 
 
@@ -600,7 +602,7 @@ def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path: Path) -> None:
     for split, size in (("train", 1003), ("val", 400)):
         ids = make_tokens(size, size).tolist()
         write_llmc(tmp_path / f"{split}.bin", [ids], magic=20240801, version=7)
-    adopt(tmp_path, UNKNOWN)
+    import_folder(tmp_path, UNKNOWN)
     run = Run(tmp_path, tmp_path / "runs")
     run.train("--max_steps=3", "--shuffle=none")
     ids_of_train = make_tokens(1003, 1003)

@@ -61,7 +61,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Group:
+class FileGroup:
     """Shares that are read one after the other, and written to shards of their own."""
 
     number: int
@@ -82,7 +82,7 @@ def kind_of(name: str) -> str | None:
     return KINDS.get(path.suffix)
 
 
-def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Group, ...]:
+def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[FileGroup, ...]:
     """Deal files into groups of about `group_bytes`, in their order or shuffled by their names.
 
     Large files that a reader can begin within are divided. With `shuffle` they are divided further, so that every group
@@ -106,7 +106,7 @@ def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Gro
     dealt = groupby(zip(places, shares, strict=True), key=lambda pair: pair[0])
     groups = [tuple(share for _, share in pairs) for _, pairs in dealt]
     return tuple(
-        Group(number, some)
+        FileGroup(number, some)
         for number, some in enumerate(_join_small(groups, group_bytes // _MIXING))
     )
 
@@ -127,7 +127,7 @@ def _join_small(groups: Sequence[tuple[Share, ...]], least: int) -> list[tuple[S
     return joined
 
 
-def of_part(groups: Sequence[Group], part: tuple[int, int]) -> tuple[Group, ...]:
+def of_part(groups: Sequence[FileGroup], part: tuple[int, int]) -> tuple[FileGroup, ...]:
     """Return the groups of part i of n: n runs in their order, together all."""
     i, n = part
     return tuple(groups[(i - 1) * len(groups) // n : i * len(groups) // n])

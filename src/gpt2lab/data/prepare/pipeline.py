@@ -27,9 +27,9 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.manifest import MANIFEST, read_manifest
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
 from gpt2lab.data.prepare.encode import EncoderPool, cut, key_of
-from gpt2lab.data.prepare.groups import GROUP_BYTES, Group, Share, deal, of_part
+from gpt2lab.data.prepare.groups import GROUP_BYTES, FileGroup, Share, deal, of_part
 from gpt2lab.data.prepare.readers import BadRecordsError, Document, digest_of, read
-from gpt2lab.data.prepare.sources import Source
+from gpt2lab.data.prepare.sources import TextSource
 from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
 from gpt2lab.data.prepare.write import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.shards import JOURNAL
@@ -87,7 +87,7 @@ class Result:
         return sum(file[fact] for file in files if split in (None, file["split"]))
 
 
-def describe(result: Result) -> str:
+def result_table(result: Result) -> str:
     """Write the result as a table."""
     tokens, documents = result.total("tokens"), result.total("documents")
     train, val = result.total("tokens", "train"), result.total("tokens", "val")
@@ -117,7 +117,7 @@ def describe(result: Result) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparationPlan:
     """What a preparation does; the same on every machine that takes a part of it."""
 
     tasks: tuple[Task, ...]  # of this part
@@ -128,14 +128,14 @@ class Plan:
 
 
 def plan_preparation(
-    source: Source,
+    source: TextSource,
     sizes: Sizes,
     *,
     part: tuple[int, int] = (1, 1),
     skip_bad: bool = False,
     shuffle: bool = False,
     tokenizer: Tokenizer,
-) -> Plan:
+) -> PreparationPlan:
     """Deal the source into groups and decide which documents are held out.
 
     Of `max_tokens` each of the first groups gives its share: as many groups as hold three times that by the sizes.
@@ -177,10 +177,10 @@ def plan_preparation(
         )
         for group in of_part(groups, part)
     )
-    return Plan(tasks, len(groups), expected // part[1], val_tokens, note)
+    return PreparationPlan(tasks, len(groups), expected // part[1], val_tokens, note)
 
 
-def _leading(groups: Sequence[Group], wanted_bytes: float) -> tuple[Group, ...]:
+def _leading(groups: Sequence[FileGroup], wanted_bytes: float) -> tuple[FileGroup, ...]:
     taken, held = [], 0
     for group in groups:
         taken.append(group)
@@ -190,7 +190,7 @@ def _leading(groups: Sequence[Group], wanted_bytes: float) -> tuple[Group, ...]:
     return tuple(taken)
 
 
-def _share_out(tokens: int, groups: Sequence[Group]) -> dict[int, int | None]:
+def _share_out(tokens: int, groups: Sequence[FileGroup]) -> dict[int, int | None]:
     """Return each group's budget in proportion to its size; together they are `tokens`."""
     total, held, given = max(1, sum(group.size for group in groups)), 0, 0
     budgets: dict[int, int | None] = {}
@@ -202,7 +202,7 @@ def _share_out(tokens: int, groups: Sequence[Group]) -> dict[int, int | None]:
 
 
 def prepare(
-    source: Source,
+    source: TextSource,
     folder: Path,
     sizes: Sizes,
     *,
@@ -253,7 +253,7 @@ def prepare(
 
 
 def _write(
-    source: Source, folder: Path, request: dict[str, Any], plan: Plan, run: _Runner
+    source: TextSource, folder: Path, request: dict[str, Any], plan: PreparationPlan, run: _Runner
 ) -> tuple[dict[str, Any], int | None]:
     """Write the data set; return its manifest and how many tokens were cut off instead of held out.
 
@@ -288,7 +288,9 @@ _CUT_NOTE = (
 class _Runner:
     """Runs tasks, here or on a Ray cluster, beside a progress bar."""
 
-    def __init__(self, plan: Plan, num_workers: int | None, ray_address: str | None) -> None:
+    def __init__(
+        self, plan: PreparationPlan, num_workers: int | None, ray_address: str | None
+    ) -> None:
         self.new_tokens = 0
         self._expected, self._ray_address = plan.expected, ray_address
         # On a cluster groups run side by side, so that one process each is enough.
@@ -316,7 +318,7 @@ class _Runner:
 
 
 def _divide(
-    plan: Plan, run: _Runner, folder: Path, source: Source
+    plan: PreparationPlan, run: _Runner, folder: Path, source: TextSource
 ) -> tuple[list[Finished], dict[str, Any], int | None]:
     """Return the groups, how documents were held out, and how many tokens to cut off instead.
 
@@ -355,7 +357,7 @@ def _divide(
     return _run_by(none, plan, run, folder / "cut"), _record("cut", none), cut
 
 
-def _run_by(rule: SplitRule, plan: Plan, run: _Runner, folder: Path) -> list[Finished]:
+def _run_by(rule: SplitRule, plan: PreparationPlan, run: _Runner, folder: Path) -> list[Finished]:
     folder.mkdir(exist_ok=True)
     return run([dataclasses.replace(task, rule=rule) for task in plan.tasks], folder)
 
@@ -364,14 +366,14 @@ def _record(name: str, rule: SplitRule) -> dict[str, Any]:
     return {"held_out": name, "threshold": rule.threshold, "tokens_of_a_document": rule.cap}
 
 
-def _default_workers(plan: Plan) -> int:
+def _default_workers(plan: PreparationPlan) -> int:
     text_bytes = plan.expected * plan.tasks[0].tokenizer.bytes_per_token
     if text_bytes < _WORTH_WORKERS:
         return 1
     return processor.cores()
 
 
-def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
+def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return False
     different = ""
@@ -398,7 +400,7 @@ def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
     )
 
 
-def _is_unchanged(source: Source, folder: Path, manifest: dict[str, Any]) -> bool:
+def _is_unchanged(source: TextSource, folder: Path, manifest: dict[str, Any]) -> bool:
     """Tell whether files of the same names and sizes have the same text as when they were prepared.
 
     Files that are older than the data set are; others are read and compared with the recorded hashes.
@@ -422,7 +424,7 @@ def _partial(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _staging(target: Path, request: dict[str, Any], plan: Plan) -> Iterator[Path]:
+def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> Iterator[Path]:
     """Hand out OUT.partial, locked; after an error the next start finds its finished groups, if there are any.
 
     Raises: DataError if it belongs to another request, is in use, or cannot be written.
@@ -477,7 +479,7 @@ _GROUP_BYTES = 64_000_000
 
 
 def learning_texts(
-    source: Source,
+    source: TextSource,
     *,
     max_bytes: int,
     val_tokens: int | None = None,

@@ -23,7 +23,7 @@ _HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<name>.+)")
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Files of documents in a fixed order."""
 
     name: str  # of the data folder
@@ -66,7 +66,7 @@ class Source:
 
 def open_source(
     source: str, *, text_column: str, subset: str | None = None, revision: str | None = None
-) -> Source:
+) -> TextSource:
     """Return the source that a command line names: python-stdlib, fineweb-edu, hf:NAME, or a file or folder.
 
     Raises: DataError if it is none of these.
@@ -97,7 +97,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower() or "corpus"
 
 
-def _python_stdlib() -> Source:
+def _python_stdlib() -> TextSource:
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     names = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -108,7 +108,7 @@ def _python_stdlib() -> Source:
     ]
     # Neighbouring modules resemble each other: a fixed shuffle keeps training windows mixed.
     files.sort(key=lambda file: hashlib.sha256(file.name.encode()).digest())
-    return Source(
+    return TextSource(
         name="python_stdlib",
         dataset="python_stdlib",
         origin=f"standard library of Python {platform.python_version()}",
@@ -125,7 +125,7 @@ def _hugging_face(
     dataset: str,
     text_column: str,
     revision: str | None,
-) -> Source:
+) -> TextSource:
     offline = is_offline() and not Path(name).is_dir()
     try:
         from datasets import load_dataset_builder
@@ -149,7 +149,7 @@ def _hugging_face(
     origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")
     origin += f", revision {pinned['revision']}" if pinned else ""
     revision = pinned["revision"] if pinned else None
-    return Source(folder, dataset, origin, files, text_column, revision)
+    return TextSource(folder, dataset, origin, files, text_column, revision)
 
 
 def _files_at(urls: Sequence[str]) -> tuple[File, ...]:
@@ -172,7 +172,7 @@ def _files_at(urls: Sequence[str]) -> tuple[File, ...]:
 _KNOWN = f"{', '.join(KINDS)}, all but .parquet also as {', '.join(PACKINGS)}"
 
 
-def _local(path: Path, text_column: str) -> Source:
+def _local(path: Path, text_column: str) -> TextSource:
     root = path if path.is_dir() else path.parent
     paths, others = _files_below(path) if path.is_dir() else ([path], Counter())
     if not paths:
@@ -188,7 +188,7 @@ def _local(path: Path, text_column: str) -> Source:
         files.append(File(name, file.stat().st_size, str(file.absolute()), kind))
     name = _plain(path.resolve().name.split(".")[0])
     counted = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
-    return Source(
+    return TextSource(
         name=name,
         dataset=name,
         origin=path.name,

@@ -18,7 +18,7 @@ import numpy as np
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.prepare.encode import EncoderPool
-from gpt2lab.data.prepare.groups import Group
+from gpt2lab.data.prepare.groups import FileGroup
 from gpt2lab.data.prepare.readers import Stream, digest_of, read
 from gpt2lab.data.prepare.write import Divider, ShardWriter, SplitRule
 from gpt2lab.errors import DataError
@@ -33,7 +33,7 @@ _BLOCK = 1 << 22  # tokens
 class Task:
     """All that the shards of a group depend on besides its files."""
 
-    group: Group
+    group: FileGroup
     text_column: str
     shard_tokens: int
     rule: SplitRule

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.data.prepare.encode import Encoded
+from gpt2lab.data.prepare.encode import EncodedChunks
 from gpt2lab.data.shards import measure_shard
 from gpt2lab.files import sync_folder
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -53,7 +53,7 @@ class Divider:
         """Whether the budget is used up."""
         return self._budget is not None and self.tokens >= self._budget
 
-    def divide(self, encoded: Encoded) -> tuple[np.ndarray, np.ndarray]:
+    def divide(self, encoded: EncodedChunks) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of some chunks for training and for validation, both (n,)."""
         ids, lengths, begins = encoded.ids, encoded.lengths, encoded.begins
         if not len(lengths):
