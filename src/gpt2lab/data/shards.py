@@ -140,22 +140,13 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
 
     Raises: DataError naming the file, what is wrong and the fix.
     """
-    prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
-    if vocab_size is not None and BYTES.size <= vocab_size < GPT2.size:  # of another tokenizer
-        name, before = BYTES.name, ""
-        if vocab_size > _ROWS_OF_BYTES:
-            name = f"tok{vocab_size}"
-            before = f"{paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} --out {name} && "
-        prepare = (
-            f"prepare one with: {before}{paths.command('prepare')} python-stdlib --tokenizer {name} "
-            f"--out {paths.display_path(folder)}"
-        )
+    prepare = _how_to_prepare(folder, vocab_size)
     if not folder.is_dir():
         raise missing_folder(folder, prepare)
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     if manifest is None and (folder / JOURNAL).exists():
         raise DataError(
-            f"{folder}: preparation is not finished; repeat its command, it goes on where it stopped"
+            f"{folder}: preparation is not finished; repeat its command, it continues where it stopped"
         )
     if manifest is None:
         names = {split: names_on_disk(folder, split) for split in SPLITS}
@@ -193,6 +184,21 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
         warnings = (f"{folder}: its tokenizer is not known, so there are no texts to show",)
     end_of_text = end_of_text_of(manifest)
     return TokenData(folder, manifest["fingerprint"], splits, warnings, tokenizer, end_of_text)
+
+
+def _how_to_prepare(folder: Path, vocab_size: int | None) -> str:
+    """Return a command that prepares data for a model of `vocab_size` rows."""
+    prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
+    if vocab_size is None or not BYTES.size <= vocab_size < GPT2.size:
+        return prepare
+    name, before = BYTES.name, ""  # of another tokenizer than GPT-2's
+    if vocab_size > _ROWS_OF_BYTES:
+        name = f"tok{vocab_size}"
+        before = f"{paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} --out {name} && "
+    return (
+        f"prepare one with: {before}{paths.command('prepare')} python-stdlib --tokenizer {name} "
+        f"--out {paths.display_path(folder)}"
+    )
 
 
 def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:
@@ -341,7 +347,8 @@ def open_shard(path: Path) -> Shard:
         size = path.stat().st_size
         if path.suffix == RAW_SUFFIX:
             if size % 2 or looks_32_bit(path):
-                raise DataError(f"{path}: {size} bytes, not uint16 ids; import the folder again")
+                kind = "an odd number of bytes" if size % 2 else "32-bit ids"
+                raise DataError(f"{path}: {kind}, not uint16 ids; import the folder again")
             return Shard(path, size // 2, 0)
         with open_regular(path) as file:
             version = npy.read_magic(file)

@@ -151,26 +151,31 @@ class Validation:
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
         of_parts = np.sum(self._runtime.gather(of_parts), axis=0)
         windows = hash_checksums(checksums)
+        losses_of_windows = None if kept is None else self._gather_windows(kept)
+        return self._summarize(of_parts, num_bytes.sum(), windows, losses_of_windows)
+
+    def _summarize(
+        self, of_parts: np.ndarray, text_bytes: float, windows: str, kept: np.ndarray | None
+    ) -> ValidationLoss:
+        """Return the loss from the nats of all parts; `windows`: a hash of those measured."""
         unit_nats, targets = self._parts.by_unit(of_parts)
-        per_unit = unit_nats / targets
-        estimate, text_bytes = estimate_mean(per_unit, targets), num_bytes.sum()
+        per_unit, nats = unit_nats / targets, float(unit_nats.sum())
+        estimate, kind = estimate_mean(per_unit, targets), self._parts.kind
         return ValidationLoss(
             val_loss=float(unit_nats.sum() / targets.sum()),
             val_loss_se=estimate.se,
-            val_tokens=count * T,
-            val_se_unit=self._parts.kind,
+            val_tokens=len(self.samples) * self._order.context_length,
+            val_se_unit=kind,
             val_effective_n=estimate.effective_n,
-            bits_per_byte=float(unit_nats.sum() / math.log(2) / text_bytes)
-            if text_bytes > 0
-            else None,
+            bits_per_byte=float(nats / math.log(2) / text_bytes) if text_bytes > 0 else None,
             results=Results(
                 kind="validation",
-                units={"n": len(targets), "unit": self._parts.kind, "windows": windows},
+                units={"n": len(targets), "unit": kind, "windows": windows},
                 per_unit={"val_loss": per_unit},
                 details={},
                 weights=targets,
             ),
-            token_losses=None if kept is None else self._gather_windows(kept),
+            token_losses=kept,
         )
 
     def _gather_windows(self, mine: np.ndarray) -> np.ndarray:
