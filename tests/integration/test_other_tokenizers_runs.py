@@ -265,7 +265,10 @@ def test_weights_are_not_used_on_other_ids(folder: Path, tmp_path: Path, begin: 
         return
     flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag and "data" not in flag]
     flags = [*flags, f"--init_from={folder / 'runs' / 'a'}", f"--checkpoint_dir={tmp_path}"]
-    for data, problem in (("bytes", "they would mean other text"), ("gpt2", "another tokenizer?")):
+    for data, problem in (
+        ("bytes", "they would decode to other text"),
+        ("gpt2", "another tokenizer?"),
+    ):
         with pytest.raises(DataError, match=problem):
             pretrain(parse([*flags, f"--data_dir={folder / data}"]))
     assert list(tmp_path.iterdir()) == []
@@ -385,7 +388,7 @@ def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path: Path) -
     ("words", "message"),
     [
         (("--vocab_size=100",), "vocab_size 100 must be at least 257"),
-        (("--vocab_size=9000",), "the text is enough for"),
+        (("--vocab_size=9000",), "the text yields only"),
         (("--out=corpus",), "exists already; choose another --out"),
         (("--kind=characters", "--out=x.json"), "characters are written as a folder"),
         (("--kind=characters", "--vocab_size=300"), "--vocab_size: --kind characters takes every"),

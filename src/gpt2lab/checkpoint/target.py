@@ -48,7 +48,7 @@ class Target:
     def model_config(self) -> ModelConfig:
         """Return the shape of the weights.
 
-        Raises: CheckpointError if it is not one that we compute.
+        Raises: CheckpointError if it is not a supported architecture.
         """
         if self.checkpoint is None:
             return read_hf_config(self.folder)
@@ -103,7 +103,7 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
 def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
     """Return the folder that a run's name or a path means, or None if it can only be a name on the Hub.
 
-    Raises: CheckpointError if it can be neither.
+    Raises: CheckpointError if it cannot be either.
     """
     folder = None if name.startswith(HUB) else catalog.find_folder(name, checkpoint_dir)
     if folder is not None:
@@ -139,10 +139,12 @@ def _download(name: str, checkpoint_dir: Path) -> Path:
     try:
         repository = name.removeprefix(HUB)
         return Path(snapshot_download(repository, allow_patterns=_DOWNLOADED))
-    except Exception as error:  # many kinds, from a bad name to no network
+    except Exception as error:  # of any type, from a bad name to no network
         hub = f"not on the Hugging Face Hub ({first_line(error)})"
         if offline:
-            hub = "not among the models downloaded before; the Hugging Face Hub cannot be reached"
+            hub = (
+                "not among the models downloaded before, and the Hugging Face Hub cannot be reached"
+            )
         if name.startswith(HUB):
             raise CheckpointError(f"{name}: {hub}") from error
         if similar := catalog.similar_run(name, checkpoint_dir):
@@ -176,7 +178,9 @@ _is_ours = False
 
 
 def is_offline() -> bool:
-    """Tell whether the Hub is out of reach now; its libraries then look into their cache alone, until it is back."""
+    """Tell whether the Hub cannot be reached now; its libraries then use only their cache, until it can be reached.
+
+    Without it the libraries would retry for most of a minute."""
     if not _is_ours and os.environ.get(_VARIABLE, "").upper() in _YES:
         return True
     offline = not _accepts_connections()
@@ -186,7 +190,7 @@ def is_offline() -> bool:
 
 
 def _tell_libraries(offline: bool) -> None:
-    """Set their variable, or give the user's value back, also in libraries that have read it."""
+    """Set the libraries' variable, or restore the user's value, also in libraries that have read it."""
     global _is_ours, _users_value
     if offline:
         _users_value = os.environ.get(_VARIABLE)
@@ -211,7 +215,7 @@ def _accepts_connections() -> bool:
     try:
         port = hub.port or _PORTS.get(hub.scheme, 1080)  # of SOCKS
     except ValueError:
-        return True  # no port: the libraries say what is wrong with the address
+        return True  # no port: the libraries report what is wrong with the address
     deadline = monotonic() + _SECONDS
     try:
         places = socket.getaddrinfo(hub.hostname, port, type=socket.SOCK_STREAM)
@@ -229,7 +233,7 @@ def _accepts_connections() -> bool:
         try:
             socket.create_connection(
                 address, timeout=left / 2
-            ).close()  # one that hangs leaves time
+            ).close()  # leaves time for the other addresses
         except OSError:
             continue
         return True

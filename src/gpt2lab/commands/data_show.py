@@ -50,7 +50,7 @@ class StepTokens:
 
 
 def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> StepTokens:
-    """Return what update number `step` of a run trained on. `data_dir`: where its data are now, if they were moved.
+    """Return what update number `step` of a run trained on. `data_dir`: where its data is now, if it was moved.
 
     Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
     """
@@ -65,7 +65,7 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     begin = log.begin_of(event["attempt"])
     if begin is None or "tokens_per_step" not in begin:
         raise ConfigError(
-            f"{run_dir}: metrics.jsonl does not say how start {event['attempt']} began"
+            f"{run_dir}: metrics.jsonl does not record how start {event['attempt']} began"
         )
     context_length = config.model.context_length
     samples = begin["tokens_per_step"] // context_length
@@ -92,7 +92,7 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     digest = hash_windows(windows)
     if digest != event["batch_hash"]:
         raise DataError(
-            f"step {step} of {run_dir.name} trained on other tokens than {data.folder} has now "
+            f"step {step} of {run_dir.name} trained on other tokens than {data.folder} holds now "
             f"(hash {event['batch_hash'][:12]}, now {digest[:12]}); restore the data that it was trained on"
         )
     return StepTokens(

@@ -64,25 +64,26 @@ class Evaluate:
         "auto", "matmul precision; auto = what the run trained in, else as in training"
     )
     eval_generate: bool = option(
-        False, "of a fine-tuned run: also let it answer what was held out, and compare (ROUGE-L)"
+        False,
+        "of a fine-tuned run: also generate answers to the held-out conversations, and compare them (ROUGE-L)",
     )
     tasks: str | None = option(
         None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
     )
     limit: int | None = option(None, "of each task only the first N items", least=1)
     num_fewshot: int | None = option(
-        None, "examples before each item of a task; default as the task says", least=0
+        None, "examples before each item of a task; default: the task's own", least=0
     )
     tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
     apply_chat_template: bool = option(
-        False, "put what the tasks ask into the chat template of a fine-tuned run"
+        False, "put the tasks' prompts into the chat template of a fine-tuned run"
     )
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"
     )
     keep_token_losses: bool = option(
         False,
-        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR or else in the run",
+        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR, or else in the run",
     )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")

@@ -1,4 +1,4 @@
-"""`--import_checkpoint FILE.pt`: a foreign file becomes the first checkpoint of a run that `--resume` goes on from."""
+"""`--import_checkpoint FILE.pt`: a foreign file becomes the first checkpoint of a run, which `--resume` continues."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NO_BF16 = (
 
 
 def import_checkpoint(command: Command, path: Path) -> int:
-    """Convert the file, evaluate it, commit it, and say what was taken from it and how to go on.
+    """Convert the file, evaluate it, commit it, and print what was taken from it and how to continue.
 
     Raises: CheckpointError for the file, ConfigError and DataError for the run it begins, with all that is wrong in one
     line; nothing is written then.
@@ -76,8 +76,8 @@ def import_checkpoint(command: Command, path: Path) -> int:
         f"imported {path.name}: {start.plan.parameters:,} parameters, step {foreign.step} of {start.plan.max_steps}\n"
         f"{describe(loss, seconds)}{'' if before is None else f' | best in the file {before:.4f}'}\n"
         f"optimizer {moments}\n"
-        f"data begins at sample 0: the file does not say which windows it was trained on\n"
-        f"saved as {paths.display_path(folder)}; go on with: "
+        f"data begins at sample 0: the file does not record the windows that it was trained on\n"
+        f"saved as {paths.display_path(folder)}; continue with: "
         f"{summary.command_to_resume(start.run_dir, world_size=1)}"
     )
     return 0
@@ -88,7 +88,7 @@ def import_checkpoint(command: Command, path: Path) -> int:
 
 @dataclass
 class _Problems:
-    """All that is wrong, to be said at once."""
+    """All problems, reported in one message."""
 
     found: list[GPT2LabError] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ def _plan(command: Command, path: Path) -> tuple[ForeignCheckpoint, Start, list[
         problems.found.append(
             ConfigError(
                 f"{path.name} is of step {foreign.step}, the run would have {start.plan.max_steps}: "
-                f"say how long it shall be in all with --max_steps"
+                f"give its full length with --max_steps"
             )
         )
     problems.reject()
@@ -263,7 +263,7 @@ def _model(start: Start, foreign: ForeignCheckpoint) -> GPT:
 def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLoss, float]:
     """Measure the validation loss of the imported weights, in nats, and the seconds it took.
 
-    Raises: DataError; CheckpointError if it is no number.
+    Raises: DataError; CheckpointError if the loss is not finite.
     """
     config, began = start.config, time.monotonic()
     validation = open_validation(
@@ -277,7 +277,7 @@ def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLos
     )
     result = validation.measure(model.to(runtime.device))
     model.to("cpu")
-    assert result is not None  # nobody interrupts it
+    assert result is not None  # nothing interrupts it
     if not math.isfinite(result.val_loss):
         raise CheckpointError(f"the file's weights have a validation loss of {result.val_loss}")
     return result, time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Token shards: files of ids, opened and checked by what shards.json says of them.
+"""Token shards: files of ids, opened and checked against shards.json.
 
 Ours are .npy; shards.json may name files of other programs too, with the type and the place of their ids.
 """
@@ -55,7 +55,7 @@ _ROWS_OF_BYTES = 384  # of a model of bytes: their 257 ids, and rows up to the n
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """The file of another program that says where the documents of a shard end."""
+    """The file of another program that gives the ends of a shard's documents."""
 
     path: Path
     layout: IndexLayout
@@ -95,7 +95,7 @@ class Shard:
     def rejected(self, problem: str) -> DataError:
         """Return the error that names the file, the problem and the fix."""
         error = DataError(f"{self.path}: {problem}; restore the file or prepare the data again")
-        error.is_local = True  # each rank reads windows of its own
+        error.is_local = True  # each rank reads other windows
         return error
 
 
@@ -119,7 +119,7 @@ class TokenData:
         return (self,)
 
     def describe(self, unused_targets: int) -> str:
-        """Describe the data for people; `unused_targets` at the shards' ends belong to no window."""
+        """Describe the data in one line; `unused_targets` at the shards' ends belong to no window."""
         other = "" if self.tokenizer in (GPT2, None) else f", tokenizer {self.tokenizer.describe()}"
         return (
             f"{paths.display_path(self.folder)}, {self.tokens('train'):,} training tokens "
@@ -181,7 +181,7 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
         )
     warnings: tuple[str, ...] = ()
     if tokenizer is None:
-        warnings = (f"{folder}: its tokenizer is not known, so there are no texts to show",)
+        warnings = (f"{folder}: its tokenizer is not known, so ids cannot be shown as text",)
     end_of_text = end_of_text_of(manifest)
     return TokenData(folder, manifest["fingerprint"], splits, warnings, tokenizer, end_of_text)
 
@@ -202,7 +202,7 @@ def _how_to_prepare(folder: Path, vocab_size: int | None) -> str:
 
 
 def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:
-    """Open a file as its entry in the manifest says, after checking its size.
+    """Open a file by its entry in the manifest, after checking its size.
 
     Raises: DataError.
     """
@@ -416,7 +416,7 @@ def measure_shard(
 
 
 def find_strays(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of shards that are beside those of a manifest, but not in it."""
+    """Return the names of shards in the folder that the manifest does not list."""
     place = shards_folder(folder, manifest)
     present = {name for split in SPLITS for name in names_on_disk(place, split)}
     listed = {file["name"] for file in manifest["files"]}
@@ -466,7 +466,7 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, .
     total = sum(shard.id_bytes * shard.tokens for shard in shards)
     if total > SCAN_LIMIT_BYTES:
         return (
-            f"ids of {total / 1e9:.1f} GB without {MANIFEST} are checked batch by batch while training",
+            f"no {MANIFEST}: ids of {total / 1e9:.1f} GB are checked batch by batch during training",
         )
     for shard in shards:
         limit.check(shard.path, int(shard.map_ids().max(initial=0)))

@@ -1,4 +1,4 @@
-"""Prompts in, texts out: what scripts/sample.py does with a model. Imports torch only to compute."""
+"""Complete prompts with a model, as `gpt2lab sample` does. Imports torch only to compute."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Completion:
 
 
 class Completer:
-    """A model that continues prompts, and a count of how fast."""
+    """A model that continues prompts, with a count of tokens and seconds."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Completer:
         tokenizer = target.tokenizer()
         problem = why_no_text(tokenizer, target.model_config().vocab_size)
         if tokenizer is None or problem is not None:
-            raise ConfigError(f"{name}: {problem}: its ids mean no text")
+            raise ConfigError(f"{name}: {problem}: it cannot read or write text")
         from gpt2lab.checkpoint.weights import load_weights
         from gpt2lab.distributed.runtime import Runtime, resolve_dtype
         from gpt2lab.distributed.strategy import Strategy
@@ -166,7 +166,7 @@ class Completer:
         rate = self.tokens / max(self.seconds, 1e-9)
         text = f"{self.tokens:,} tokens in {self.seconds:.1f} s, {rate:,.1f} tokens/s"
         if self.outgrew:
-            text += f"; beyond {self.context_length} tokens the oldest half of a text was forgotten"
+            text += f"; texts beyond {self.context_length} tokens dropped their oldest half"
         return text
 
 

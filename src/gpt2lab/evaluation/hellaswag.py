@@ -28,7 +28,7 @@ METRICS = ("acc", "acc_norm", "acc_token_norm")
 
 
 class HellaSwag:
-    """The items in rows and batches, shared by the ranks."""
+    """The items in rows and batches, divided among the ranks."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class HellaSwag:
     def measure(
         self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> Results | None:
-        """Return which items each metric gets right; the ranks share the work and all get the result.
+        """Return which items each metric gets right; each rank computes a part, and all get the result.
 
         `acc`: highest sum of log-probabilities. `acc_norm`: per character of the ending, as the reference harness
         does. `acc_token_norm`: per token, on the tutorial's text, so it costs as much as the other two together.
         Log-probabilities are fp32, over the real ids only. Of equal scores the first ending is taken, as numpy's
-        argmax does for the harness. None if `interrupted`, asked before each batch, told all to stop.
+        argmax does for the harness. None if `interrupted`, called before each batch, returned True.
 
         Raises: NonFiniteError: among such scores the first would always win.
         """
@@ -107,7 +107,7 @@ def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:
 
 
 def summarize(results: Results) -> dict[str, float | int | None]:
-    """Return the event's numbers: n, and each accuracy with its standard error, None where it was not asked for."""
+    """Return the event's numbers: n, and each accuracy with its standard error, None if not measured."""
     summary: dict[str, float | int | None] = {"n": results.n}
     for name in METRICS:
         right = results.per_unit.get(name)
@@ -119,13 +119,15 @@ def summarize(results: Results) -> dict[str, float | int | None]:
 # Tokens of one forward pass, padding included. Fixed by the device, never by the world size: the same batches
 # everywhere, hence the same sums.
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
-_SHORTEST = 0.85  # of a batch's longest row: below, the padding would cost more than a batch more
-_MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths that masked attention kernels like
+_SHORTEST = (
+    0.85  # of a batch's longest row; for shorter rows padding would cost more than another batch
+)
+_MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths on which masked attention is fast
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """One context and the endings that share it; `slots` say which of all endings they are."""
+    """One context and the endings that share it; `slots` are their numbers among all endings."""
 
     context: np.ndarray  # (n,) ids, n >= 1
     endings: tuple[np.ndarray, ...]
@@ -234,7 +236,7 @@ def _predict(
 
 
 def see_own_text(segments: torch.Tensor) -> torch.Tensor:
-    """Return which positions see which, (B, T, T) bool: earlier ones of the context (0) and of the own segment."""
+    """Return which positions attend to which, (B, T, T) bool: earlier ones of the context (0) and of their segment."""
     T = segments.size(1)
     earlier = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
     query, key = segments[:, :, None], segments[:, None, :]

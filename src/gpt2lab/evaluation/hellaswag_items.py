@@ -69,7 +69,7 @@ def fetch_hellaswag(
     The hash is compared and the bytes are flushed before one rename gives the file its name. A truncated or altered
     download leaves no file.
 
-    Raises: DataError in one line that says what to do by hand.
+    Raises: DataError in one line that tells how to download it by hand.
     """
     path = path or paths.from_repository(DEFAULT_PATH)
     if path.exists():
@@ -98,7 +98,7 @@ def _download(url: str, connect_seconds: float, by_hand: str) -> bytes:
             with urllib.request.urlopen(url, timeout=connect_seconds) as response:
                 answers.put(None)  # the server answers: wait for the rest
                 answers.put(response.read(2 * NUM_BYTES))
-        except Exception as error:  # every kind means the same: no download
+        except Exception as error:  # whatever the reason, there is no download
             answers.put(error)
 
     threading.Thread(target=work, name="hellaswag", daemon=True).start()
@@ -205,7 +205,7 @@ FORMAT = "gpt2lab-hellaswag-tokens/1"
 
 @dataclass(frozen=True)
 class Questions:
-    """N items, tokenized in both styles. Ragged: ids lie end to end, `lengths` says where each sequence ends."""
+    """N items, tokenized in both styles. Ragged: ids lie end to end, `lengths` gives the length of each sequence."""
 
     labels: np.ndarray  # (N,) int64, which ending is true
     ids: dict[Style, np.ndarray]  # (total,) uint16 or uint32
@@ -303,7 +303,7 @@ def _read_cache(place: Path, key: str) -> Questions | None:
             arrays = dict(file)
     except (OSError, ValueError):
         return None
-    return Questions(  # the hash vouches for the rest
+    return Questions(  # the hash covers the arrays
         labels=arrays["labels"],
         ids={style: arrays[f"{style}_ids"] for style in STYLES},
         lengths={style: arrays[f"{style}_lengths"] for style in STYLES},

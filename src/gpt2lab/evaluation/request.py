@@ -122,7 +122,7 @@ def open_shards(subject: Subject) -> tuple[TokenData, MeasuresLoss]:
 def measure_loss(subject: Subject, validation: MeasuresLoss) -> ValidationLoss:
     """Return the loss of the weights.
 
-    Raises: DataError; NonFiniteError if it is no number.
+    Raises: DataError; NonFiniteError if the loss is not finite.
     """
     keep = subject.request.keep_token_losses
     loss = validation.measure(subject.model, keep_token_losses=keep)

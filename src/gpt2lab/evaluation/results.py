@@ -3,8 +3,8 @@
 Also which windows of a validation split are measured, and which of their targets belong to which document.
 
 A unit is an item of HellaSwag or of a task of lm-eval, or a document of the validation split. Comparing the same units
-is far sharper than comparing two means: a unit that is hard for one model is mostly hard for the other too, and that
-cancels.
+gives a smaller standard error than comparing two means, because a unit that is hard for one model is mostly hard for
+the other too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Results:
 
     @property
     def unit(self) -> str:
-        """Name what was compared; files of earlier versions do not say it, and have windows."""
+        """Name the unit; files of earlier versions do not record it, and their units are windows."""
         if self.kind != "validation":
             return "item"
         return str(self.units.get("unit", "conversation" if "answers" in self.units else "window"))
@@ -97,7 +97,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def keep_results(run_dir: Path, results: Results, step: int) -> str | None:
-    """Write what was found after `step` into the run's folder; return the problem, because it is no reason to stop."""
+    """Write what was found after `step` into the run's folder; return the problem instead of raising it."""
     path = file_of_step(run_dir, results.kind, step)
     try:
         write_results(path, replace(results, step=step))
@@ -139,7 +139,7 @@ def checksums_of(windows: np.ndarray) -> np.ndarray:
 
 
 def hash_checksums(checksums: np.ndarray) -> str:
-    """Return 64 hex digits that tell which windows were measured, from the checksums of all of them."""
+    """Return 64 hex digits that identify the measured windows, from the checksums of all of them."""
     return hashlib.sha256(checksums.astype("<u4").tobytes()).hexdigest()
 
 
@@ -175,7 +175,7 @@ def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) ->
     """
     shards, offsets = order.locate(samples)
     T, count = order.context_length, len(samples)
-    # A document may go on in the next shard: documents are numbered through all of them.
+    # A document may continue in the next shard: documents are numbered through all of them.
     before = np.cumsum([0, *map(len, ends)]).tolist()
     parts: list[tuple[int, int, int, int]] = []  # window, begin, end, document
     for window, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):

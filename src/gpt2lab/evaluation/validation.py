@@ -75,7 +75,7 @@ class MeasuresLoss(Protocol):
         interrupted: Callable[[], bool] = lambda: False,
         keep_token_losses: bool = False,
     ) -> ValidationLoss | None:
-        """Return the loss, the same on every rank; None if `interrupted` told all to stop.
+        """Return the loss, the same on every rank; None if `interrupted` returned True on any rank.
 
         With `keep_token_losses` it holds those of single tokens too, if they are of windows of token shards.
         """
@@ -116,13 +116,13 @@ class Validation:
         interrupted: Callable[[], bool] = lambda: False,
         keep_token_losses: bool = False,
     ) -> ValidationLoss | None:
-        """Return the loss over all windows; the ranks share the windows and all get the result.
+        """Return the loss over all windows; each rank computes a part, and all get the result.
 
-        Losses of targets are summed in fp64 in their own order, so that neither the cut into batches nor the world size
-        enters the sum. The standard error takes a document as the unit, weighted by its
-        targets; a window where the split has fewer than two documents or they are not known. Padding ids take no part
-        in the softmax. Bits per byte is the loss of all targets, in bits, over the bytes of their text;
-        <|endoftext|> has a loss but no bytes. None if `interrupted`, asked before each batch, told all to stop.
+        Losses of targets are summed in fp64 in their own order, so that neither the batch size nor the world size
+        changes the sum. The standard error takes a document as the unit, weighted by its
+        targets; a window where the split has fewer than two documents or they are not known. Padding ids are excluded
+        from the softmax. Bits per byte is the loss of all targets, in bits, over the bytes of their text;
+        <|endoftext|> has a loss but no bytes. None if `interrupted`, called before each batch, returned True.
 
         With `keep_token_losses` the losses of single targets are kept too, rounded to fp16: nothing is computed from
         them here.
@@ -146,7 +146,7 @@ class Validation:
                     found[:, rows], losses = self._measure_windows(rows, model, of_parts)
                     if kept is not None:
                         kept[start : start + self._batch_size] = losses
-        self._reader.wait_until_verified()  # no number rests on a damaged shard
+        self._reader.wait_until_verified()  # a damaged shard raises an error here
         # One rank has each window, the others have 0.
         num_bytes, checksums = np.sum(self._runtime.gather(found), axis=0)
         of_parts = np.sum(self._runtime.gather(of_parts), axis=0)

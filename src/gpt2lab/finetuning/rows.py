@@ -72,7 +72,7 @@ class InstructionData(TokenData):
         return "".join(f">>>{text}<<<" if answers else text for answers, text in decoded)
 
     def describe(self, unused_targets: int) -> str:
-        """Describe the data for people."""
+        """Describe the data in one line."""
         train, val = self.rows["train"], self.rows["val"]
         filled = train.targets() / (len(train) * (train.ids.shape[1] - 1))
         return (
@@ -105,7 +105,7 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
     problem = why_no_text(tokenizer, config.model.vocab_size)
     if tokenizer is None or problem is not None:
         raise ConfigError(
-            f"{problem}: the model's ids mean no text, so it cannot learn conversations; fine-tune another"
+            f"{problem}: the model cannot read text, so it cannot be fine-tuned on conversations; choose another"
         )
     kept, warnings = _encode(read_conversations(source), T, tokenizer)
     held_out = choose_held_out([one.digest for one in kept], config.tuning.val_fraction)
@@ -117,7 +117,7 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
     for split, part in parts.items():
         if not part:
             raise DataError(
-                f"{source}: of {len(kept)} usable conversations none is left for {split}; give more of them"
+                f"{source}: of {len(kept)} usable conversations none is left for {split}; give more conversations"
                 + "".join(f"; {warning}" for warning in warnings)
             )
     rows = {
@@ -141,15 +141,15 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
 
 
 def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: str) -> Rows:
-    """Return the conversations that a run held out; `fingerprint`: of those that it learned from.
+    """Return the conversations that a run held out; `fingerprint`: of all that it read.
 
     Raises: DataError if the conversations have changed since; ConfigError.
     """
     data = open_instructions(config, tokenizer)
     if data.fingerprint != fingerprint:
         raise DataError(
-            f"{config.tuning.instructions}: not the conversations that the run learned (fingerprint "
-            f"{data.fingerprint[:12]}, the run's {fingerprint[:12]}), so those held out are not known; restore it"
+            f"{config.tuning.instructions}: not the conversations that the run trained on (fingerprint "
+            f"{data.fingerprint[:12]}, the run's {fingerprint[:12]}), so those held out are unknown; restore the file"
         )
     return data.rows["val"]
 
@@ -187,13 +187,15 @@ def _encode(
 def _warn_of_shared_beginnings(
     kept: Sequence[EncodedConversation], held_out: set[str], end_of_text: int
 ) -> list[str]:
-    """Warn of held-out conversations that go on from one that is learned: their beginning is no test."""
+    """Warn of held-out conversations that continue one of the training split: their beginning has been seen."""
     learned = {tuple(one.ids) for one in kept if one.digest not in held_out}
     count = 0
     for ids in (one.ids for one in kept if one.digest in held_out):
         ends_of_answers = [place + 1 for place, id in enumerate(ids[1:-1], 1) if id == end_of_text]
         count += any(tuple(ids[:end]) in learned for end in ends_of_answers)
-    return [f"{count:,} held-out conversations begin with one that is learned"] if count else []
+    return (
+        [f"{count:,} held-out conversations begin with one of the training split"] if count else []
+    )
 
 
 def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:

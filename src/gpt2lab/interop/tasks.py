@@ -41,7 +41,7 @@ class TaskRequest:
 
     names: str  # separated by commas
     limit: int | None = None  # of each task only the first items
-    num_fewshot: int | None = None  # None: as the task says
+    num_fewshot: int | None = None  # None: the task's default
     tasks_path: Path | None = None  # a folder with more tasks as YAML files
     apply_chat_template: bool = False
 
@@ -79,7 +79,7 @@ def measure_tasks(
     Raises: ConfigError, DataError in one line.
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # no forks of a process with threads and a GPU
-    with contextlib.redirect_stdout(sys.stderr):  # what the library prints is no result
+    with contextlib.redirect_stdout(sys.stderr):  # the library prints messages to stdout
         from lm_eval import simple_evaluate
 
         from gpt2lab.interop.lm_eval import GPT2LabLM
@@ -141,7 +141,7 @@ def _manager(wanted: list[str], tasks_path: Path | None) -> Any:
         if name not in known:
             hint = fmt.did_you_mean(name, known)
             raise ConfigError(
-                f"--tasks {name}: lm-eval knows no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
+                f"--tasks {name}: lm-eval has no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
                 f"its tasks, --tasks_path adds a folder of your own"
             )
     return manager

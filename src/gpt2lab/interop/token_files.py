@@ -1,4 +1,4 @@
-"""Token files of other programs: what their headers and indices say, checked against the sizes of the files.
+"""Token files of other programs: their headers and indices, checked against the sizes of the files.
 
 Sources of the formats: llm.c dev/data/data_common.py (modded-nanogpt writes the same); datatrove
 pipeline/tokens/tokenizer.py, TokenizedFile; Megatron-LM megatron/core/datasets/indexed_dataset.py; nanoGPT
@@ -65,9 +65,9 @@ class TokenFile:
 
 
 def recognise(path: Path) -> Layout:
-    """Tell a token file's format from its name, its neighbour and its first bytes.
+    """Tell a token file's format from its name, the files beside it and its first bytes.
 
-    Raises: DataError for what is known to be something else; OSError.
+    Raises: DataError for a file of llm.c that does not hold tokens; OSError.
     """
     if path.suffix in (".npy", ".ds"):
         return "npy" if path.suffix == ".npy" else "datatrove"
@@ -86,7 +86,7 @@ def recognise(path: Path) -> Layout:
         known = " and ".join(map(str, _LLMC_KINDS))
         raise DataError(
             f"{path}: begins with {magic} like a file of llm.c, whose token files begin with {known}; name the token "
-            f"files with --train_files and --val_files, or say --format raw"
+            f"files with --train_files and --val_files, or give --format raw"
         )
     return "raw"
 
@@ -105,18 +105,20 @@ def read_llmc(path: Path) -> TokenFile:
         )
     magic, version, tokens = struct.unpack("<iii", head)
     if magic not in _LLMC_KINDS:
-        raise DataError(f"{path}: begins with {magic}, which is no token file of llm.c")
+        raise DataError(f"{path}: begins with {magic}; not a token file of llm.c")
     known, dtype, tokenizer = _LLMC_KINDS[magic]
     if version != known:
-        raise DataError(f"{path}: version {version} of llm.c's format {magic}; known is {known}")
+        raise DataError(
+            f"{path}: version {version} of llm.c's format {magic}; supported is {known}"
+        )
     found = TokenFile(path, "llm.c", tokens, dtype, _LLMC_HEADER_BYTES, tokenizer, "before")
     return _check_size(found, size, "its header")
 
 
 def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
-    """Read what stands beside a .ds file: .ds.metadata (tokenizer, bytes of an id, tokens) and .ds.index.
+    """Read the files beside a .ds file: .ds.metadata (tokenizer, bytes of an id, tokens) and .ds.index.
 
-    Where neither is there, `dtype` must say what the ids are.
+    Without either, `dtype` must give the type of the ids.
 
     Raises: DataError; OSError.
     """
@@ -125,7 +127,8 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
     tokens, tokenizer = None, None
     if Path(f"{path}.loss").exists():
         raise DataError(
-            f"{path}.loss: marks tokens without loss, but training here counts every token; move it away to do so"
+            f"{path}.loss: excludes tokens from the loss, which is not implemented; move the file away to train "
+            f"on every token"
         )
     if metadata.exists():
         tokenizer, width, tokens = _read_metadata(metadata)
@@ -140,7 +143,7 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
             dtype = {2: "uint16", 4: "uint32"}.get(size // tokens)
     if dtype is None:
         raise DataError(
-            f"{path}: neither .metadata nor .index beside it; say --dtype uint16 or uint32"
+            f"{path}: neither .metadata nor .index beside it; give --dtype uint16 or uint32"
         )
     if tokens is None:
         tokens = size // np.dtype(DTYPES[dtype][0]).itemsize
@@ -152,7 +155,7 @@ def read_datatrove(path: Path, dtype: str | None) -> TokenFile:
         tokenizer=tokenizer,
         index=index if index.exists() else None,
     )
-    return _check_size(found, size, "what stands beside it")
+    return _check_size(found, size, "the file beside it")
 
 
 def read_megatron(path: Path) -> TokenFile:
@@ -177,7 +180,7 @@ def read_megatron(path: Path) -> TokenFile:
             at = begin + int(wrong[0])
             raise DataError(
                 f"{index}: sequence {at} begins at byte {pointers[at]}, the one before ends at {starts[wrong[0]]}; "
-                f"files whose sequences have gaps or another order are not read; write it again with Megatron's merge"
+                f"sequences with gaps or in another order are not supported; rewrite them with Megatron's merge"
             )
         tokens += int(some.sum())
     found = TokenFile(path, "megatron", tokens, dtype, index=index)
@@ -185,7 +188,7 @@ def read_megatron(path: Path) -> TokenFile:
 
 
 def read_raw(path: Path, dtype: str | None, offset: int) -> TokenFile:
-    """Take a file without header for ids from byte `offset` on, uint16 unless `dtype` says otherwise.
+    """Read a file without header as ids from byte `offset` on, uint16 unless `dtype` is given.
 
     Raises: DataError if the size does not fit, or without `dtype` if the ids are plainly 32 bits wide; OSError.
     """
@@ -196,10 +199,10 @@ def read_raw(path: Path, dtype: str | None, offset: int) -> TokenFile:
         )
     width = np.dtype(DTYPES[dtype or "uint16"][0]).itemsize
     if offset > size or (size - offset) % width:
-        behind = f" behind offset {offset}" if offset else ""
+        behind = f" after offset {offset}" if offset else ""
         kind = dtype or "uint16"
         raise DataError(
-            f"{path}: {size - offset} bytes{behind}; raw {kind} tokens are a multiple of {width}"
+            f"{path}: {size - offset} bytes{behind}; raw {kind} tokens need a multiple of {width}"
         )
     return TokenFile(
         path, "raw", (size - offset) // width, dtype or "uint16", offset, end_of_text="after"
@@ -207,7 +210,7 @@ def read_raw(path: Path, dtype: str | None, offset: int) -> TokenFile:
 
 
 def _read_metadata(path: Path) -> tuple[str, str, int]:
-    """Return tokenizer, type of the ids and number of tokens: `gpt2|2`, `57`, and the number for people."""
+    """Return tokenizer, type of the ids and number of tokens of the lines `gpt2|2`, `57`."""
     try:
         lines = path.read_text().splitlines()
         tokenizer, _, width = lines[0].rpartition("|")

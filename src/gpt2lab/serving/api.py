@@ -31,7 +31,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"parallel_tool_calls": (True, False), "response_format": ({"type": "text"},)},
     **{"service_tier": ("auto", "default"), "top_logprobs": (0,), "reasoning_effort": ("none",)},
 }
-_LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # say who asks, not what
+_LABELS = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+}  # identify the client; ignored
 _READ = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream"}
 _READ |= {"stream_options"}
 
@@ -121,7 +126,7 @@ def read_request(
 
 def no_model(asked: str, name: str) -> Problem:
     """Return the problem of a request for another model."""
-    message = f"there is no model {asked!r:.200}; this server has {name!r}"
+    message = f"model {asked!r:.200} not found; this server has {name!r}"
     return Problem(404, message, param="model", code="model_not_found")
 
 
@@ -254,7 +259,7 @@ def _content(content: Any) -> str:
 
 @dataclass
 class Choice:
-    """One text as it grows: what of it may be sent, and why it ended."""
+    """One text as it grows: the part that may be sent, and why it ended."""
 
     index: int
     tokenizer: Tokenizer

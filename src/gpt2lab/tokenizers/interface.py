@@ -1,4 +1,4 @@
-"""What every tokenizer offers: text to ids and back, the facts that identify it, its tokenizer.json. No torch."""
+"""The interface of a tokenizer: text to ids and back, the facts that identify it, its tokenizer.json. No torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Tokenizer(ABC):
 
     name: str
     size: int  # ids, without padding rows of a model
-    end_of_text: int  # stands before each document and after each answer
-    end_token: str  # the text by which people name that id
+    end_of_text: int  # the id before each document and after each answer
+    end_token: str  # that id as text
     files: dict[str, bytes]  # what it is made of; empty if it is built in
     cuts: re.Pattern[str] | None = (
         None  # a text may be cut where this matches: its ids stay the same
@@ -84,11 +84,11 @@ class Tokenizer(ABC):
 
     @property
     def title(self) -> str:
-        """Name it for people."""
+        """Return the name that messages use."""
         return self.name
 
     def record(self) -> dict[str, Any]:
-        """Return what a manifest says of it."""
+        """Return what a manifest records of it."""
         return {
             "name": self.name,
             "sha256": self.hash,
@@ -97,7 +97,7 @@ class Tokenizer(ABC):
         }
 
     def describe(self) -> str:
-        """Describe it for people."""
+        """Describe it in a few words."""
         return f"{self.title}, {self.size:,} ids, sha256 {self.hash[:12]}"
 
     def __eq__(self, other: object) -> bool:

@@ -43,7 +43,7 @@ def many(tmp_path: Path) -> Path:
 def test_verify_finds_nothing_wrong_with_what_was_prepared(many: Path) -> None:
     code, said, _ = data("verify", many)
     assert code == 0
-    assert said.startswith("every file is what shards.json says\n")
+    assert said.startswith("every file matches shards.json\n")
     assert re.search(r"^\d+\.\d% of the 16-grams of validation occur in training$", said, re.M)
 
 
@@ -142,7 +142,7 @@ def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path: Path
     assert open_data(folder, vocab_size=50304).warnings == ()
     assert verify(folder) == []
     assert json.loads((folder / "shards.json").read_text())["documents"] == 3 * len(TEXTS)
-    with pytest.raises(DataError, match="is there already; check it with"):
+    with pytest.raises(DataError, match="exists already; check it with"):
         import_folder(folder)
 
 
@@ -261,7 +261,7 @@ def test_show_rejects_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]
     moved.rename(folder)
     path = folder / "tiny_train_000000.npy"
     np.save(path, np.load(path)[::-1].copy())
-    with pytest.raises(DataError, match=r"trained on other tokens than .* has now"):
+    with pytest.raises(DataError, match=r"trained on other tokens than .* holds now"):
         tokens_of_step(run_dir, 2)
     code, _, error = data("show", "--run", "no_such_run", "--step", 1)
     assert (code, "no run of this name" in error) == (2, True)

@@ -336,7 +336,7 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path: Path) -> N
     (folder / "c.parquet").write_bytes(b"PAR1 not really")
     whole = gzip.compress(_lines(MANY[200:210]).encode())
     (folder / "d.jsonl.gz").write_bytes(whole[:-9])
-    with pytest.raises(DataError, match=r"a\.jsonl line 101: not JSON.*; --skip_bad leaves out"):
+    with pytest.raises(DataError, match=r"a\.jsonl line 101: not JSON.*; --skip_bad skips"):
         run_prepare(folder, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
     result = run_prepare(folder, tmp_path / "out", skip_bad=True)
@@ -427,7 +427,7 @@ def test_merged_parts_are_the_work_of_one_machine_byte_for_byte(
 
 
 def test_more_parts_than_groups_are_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"part 1/3: corpus has 1 groups of files; at most as many"):
+    with pytest.raises(DataError, match=r"part 1/3: corpus has 1 groups of files; use at most that many"):
         run_prepare(corpus, tmp_path / "out", part=(1, 3))
 
 
@@ -436,11 +436,11 @@ def test_more_parts_than_groups_are_refused(corpus: Path, tmp_path: Path) -> Non
     ("case", "message"),
     [
         ("missing", r"part 2/3 is missing; give all 3"),
-        ("twice", r"part 1/3 again"),
+        ("twice", r"part 1/3 is duplicated"),
         ("whole", r"a full data set, not a part"),
         ("other", r"of another source or with other options"),
         ("damaged", r"part2/.*_train_000000\.npy: damaged"),
-        ("there", r"is there already"),
+        ("there", r"exists already"),
     ],
 )
 def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(

@@ -208,7 +208,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         patch(LLMC, 0, struct.pack("<i", 20240522)),
         "begins with 20240522",
     ),
-    "llm.c beside raw": ("llm.c", patch(LLMC, 0, struct.pack("<i", 77)), "take the files of one"),
+    "llm.c beside raw": ("llm.c", patch(LLMC, 0, struct.pack("<i", 77)), "select the files of one"),
     "llm.c with an id too large": (
         "llm.c",
         patch(LLMC, 1024, struct.pack("<H", 60_000)),
@@ -247,11 +247,11 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         write(f"{DS}.metadata", b"bert-base|2\n5\n5 T"),
         r"ends at token|'bert-base'",
     ),
-    "datatrove with a loss mask": ("datatrove", write(f"{DS}.loss", b"\1"), "tokens without loss"),
+    "datatrove with a loss mask": ("datatrove", write(f"{DS}.loss", b"\1"), "excludes tokens from the loss"),
     "datatrove neither beside": (
         "datatrove",
         remove(f"{DS}.index", f"{DS}.metadata"),
-        "say --dtype uint16 or uint32",
+        "give --dtype uint16 or uint32",
     ),
     "Megatron cut": ("Megatron", cut("train_text_document.bin", 2), "promises"),
     "Megatron index cut": ("Megatron", cut(MEG, 8), f"{MEG}: .* its header promises"),
@@ -262,11 +262,11 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5"), "ids of int64; supported are uint16"),
     "Megatron of floats": ("Megatron", patch(MEG, 17, b"\7"), "ids of float32"),
     "Megatron of type 9": ("Megatron", patch(MEG, 17, b"\x09"), "ids of type 9"),
-    "Megatron out of order": ("Megatron", _swap_two_sequences, "gaps or another order"),
+    "Megatron out of order": ("Megatron", _swap_two_sequences, "gaps or in another order"),
     "Megatron with negative ids": (
         "Megatron int32, sequences within documents",
         _negative_ids,
-        r"train_text\.bin: a negative id \(-100",
+        r"train_text\.bin: a negative id, such as -100",
     ),
     "raw of 32 bits": (
         "nanoGPT",
@@ -277,12 +277,12 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a name without a split": (
         "llm.c",
         lambda folder: write_llmc(folder / "fineweb_000007.bin", documents(9, 1)),
-        r"fineweb_000007\.bin: its name does not say .*--val_files",
+        r"fineweb_000007\.bin: its name does not tell .*--val_files",
     ),
     "a name with both": (
         "llm.c",
         lambda folder: write_llmc(folder / "train_val_7.bin", documents(9, 1)),
-        r"train_val_7\.bin: its name does not say",
+        r"train_val_7\.bin: its name does not tell",
     ),
     "no validation": (
         "llm.c",
@@ -337,7 +337,7 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Megatron says no tokenizer": (
         "Megatron",
         {"tokenizer": None},
-        "say --tokenizer gpt2, unknown, or the file",
+        "give --tokenizer gpt2, unknown, or the file",
     ),
     "llm.c of Llama 3 says another": ("llm.c of Llama 3", {"tokenizer": None}, "'llama-3'"),
     "and is not GPT-2's": ("llm.c of Llama 3", {"tokenizer": "gpt2"}, "'llama-3'"),
@@ -349,8 +349,8 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layout": "llm.c", "offset": 8},
         "--offset is for raw",
     ),
-    "an offset within an id": ("nanoGPT", {"offset": 3}, "bytes behind offset 3"),
-    "an offset beyond the end": ("nanoGPT", {"offset": 10**9}, "behind offset"),
+    "an offset within an id": ("nanoGPT", {"offset": 3}, "bytes after offset 3"),
+    "an offset beyond the end": ("nanoGPT", {"offset": 10**9}, "after offset"),
     "files that are not there": ("llm.c", {"val_files": ("x*",)}, "no file matches --val_files x"),
     "one file on both sides": (
         "llm.c",
@@ -367,7 +367,7 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an id that stands nowhere": (
         "llm.c",
         {"end_of_text": "none", "end_of_text_id": 50256},
-        "none has no --end_of_text_id",
+        "none and --end_of_text_id cannot be combined",
     ),
     "an index that says otherwise": (
         "datatrove",
@@ -377,7 +377,7 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no index and no word": (
         "datatrove ids alone",
         {"end_of_text": None},
-        "say --end_of_text before, after or none",
+        "give --end_of_text before, after or none",
     ),
 }
 

@@ -214,7 +214,7 @@ def test_a_modern_run_is_exported_with_its_own_files(folder: Path) -> None:
         *("config.json", "generation_config.json", "model.safetensors", "README.md", *OWN_FILES),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     }
-    sources = Path(hf_config.__file__).parents[1] / "huggingface"
+    sources = Path(hf_config.__file__).parents[1] / "interop"
     for name in OWN_FILES:
         assert (out / name).read_bytes() == (sources / name).read_bytes()
     config = json.loads((out / "config.json").read_text())

@@ -92,12 +92,12 @@ def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
     Raises: DataError if a part is missing, damaged, given twice, or of another source.
     """
     if os.path.lexists(target):
-        raise DataError(f"{target}: is there already; choose another folder")
+        raise DataError(f"{target}: exists already; choose another folder")
     by_number = _in_order(parts)
     partial = target.with_name(f"{target.name}.partial")
     if os.path.lexists(partial):
         raise DataError(
-            f"{partial}: is there already; the unfinished preparation of {target.name}, or delete it"
+            f"{partial}: exists already; finish the preparation of {target.name}, or delete that folder"
         )
     with (
         system_errors_as(DataError, target, what="cannot be written", fix="nothing was kept"),
@@ -111,7 +111,7 @@ def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
 def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     first = parts[0][1]
     dataset, tokenizer = first["dataset"], of_record(first["tokenizer"], parts[0][0], MANIFEST)
-    assert tokenizer is not None  # only data of another program's is of an unknown one
+    assert tokenizer is not None  # only imported data may be of an unknown one
     of_split: dict[str, list[tuple[Path, dict[str, Any]]]] = {"train": [], "val": []}
     for part, manifest in parts:
         for file in manifest["files"]:
@@ -119,7 +119,7 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
     for path, file in tqdm(
         [*of_split["train"], *of_split["val"]], unit="file", leave=False, disable=None
     ):
-        open_shard(path)  # a missing one is named
+        open_shard(path)  # names a missing file
         if sha256_of(path) != file["sha256"]:
             raise DataError(f"{path}: damaged (its sha256 is not the one in {MANIFEST})")
     listed = _joined_with_small(of_split["train"], first["request"]["shard_tokens"])
@@ -162,7 +162,7 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
             raise DataError(f"{folder}: a full data set, not a part; prepare parts with --part i/n")
         if "groups" not in manifest:
             raise DataError(
-                f"{folder}: a part of an earlier version, divided in another way; prepare it again"
+                f"{folder}: a part that an earlier version divided in another way; prepare it again"
             )
         check_prepared(folder, manifest)
         rule = {**manifest["split"], "held_back_tokens": None}
@@ -175,7 +175,9 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
         if common is not None and same != common:
             raise DataError(f"{folder}: of another source or with other options than {parts[0]}")
         if number in found:
-            raise DataError(f"{folder}: part {number}/{count} again, after {found[number][0]}")
+            raise DataError(
+                f"{folder}: part {number}/{count} is duplicated: also in {found[number][0]}"
+            )
         common, found[number] = same, (folder, manifest)
     missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in found]
     if missing:
@@ -208,7 +210,7 @@ _PREPARED = {  # what preparation alone reads of a manifest
 
 
 def check_prepared(folder: Path, manifest: dict[str, Any]) -> None:
-    """Check what preparation alone reads of a manifest that it wrote; its hash may have been made anew by hand.
+    """Check what preparation alone reads of a manifest that it wrote: someone may have edited it and its hash.
 
     Raises: DataError.
     """

@@ -51,9 +51,9 @@ def cut(blocks: Iterable[str], *, where: str, cuts: re.Pattern[str] | None) -> I
             if place is None:
                 if len(held) > LONGEST_WORD:
                     problem = (
-                        "characters without white space; is this text?"
+                        "characters without white space; probably not text"
                         if cuts
-                        else "characters, and this tokenizer reads a document at once; divide it"
+                        else "characters, but this tokenizer encodes a document as a whole; divide the document"
                     )
                     raise BadRecordsError(f"{where}: {len(held):,} {problem}")
                 break
@@ -70,7 +70,7 @@ class EncodedChunks:
     ids: np.ndarray  # (n,) uint16 or uint32, the end-of-text id before each document
     lengths: np.ndarray  # (c,) int64
     begins: np.ndarray  # (c,) bool
-    keys: np.ndarray  # (c,) uint64: of equal first chunks equal, otherwise as good as random
+    keys: np.ndarray  # (c,) uint64: a hash of the first chunk of a document
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ class EncoderPool:
 
 
 class _Worker:
-    """A tokenizing process, on a pipe whose far end it alone holds.
+    """A tokenizing process, on a pipe whose far end no other process holds.
 
-    So the death of either side is an end of file for the other, even within a message. The executors of the standard
-    library share one pipe for all results, and wait forever on the answer that a killed process had half written.
+    So when either side dies, the other reads an end of file, even within a message. The executors of the standard
+    library share one pipe for all results, and wait forever for an answer of which a killed process wrote a part.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -197,7 +197,7 @@ def key_of(content: bytes) -> int:
 def _jobs(
     documents: Stream, skip_bad: bool, cuts: re.Pattern[str] | None
 ) -> Generator[tuple[list[TextChunk], int, int], None, None]:
-    """Group chunks by their length, so that a batch is the same work whatever the documents.
+    """Group chunks into batches of similar length in characters, whatever the documents.
 
     With each come the numbers of bad records and of empty documents so far; the last, without chunks, has the totals.
     """

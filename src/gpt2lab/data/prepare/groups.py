@@ -1,7 +1,7 @@
-"""The files of a source, dealt into groups: the unit of work of a preparation.
+"""The files of a source, divided into groups: the unit of work of a preparation.
 
-A group follows from the names and sizes of the files alone. Processes, machines and Ray tasks share groups out among
-them, so that what they write together does not depend on how many they are.
+A group follows from the names and sizes of the files alone. Processes, machines and Ray tasks take
+groups, so that the shards do not depend on how many of them there are.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def kind_of(name: str) -> str | None:
 
 
 def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[FileGroup, ...]:
-    """Deal files into groups of about `group_bytes`, in their order or shuffled by their names.
+    """Divide files into groups of about `group_bytes`, in their order or shuffled by their names.
 
     Large files that a reader can begin within are divided. With `shuffle` they are divided further, so that every group
     is a sample of all.
@@ -134,6 +134,6 @@ def of_part(groups: Sequence[FileGroup], part: tuple[int, int]) -> tuple[FileGro
 
 
 def identity_of(files: Sequence[File]) -> str:
-    """Hash names and sizes, to tell whether two machines have the same source before they read it."""
+    """Hash names and sizes, by which two machines recognize the same source before they read it."""
     listed = "".join(f"{file.name} {file.size}\n" for file in files)
     return hashlib.sha256(listed.encode()).hexdigest()

@@ -118,7 +118,7 @@ def result_table(result: Result) -> str:
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """What a preparation does; the same on every machine that takes a part of it."""
+    """What a preparation does; the same on every machine that prepares a part."""
 
     tasks: tuple[Task, ...]  # of this part
     num_groups: int  # of all parts
@@ -136,9 +136,10 @@ def plan_preparation(
     shuffle: bool = False,
     tokenizer: Tokenizer,
 ) -> PreparationPlan:
-    """Deal the source into groups and decide which documents are held out.
+    """Divide the source into groups and decide which documents are held out.
 
-    Of `max_tokens` each of the first groups gives its share: as many groups as hold three times that by the sizes.
+    `max_tokens` are taken from the first groups in proportion to their sizes: from as many groups as hold three times
+    that number by the sizes of their files.
 
     Raises: DataError if there are fewer groups than parts.
     """
@@ -160,8 +161,8 @@ def plan_preparation(
         val_tokens = largest
     if part[1] > len(groups):
         raise DataError(
-            f"part {part[0]}/{part[1]}: {source.origin} has {len(groups)} groups of files; at most as many parts, or "
-            f"smaller --group_bytes"
+            f"part {part[0]}/{part[1]}: {source.origin} has {len(groups)} groups of files; use at most that many "
+            f"parts, or a smaller --group_bytes"
         )
     rule = rule_for(val_tokens, expected)
     tasks = tuple(
@@ -213,15 +214,15 @@ def prepare(
     tokenizer: Tokenizer,
     ray_address: str | None = None,
 ) -> Result | None:
-    """Tokenize a source into `folder`; return None if the same data of the same tokenizer is there already.
+    """Tokenize a source into `folder`; return None if the same data of the same tokenizer exists already.
 
     The shards depend neither on `num_workers` (default: one per core), nor on parts or a Ray cluster, nor on
     interruptions. With `shuffle` documents are mixed, over all files as far as these are large.
 
-    Raises: DataError if the folder holds something else, a record cannot be read, or there is next to no text.
+    Raises: DataError if the folder holds something else, a record cannot be read, or there is too little text.
     """
     sizes.check()
-    folder = folder.resolve()  # the shards belong on the disk that a link points to
+    folder = folder.resolve()  # a link decides on which disk the shards are written
     request = {
         "content": source.identity,
         "part": list(part),
@@ -240,7 +241,7 @@ def prepare(
         run = _Runner(plan, num_workers, ray_address)
         manifest, cut = _write(source, folder, request, plan, run)
     except KeyboardInterrupt as interrupt:
-        if str(interrupt):  # it says what is kept of this start
+        if str(interrupt):  # it tells what is kept of this start
             raise
         earlier = f"{paths.display_path(_partial(folder))} keeps what an earlier start prepared"
         raise KeyboardInterrupt(
@@ -280,13 +281,13 @@ def _write(
 
 
 _CUT_NOTE = (
-    "so few documents that none can be held out: the end of the text is the validation split, and goes on where "
+    "too few documents to hold one out: the end of the text is the validation split, and continues where "
     "training ends"
 )
 
 
 class _Runner:
-    """Runs tasks, here or on a Ray cluster, beside a progress bar."""
+    """Runs tasks, here or on a Ray cluster, with a progress bar."""
 
     def __init__(
         self, plan: PreparationPlan, num_workers: int | None, ray_address: str | None
@@ -333,15 +334,15 @@ def _divide(
     total, rule, name = train + val + back, plan.tasks[0].rule, "documents below a threshold"
     is_part = len(finished) < plan.num_groups
     if total == 0 and not is_part:
-        raise DataError(f"{source.origin}: not a single document with text in it")
+        raise DataError(f"{source.origin}: no document contains text")
     if total < LEAST_TOKENS and not is_part:
         raise DataError(
-            f"{source.origin}: only {total} tokens; too little text for two splits, give at least {LEAST_TOKENS}"
+            f"{source.origin}: only {total} tokens; two splits need at least {LEAST_TOKENS}"
         )
     if train >= 2 and 4 * val >= plan.val_tokens:
         return finished, _record(name, rule), None
     if plan.num_groups > 1:
-        if is_part or (train >= 2 and val >= 2):  # of a part, merge judges
+        if is_part or (train >= 2 and val >= 2):  # merge decides about the parts
             return finished, _record(name, rule), None
         raise DataError(
             f"{source.origin}: {train:,} tokens for training and {val:,} held out, because there are so few documents; "
@@ -383,16 +384,16 @@ def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
         if before == request:
             check_prepared(folder, manifest)
             if _is_unchanged(source, folder, manifest):
-                # Of a start that was killed at its very end.
+                # Left by a start that was killed at its very end.
                 shutil.rmtree(_partial(folder), ignore_errors=True)
                 return True
-            different = " (another text in the source)"
+            different = " (the source's text differs)"
         elif isinstance(before, dict):
             names = [name for name in request if before.get(name) != request[name]]
             different = f" (another {', '.join(names or ['version']).replace('content', 'source')})"
         if before is not None and "groups" not in manifest:
             raise DataError(
-                f"{folder}: prepared by an earlier version, which divided by position; it can still be trained on; "
+                f"{folder}: prepared by an earlier version, which split by position; it can still be trained on; "
                 f"choose another --out for a split by document, or move it away"
             )
     raise DataError(
@@ -444,7 +445,7 @@ def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> It
         if journal.exists() and journal.read_bytes() != wanted:
             raise DataError(
                 f"{partial}: holds the unfinished work of another command line, source or version; "
-                f"repeat that one, or delete the folder"
+                f"repeat that command, or delete the folder"
             )
         replace_durably(journal, wanted)
         (partial / _GROUPS).mkdir(exist_ok=True)
@@ -452,13 +453,13 @@ def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> It
             yield partial
         except BaseException as error:
             done, count = len(list((partial / _GROUPS).glob("group_*"))), len(plan.tasks)
-            # With all groups done, bad data would end it so again.
+            # With all groups done, a repeated start would fail in the same way.
             if not done or (done == count and isinstance(error, DataError)):
                 shutil.rmtree(partial, ignore_errors=True)
             elif isinstance(error, (DataError, KeyboardInterrupt)):
                 kept = (
                     f"{done} of {count} groups are kept in {paths.display_path(partial)}: "
-                    f"the same command line goes on from there"
+                    f"the same command line continues from there"
                 )
                 raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
             raise
@@ -490,13 +491,13 @@ def learning_texts(
 ) -> Iterator[str]:
     """Yield texts of the documents that a preparation with the same token counts trains on, up to `max_bytes` in all.
 
-    Of more text it takes shares of all files, mixed by their names. A long document comes in several texts, cut where
-    `cuts` allows it. Documents are told apart as in a preparation, by the hash of their text; where that finds too few
-    to hold out, a preparation chooses others, which may then have been seen.
+    Of a larger text it takes shares of all files, mixed by their names. A long document comes in several texts, cut
+    where `cuts` allows it. Documents are held out as in a preparation, by the hash of their text; where that finds too
+    few, a preparation holds out others, which may have been seen here.
 
     Raises: DataError on a record that cannot be read, unless `skip_bad`.
     """
-    # The one that is learned will hold about as many bytes a token as GPT-2's.
+    # The new tokenizer will have about as many bytes per token as GPT-2's.
     sizes = Sizes(val_tokens=val_tokens, max_tokens=max_tokens)
     plan = plan_preparation(source, sizes, tokenizer=GPT2)
     threshold = 0 if with_held_out else plan.tasks[0].rule.threshold

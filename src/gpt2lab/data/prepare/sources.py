@@ -32,12 +32,12 @@ class TextSource:
     files: tuple[File, ...]
     text_column: str
     revision: str | None = None  # of a hub's data set
-    note: str | None = None  # for people: files that are not read
-    skips_bad: bool = False  # a bad file is no document of this source
+    note: str | None = None  # a warning: files that are not read
+    skips_bad: bool = False  # files that cannot be read are left out
 
     @property
     def identity(self) -> str:
-        """Names the documents as far as that is known before they are read."""
+        """Identifies the documents as far as possible before they are read."""
         at = f", revision {self.revision}" if self.revision else ""
         return f"{identity_of(self.files)}, column {self.text_column}{at}"
 
@@ -136,7 +136,7 @@ def _hugging_face(
             raise DataError("it has no files of a train split")
         urls = [str(url) for url in listed["train"]]
         files = _files_at(urls)
-    except Exception as error:  # of many kinds: no network, no such dataset, no access
+    except Exception as error:  # such as no network, no such dataset, no access
         reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         message = f"hf:{name}: cannot be read ({reason})"
         if offline:
@@ -164,7 +164,7 @@ def _files_at(urls: Sequence[str]) -> tuple[File, ...]:
         name = on_hub["name"] if on_hub else os.path.relpath(url, parent)
         kind = kind_of(name)
         if kind is None:
-            raise DataError(f"{name} is of no kind that is read: {_KNOWN}")
+            raise DataError(f"{name}: unknown kind of file; supported: {_KNOWN}")
         files.append(File(name, int(system.info(path)["size"]), url, kind))
     return tuple(files)
 
@@ -181,7 +181,7 @@ def _local(path: Path, text_column: str) -> TextSource:
     for file in paths:
         kind = kind_of(file.name)
         if kind is None:
-            raise DataError(f"{file}: unknown kind of file; known: {_KNOWN}")
+            raise DataError(f"{file}: unknown kind of file; supported: {_KNOWN}")
         if not file.is_file():
             raise DataError(f"{file}: not a file (a dangling link?)")
         name = file.relative_to(root).as_posix()
@@ -194,14 +194,14 @@ def _local(path: Path, text_column: str) -> TextSource:
         origin=path.name,
         files=tuple(files),
         text_column=text_column,
-        note=f"not read, being of other kinds: {counted}" if others else None,
+        note=f"not read (unknown kinds of files): {counted}" if others else None,
     )
 
 
 def _files_below(folder: Path) -> tuple[list[Path], Counter[str]]:
-    """Return the files of known kinds below a folder, also behind links, each folder once, and count the others.
+    """Return the files of known kinds below a folder, also through links, each folder once, and count the others.
 
-    Raises: DataError if a folder cannot be listed: without its texts the corpus would be another.
+    Raises: DataError if a folder cannot be listed: without its texts the data would differ.
     """
     found: list[Path] = []
     others: Counter[str] = Counter()

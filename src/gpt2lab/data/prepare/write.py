@@ -24,7 +24,7 @@ from gpt2lab.files import sync_folder
 from gpt2lab.tokenizers.interface import Tokenizer
 
 KEYS = 2**64
-_FEWEST = 12  # documents of which a standard error still means something
+_FEWEST = 12  # documents that a meaningful standard error needs
 _TRACKED = 4096  # documents of the smallest keys that are remembered
 
 
@@ -88,7 +88,7 @@ class Divider:
 
     def _track(self, keys_of_chunks: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> None:
         keys = keys_of_chunks[begins].tolist()
-        document = np.cumsum(begins)  # 0: goes on with the document before
+        document = np.cumsum(begins)  # 0: continues the document before
         tokens = np.bincount(document, weights=lengths, minlength=1).astype(int).tolist()
         if tokens[0] and self._last_key in self._documents:
             self._documents[self._last_key] += tokens[0]
@@ -108,7 +108,7 @@ def rule_for(wanted: int, expected: int | None) -> SplitRule:
 def rule_by_documents(wanted: int, smallest: list[tuple[int, int]], total: int) -> SplitRule | None:
     """Return the rule that holds out whole documents of the smallest keys, about `wanted` tokens of them in all.
 
-    For a text of so few documents that the threshold that fits on average holds out next to nothing, or all. No more
+    For a text of so few documents that the threshold for the average holds out almost nothing, or everything. No more
     than three times `wanted` is taken from training, unless the first document alone is longer; where these documents
     are few, each may fill up to a twelfth of the split. None if no document can be held out while half of the text
     is left.
@@ -143,8 +143,8 @@ _HEADER_BYTES = 128  # of a .npy file with one dimension, whatever its length
 class ShardWriter:
     """Fills shards of equal size; a file that has its final name is complete.
 
-    The last shard takes a small remainder along: in a shard of its own it could hold no window, and training rejects
-    such shards.
+    A small remainder is added to the last shard: a separate shard could be too short for a window, and training
+    rejects such shards.
     """
 
     def __init__(
