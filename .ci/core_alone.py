@@ -44,7 +44,7 @@ from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.model.gpt import build_model
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.tokenizers.gpt2 import GPT2
@@ -126,14 +126,21 @@ def main(argv: list[str]) -> int:
         assert killed == -signal.SIGKILL, killed
         assert run(_TRAIN, folder, "killed", "latest", 0, folder=folder) == 0
         hashes = [
-            json.loads((folder / "runs" / run / "step_00000020" / "manifest.json").read_text())["files"]
+            json.loads((folder / "runs" / run / "step_00000020" / "manifest.json").read_text())[
+                "files"
+            ]
             for run in ("straight", "killed")
         ]
         for file in ("model.safetensors", "optim.safetensors"):
             assert hashes[0][file]["sha256"] == hashes[1][file]["sha256"], file
         assert run(_HELLASWAG, items, folder=folder) == 0
-        print("core alone: 20 steps, killed at 13, resumed to the same bits; HellaSwag scored", flush=True)
-        rooms = [f"tests/unit/{room}" for room in sorted(CORE) if (folder / "tests/unit" / room).is_dir()]
+        print(
+            "core alone: 20 steps, killed at 13, resumed to the same bits; HellaSwag scored",
+            flush=True,
+        )
+        rooms = [
+            f"tests/unit/{room}" for room in sorted(CORE) if (folder / "tests/unit" / room).is_dir()
+        ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(("src", "tests"))}
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", *argv, *rooms], cwd=folder, env=environment

@@ -16,9 +16,8 @@ from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelName, SystemConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.evaluation.hellaswag_items import STYLES, Style
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
-from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows, score
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score
+from gpt2lab.evaluation.hellaswag_items import STYLES, Style, load_questions
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import GPT2
 

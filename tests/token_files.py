@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2lab.interop.import_shards import Wanted
+from gpt2lab.interop.import_shards import ImportOptions
 from gpt2lab.interop.token_files import Layout, Place
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT
 
@@ -84,24 +84,24 @@ def write_raw(path: Path, made: Documents, *, kind: str = "H", head: bytes = b""
     path.write_bytes(head + struct.pack(f"<{len(ids)}{kind}", *ids))
 
 
-GPT2 = Wanted(tokenizer="gpt2")
-UNKNOWN = Wanted(tokenizer="unknown")
+GPT2 = ImportOptions(tokenizer="gpt2")
+UNKNOWN = ImportOptions(tokenizer="unknown")
 
 
-def llmc_shards(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def llmc_shards(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         for number, made in enumerate(parts, 1):
             write_llmc(folder / f"fineweb_{split}_{number:06d}.bin", made)
-    return Wanted()
+    return ImportOptions()
 
 
-def _llmc_two_files(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _llmc_two_files(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         write_llmc(folder / f"TinyStories_{split}.bin", joined(parts))
-    return Wanted()
+    return ImportOptions()
 
 
-def _llmc_wide(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _llmc_wide(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         for number, made in enumerate(parts):
             path = folder / f"edu_fineweb_{split}_{number:06d}.bin"
@@ -120,52 +120,54 @@ def _in_numbered_files(
         write(folder / f"{number}_shuffled{suffix}", made)
 
 
-def datatrove_files(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def datatrove_files(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     _in_numbered_files(folder, splits, ".ds", write_datatrove)
-    return Wanted(val_files=("0_*.ds",))
+    return ImportOptions(val_files=("0_*.ds",))
 
 
-def _datatrove_index_only(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _datatrove_index_only(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     _in_numbered_files(folder, splits, ".ds", lambda p, m: write_datatrove(p, m, name=None))
-    return Wanted(tokenizer="gpt2", val_files=("0_*.ds",))
+    return ImportOptions(tokenizer="gpt2", val_files=("0_*.ds",))
 
 
-def _datatrove_wide(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _datatrove_wide(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     _in_numbered_files(
         folder, splits, ".ds", lambda p, m: write_datatrove(p, m, width=4, name="meta/Llama-3")
     )
-    return Wanted(tokenizer="unknown", val_files=("0_*.ds",))
+    return ImportOptions(tokenizer="unknown", val_files=("0_*.ds",))
 
 
-def _datatrove_bare(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _datatrove_bare(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     _in_numbered_files(
         folder, splits, ".ds", lambda p, m: write_datatrove(p, m, name=None, index=False)
     )
-    return Wanted(tokenizer="gpt2", dtype="uint16", end_of_text="after", val_files=("0_*.ds",))
+    return ImportOptions(
+        tokenizer="gpt2", dtype="uint16", end_of_text="after", val_files=("0_*.ds",)
+    )
 
 
-def _megatron(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _megatron(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         write_megatron(folder / f"{split}_text_document.bin", joined(parts))
     return GPT2
 
 
-def _megatron_int32(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _megatron_int32(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         write_megatron(folder / f"{split}_text.bin", joined(parts), code=4, per_sequence=3)
     return GPT2
 
 
-def _raw(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _raw(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         write_raw(folder / f"{split}.bin", joined(parts))
-    return Wanted()
+    return ImportOptions()
 
 
-def _raw_wide_behind_a_header(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _raw_wide_behind_a_header(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         write_raw(folder / f"{split}.tokens", joined(parts), kind="I", head=b"made up header 6")
-    return Wanted(
+    return ImportOptions(
         layout="raw",
         offset=16,
         dtype="uint32",
@@ -174,20 +176,20 @@ def _raw_wide_behind_a_header(folder: Path, splits: dict[str, list[Documents]]) 
     )
 
 
-def npy_shards(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def npy_shards(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         for number, made in enumerate(parts):
             np.save(folder / f"edufineweb_{split}_{number:06d}.npy", np.array(flat(made), "<u2"))
-    return Wanted()
+    return ImportOptions()
 
 
-def _npy_wide(folder: Path, splits: dict[str, list[Documents]]) -> Wanted:
+def _npy_wide(folder: Path, splits: dict[str, list[Documents]]) -> ImportOptions:
     for split, parts in splits.items():
         np.save(folder / f"{split}.npy", np.array(flat(joined(parts)), "<u4"))
-    return Wanted()
+    return ImportOptions()
 
 
-Writer = Callable[[Path, dict[str, list[Documents]]], Wanted]
+Writer = Callable[[Path, dict[str, list[Documents]]], ImportOptions]
 FORMATS: dict[str, tuple[Writer, Layout, str]] = {
     "llm.c": (llmc_shards, "llm.c", "<u2"),
     "llm.c in two files": (_llmc_two_files, "llm.c", "<u2"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harness import PACE, STEPS, FaultRun, python_program
 
-from gpt2lab.interop.import_shards import Wanted, adopt
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
 pytestmark = pytest.mark.fault
 
@@ -140,7 +140,7 @@ LATER = ("--checkpoint_freq=20", "--eval_freq=0", f"--max_steps={STEPS}")
 def own(run: FaultRun, tmp_path: Path) -> FaultRun:
     """Return a run over a copy of the data that may be spoilt, with the hash of each shard."""
     run.data = Path(shutil.copytree(run.data, tmp_path / "own"))
-    adopt(run.data, Wanted(tokenizer="unknown"))
+    import_folder(run.data, ImportOptions(tokenizer="unknown"))
     run.flags = LATER
     return run
 

@@ -28,8 +28,8 @@ from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.evaluation.by_source import open_validation
 from gpt2lab.evaluation.generation import draw
+from gpt2lab.evaluation.validation import open_validation
 from gpt2lab.model import attention_backend
 from gpt2lab.model.attention_backend import choose
 from gpt2lab.model.gpt import build_model

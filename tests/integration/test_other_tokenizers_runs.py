@@ -19,22 +19,22 @@ import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.commands.data_show import describe as describe_tokens
+from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.manifest import write_manifest
-from gpt2lab.data.prepare.learning_text import learning_texts
+from gpt2lab.data.prepare.pipeline import learning_texts
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 from launch import ask, call
 from tiny import CONTEXT, flags_of, parse, pretrain, write_items
 
@@ -263,7 +263,10 @@ def test_weights_are_not_used_on_other_ids(folder: Path, tmp_path: Path, begin: 
         return
     flags = [flag for flag in flags_of(folder, "b") if "--n_" not in flag and "data" not in flag]
     flags = [*flags, f"--init_from={folder / 'runs' / 'a'}", f"--checkpoint_dir={tmp_path}"]
-    for data, problem in (("bytes", "they would mean other text"), ("gpt2", "another tokenizer?")):
+    for data, problem in (
+        ("bytes", "they would decode to other text"),
+        ("gpt2", "another tokenizer?"),
+    ):
         with pytest.raises(DataError, match=problem):
             pretrain(parse([*flags, f"--data_dir={folder / data}"]))
     assert list(tmp_path.iterdir()) == []
@@ -383,7 +386,7 @@ def test_the_trainer_of_tokenizers_never_sees_what_is_held_out(tmp_path: Path) -
     ("words", "message"),
     [
         (("--vocab_size=100",), "vocab_size 100 must be at least 257"),
-        (("--vocab_size=9000",), "the text is enough for"),
+        (("--vocab_size=9000",), "the text yields only"),
         (("--out=corpus",), "exists already; choose another --out"),
         (("--kind=characters", "--out=x.json"), "characters are written as a folder"),
         (("--kind=characters", "--vocab_size=300"), "--vocab_size: --kind characters takes every"),

@@ -23,7 +23,7 @@ from gpt2lab.tokenizers.opening import TOKENIZER
 class Verify:
     """Read every byte, compare with shards.json, and name each damaged file (exit code 1).
 
-    Also tells how much of the validation split recurs in training.
+    Also measures how much of the validation split recurs in training.
     """
 
     folder: Positional[Path] = argument("folder of shards")
@@ -40,7 +40,7 @@ class Verify:
         if problems:
             print(f"{len(problems)} damaged")
             return 1
-        print("every file is what shards.json says")
+        print("every file matches shards.json")
         overlap = measure_overlap(open_data(folder, vocab_size=None))
         print(f"{overlap:.1%} of the {NGRAM}-grams of validation occur in training")
         return 0
@@ -54,10 +54,10 @@ class Stats:
 
     def execute(self) -> int:
         """Print the counts."""
-        from gpt2lab.data.verify import describe, measure
+        from gpt2lab.data.verify import measure, stats_table
 
         folder = paths.from_working_directory(self.folder)
-        print(describe(folder, measure(folder)))
+        print(stats_table(folder, measure(folder)))
         return 0
 
 
@@ -68,7 +68,7 @@ class Show:
     run: str = argument("name of a run in checkpoints/, or its folder")
     step: int = argument("number of the update, from 1")
     text: bool = option(False, "as text instead of ids")
-    data_dir: tuple[str, ...] = option((), "where the run's data are now, if they were moved")
+    data_dir: tuple[str, ...] = option((), "where the run's data is now, if it was moved")
 
     def execute(self) -> int:
         """Print the tokens."""
@@ -77,7 +77,7 @@ class Show:
 
         run_dir = history.find_run(self.run)
         tokens = data_show.tokens_of_step(run_dir, self.step, self.data_dir)
-        print(data_show.describe(run_dir, tokens, as_text=self.text))
+        print(data_show.tokens_as_text(run_dir, tokens, as_text=self.text))
         return 0
 
 
@@ -92,7 +92,7 @@ class Import:
     out: Path | None = option(None, "new folder for shards.json, if FOLDER is not to be written to")
     tokenizer: str | None = option(
         None,
-        f"unknown | {TOKENIZER}; default what the files say, gpt2 for .npy and nanoGPT's",
+        f"unknown | {TOKENIZER}; default: the one that the files record, gpt2 for .npy and nanoGPT's",
     )
     end_token: str | None = option(
         None, "end-of-text token of a tokenizer.json, where that names none"
@@ -103,24 +103,24 @@ class Import:
     )
     train_files: tuple[str, ...] = option((), "names of the training files; default all others")
     end_of_text: Literal["before", "after", "none"] | None = option(
-        None, "where the end-of-text id stands, seen from a document; default as the format has it"
+        None, "position of the end-of-text id relative to its document; default: the format's"
     )
     end_of_text_id: int | None = option(None, "the end-of-text id of an unknown tokenizer")
     format: Literal["npy", "llm.c", "datatrove", "megatron", "raw"] | None = option(
         None, "default by the name and the first bytes; raw: ids without a header"
     )
     dtype: Literal["uint16", "uint32", "int16", "int32"] | None = option(
-        None, "type of the ids where the files do not say it; default uint16"
+        None, "type of the ids if the files do not record it; default uint16"
     )
     offset: int = option(0, "bytes before the first id of raw files", least=0)
 
     def execute(self) -> int:
         """Write the manifest and print what it holds."""
-        from gpt2lab.interop.import_shards import Wanted, adopt
+        from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
         folder = paths.from_working_directory(self.folder)
         out = paths.from_working_directory(self.out) if self.out else None
-        wanted = Wanted(
+        wanted = ImportOptions(
             layout=self.format,
             dtype=self.dtype,
             offset=self.offset,
@@ -131,7 +131,7 @@ class Import:
             train_files=self.train_files,
             val_files=self.val_files,
         )
-        manifest = adopt(folder, wanted, out)
+        manifest = import_folder(folder, wanted, out)
         print(f"{_size(out or folder, manifest)}, {_described(manifest)}")
         return 0
 

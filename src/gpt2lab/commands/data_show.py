@@ -9,6 +9,7 @@ import numpy as np
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.train import recipe_named
+from gpt2lab.config.schema import ModelConfig
 from gpt2lab.data.documents import find_documents
 from gpt2lab.data.mixture import Mixture, require_same_data, training_order, with_data_at
 from gpt2lab.data.shards import TokenData
@@ -49,7 +50,7 @@ class StepTokens:
 
 
 def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> StepTokens:
-    """Return what update number `step` of a run trained on. `data_dir`: where its data are now, if they were moved.
+    """Return what update number `step` of a run trained on. `data_dir`: where its data is now, if it was moved.
 
     Raises: ConfigError if the run has not taken that step; DataError if the data has changed since.
     """
@@ -64,7 +65,7 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     begin = log.begin_of(event["attempt"])
     if begin is None or "tokens_per_step" not in begin:
         raise ConfigError(
-            f"{run_dir}: metrics.jsonl does not say how start {event['attempt']} began"
+            f"{run_dir}: metrics.jsonl does not record how start {event['attempt']} began"
         )
     context_length = config.model.context_length
     samples = begin["tokens_per_step"] // context_length
@@ -73,7 +74,6 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     recorded = history.record_of_start(run_dir, event["attempt"]).get("data_fingerprint")
     if data_dir and recorded is not None:
         require_same_data(data, recorded, words=data_dir, run=run_dir.name)
-    shards = data.splits["train"]
     order = training_order(
         data,
         context_length=context_length,
@@ -84,33 +84,24 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     first = event["first_sample"]
     numbers = np.arange(first, first + samples)
     chosen, offsets = order.locate(numbers)
-    names = [shards[shard].path.name for shard in chosen.tolist()]
+    names = [data.splits["train"][shard].path.name for shard in chosen.tolist()]
     if isinstance(order, Mixture):
         sources = order.divide(numbers)[0].tolist()
         names = [f"{order.names[s]}, {name}" for s, name in zip(sources, names, strict=True)]
-    if isinstance(data, InstructionData):
-        rows = offsets // context_length
-        windows = data.rows["train"].ids[rows]
-        places = [f"row {number}" for number in rows.tolist()]
-    else:
-        reader = WindowReader(shards, context_length=context_length, id_limit=config.model.id_limit)
-        windows = reader.read(chosen, offsets)
-        reader.close()
-        places = [f"from token {offset}" for offset in offsets.tolist()]
+    windows, places = _read(data, config.model, chosen, offsets)
     digest = hash_windows(windows)
     if digest != event["batch_hash"]:
         raise DataError(
-            f"step {step} of {run_dir.name} trained on other tokens than {data.folder} has now "
+            f"step {step} of {run_dir.name} trained on other tokens than {data.folder} holds now "
             f"(hash {event['batch_hash'][:12]}, now {digest[:12]}); restore the data that it was trained on"
         )
-    where = tuple(" ".join(both) for both in zip(names, places, strict=True))
     return StepTokens(
         step=step,
         epoch=event["epoch"],
         first_sample=first,
         tokenizer=data.tokenizer,
         windows=windows,
-        places=where,
+        places=tuple(" ".join(both) for both in zip(names, places, strict=True)),
         hash=digest,
         data=data,
         shards=chosen,
@@ -118,7 +109,21 @@ def tokens_of_step(run_dir: Path, step: int, data_dir: tuple[str, ...] = ()) -> 
     )
 
 
-def describe(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
+def _read(
+    data: TokenData, model: ModelConfig, shards: np.ndarray, offsets: np.ndarray
+) -> tuple[np.ndarray, list[str]]:
+    """Return the windows at (shards, offsets), both (S,), (S, T + 1), and where in the shard each begins."""
+    T = model.context_length
+    if isinstance(data, InstructionData):
+        rows = offsets // T
+        return data.rows["train"].ids[rows], [f"row {number}" for number in rows.tolist()]
+    reader = WindowReader(data.splits["train"], context_length=T, id_limit=model.id_limit)
+    windows = reader.read(shards, offsets)
+    reader.close()
+    return windows, [f"from token {offset}" for offset in offsets.tolist()]
+
+
+def tokens_as_text(run_dir: Path, tokens: StepTokens, *, as_text: bool) -> str:
     """Print the windows in sample order, as ids or as text, each with its place."""
     tokenizer = tokens.tokenizer
     if as_text and tokenizer is None:

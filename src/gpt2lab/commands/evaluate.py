@@ -9,9 +9,8 @@ gpt2lab evaluate my_run --tasks arc_easy,piqa --limit 100
 from __future__ import annotations
 
 import json
-import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,18 +18,16 @@ from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
 from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
-from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError, system_errors_as
+from gpt2lab.config.schema import Config
+from gpt2lab.errors import ConfigError, SaveError, system_errors_as
+from gpt2lab.evaluation.request import EvaluationRequest
+from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
     from gpt2lab.checkpoint.target import Target
-    from gpt2lab.config.schema import Config, ModelConfig, SystemConfig
-    from gpt2lab.data.shards import TokenData
-    from gpt2lab.distributed.runtime import Runtime
-    from gpt2lab.distributed.strategy import Strategy
-    from gpt2lab.evaluation.hellaswag import HellaSwag
+    from gpt2lab.evaluation.request import Subject
     from gpt2lab.evaluation.results import Results
-    from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
     from gpt2lab.lab.token_losses import TokenLosses
 
@@ -67,25 +64,26 @@ class Evaluate:
         "auto", "matmul precision; auto = what the run trained in, else as in training"
     )
     eval_generate: bool = option(
-        False, "of a fine-tuned run: also let it answer what was held out, and compare (ROUGE-L)"
+        False,
+        "of a fine-tuned run: also generate answers to the held-out conversations, and compare them (ROUGE-L)",
     )
     tasks: str | None = option(
         None, "tasks of EleutherAI's lm-eval, separated by commas, such as arc_easy,piqa"
     )
     limit: int | None = option(None, "of each task only the first N items", least=1)
     num_fewshot: int | None = option(
-        None, "examples before each item of a task; default as the task says", least=0
+        None, "examples before each item of a task; default: the task's own", least=0
     )
     tasks_path: Path | None = option(None, "folder with more tasks, as YAML files of lm-eval")
     apply_chat_template: bool = option(
-        False, "put what the tasks ask into the chat template of a fine-tuned run"
+        False, "put the tasks' prompts into the chat template of a fine-tuned run"
     )
     save: Path | None = option(
         None, "folder to write results item by item to, for `gpt2lab compare`"
     )
     keep_token_losses: bool = option(
         False,
-        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR or else in the run",
+        "keep the loss of every validation token for `gpt2lab compare --explain`, in --save DIR, or else in the run",
     )
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
     json: bool = option(False, "print one JSON object")
@@ -108,270 +106,231 @@ def main(argv: list[str]) -> int:
         for name in ("val", "hellaswag_path", "save", "tasks_path")
         if (path := getattr(flags, name)) is not None
     }
-    numbers = evaluate(replace(flags, **typed))
+    flags = replace(flags, **typed, checkpoint_dir=paths.runs_folder(flags.checkpoint_dir))
+    request = EvaluationRequest(
+        **{f.name: getattr(flags, f.name) for f in fields(EvaluationRequest)}
+    )
+    tasks = None
+    if flags.tasks is not None:
+        tasks = TaskRequest(
+            flags.tasks,
+            limit=flags.limit,
+            num_fewshot=flags.num_fewshot,
+            tasks_path=flags.tasks_path,
+            apply_chat_template=flags.apply_chat_template,
+        )
+    numbers = evaluate(request, tasks, eval_generate=flags.eval_generate, save=flags.save)
     if numbers is not None:  # rank 0
-        print(json.dumps(numbers) if flags.json else describe(numbers))
+        print(json.dumps(numbers) if flags.json else as_text(numbers))
     return 0
 
 
-def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
+@dataclass
+class _Findings:
+    """What was measured so far."""
+
+    numbers: dict[str, Any]  # as --json prints them
+    items: dict[Path, Results] = field(default_factory=dict)  # by the name of the file in --save
+    token_losses: TokenLosses | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def evaluate(
+    request: EvaluationRequest,
+    tasks: TaskRequest | None = None,
+    *,
+    eval_generate: bool = False,
+    save: Path | None = None,
+) -> dict[str, Any] | None:
     """Evaluate one target as its own run would; return the numbers on rank 0, None on the other ranks of a torchrun.
 
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
     from gpt2lab.checkpoint.target import find_target
-    from gpt2lab.config.schema import Config
-    from gpt2lab.interop.tasks import keep_tasks, measure_tasks, require_lm_eval
+    from gpt2lab.interop.tasks import require_lm_eval
 
-    runs = paths.runs_folder(wanted.checkpoint_dir)
-    # One rank asks nobody: a name that means nothing is rejected before torch is imported.
-    named = find_target(wanted.target, runs) if "RANK" not in os.environ else None
-    if wanted.tasks is not None:
-        require_lm_eval(wanted.tasks_path)
-    from gpt2lab.checkpoint.weights import load_weights
+    def find() -> Target:
+        return find_target(request.target, request.checkpoint_dir)
+
+    # One process needs no other ranks: it rejects an unknown name before torch is imported.
+    named = find() if "RANK" not in os.environ else None
+    if tasks is not None:
+        require_lm_eval(tasks.tasks_path)
     from gpt2lab.distributed.runtime import Runtime
-    from gpt2lab.distributed.strategy import Strategy
-    from gpt2lab.evaluation.hellaswag import summarize
-    from gpt2lab.evaluation.results import write_results
-    from gpt2lab.evaluation.validation import NUMBERS
-    from gpt2lab.finetuning.evaluation import require_rouge, rouge_l
-    from gpt2lab.lab.token_losses import describe_losses
-    from gpt2lab.runs.evaluations import file_of
+    from gpt2lab.evaluation.request import load_subject
 
     runtime = Runtime()
-    target = named or runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
+    target = named or runtime.on_rank_zero(find)
     settings = target.checkpoint.config() if target.checkpoint else Config()
-    others = wanted.hellaswag or wanted.tasks is not None
-    is_tuned = settings.tuning.instructions is not None
+    has_others = request.hellaswag or tasks is not None
     conversations: Rows | None = None
-    if is_tuned and wanted.val is None and (wanted.eval_generate or not others):
-        conversations = runtime.on_rank_zero(lambda: _conversations(target, settings))
-    if wanted.eval_generate:
-        if conversations is None:
-            raise ConfigError(
-                f"{wanted.target}: --eval_generate compares answers, and that needs a run of "
-                f"{paths.script('finetune')} and no --val"
-            )
-        require_rouge()
-    has_windows = wanted.val is not None or (conversations is None and not others)
-    if has_windows and wanted.val is None and target.checkpoint is None:
-        raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag or --tasks NAMES")
-    if wanted.keep_token_losses:
-        _require_windows(wanted, target, is_measured=has_windows)
-    system = _system(wanted, settings, runtime)
-    model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
-    strategy = Strategy(runtime, system)
-    subject = _Subject(wanted, target, settings, model.config, strategy, runtime)
-    step = target.checkpoint.step if target.checkpoint else None
-    numbers: dict[str, Any] = {
-        "target": str(target.folder),
-        "step": step,
-        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
-        "dtype": system.dtype,
-        "device": runtime.device.type,
-    }
-    found: dict[Path, Results] = {}  # by the name of the file in --save
-    kept: TokenLosses | None = None
-    if has_windows or conversations is not None:
-        data: TokenData | None = None
-        if conversations is not None:
-            validation = subject.answers(conversations)
-        else:
-            data, validation = runtime.on_all_ranks(subject.validation)
-        loss = validation.measure(model, keep_token_losses=wanted.keep_token_losses)
-        assert loss is not None  # nothing interrupts it
-        if not math.isfinite(loss.val_loss):
-            raise NonFiniteError(
-                f"{target.folder}: validation loss {loss.val_loss}: broken weights"
-            )
-        numbers |= loss.numbers()
-        found[Path("validation.npz")] = loss.results
-        if data is not None and wanted.keep_token_losses:
-            kept = describe_losses(loss, data, step=step, attempt=None)
-    if wanted.eval_generate and conversations is not None:
-        numbers["generate"] = rouge_l(model, conversations, strategy=strategy, runtime=runtime)
-    if wanted.hellaswag:
-        results = subject.hellaswag().measure(model)
-        assert results is not None
-        numbers["hellaswag"] = summarize(results)
-        found[Path("hellaswag.npz")] = results
-    warnings = [*target.warnings]
-    if wanted.tasks is not None:
-        measured = measure_tasks(
-            wanted.tasks,
-            target,
-            model,
-            strategy=strategy,
-            runtime=runtime,
-            limit=wanted.limit,
-            num_fewshot=wanted.num_fewshot,
-            tasks_path=wanted.tasks_path,
-            apply_chat_template=wanted.apply_chat_template,
+    is_tuned = settings.tuning.instructions is not None
+    if is_tuned and request.val is None and (eval_generate or not has_others):
+        conversations = runtime.on_rank_zero(lambda: _held_out(target, settings))
+    has_shards = request.val is not None or (conversations is None and not has_others)
+    _check(request, target, conversations, eval_generate, has_shards, save)
+    subject = load_subject(request, target, settings, runtime)
+    found = _begin(subject)
+    if has_shards or conversations is not None:
+        _add_loss(found, subject, conversations)
+    if eval_generate and conversations is not None:
+        from gpt2lab.finetuning.evaluation import rouge_l
+
+        found.numbers["generate"] = rouge_l(
+            subject.model, conversations, strategy=subject.strategy, runtime=runtime
         )
-        if measured is not None:  # rank 0
-            numbers["tasks"] = measured.numbers
-            found |= {file_of(Path("tasks"), name): one for name, one in measured.items.items()}
-            problem = keep_tasks(measured, target.checkpoint) if target.checkpoint else None
-            warnings += [problem] if problem else []
+    if request.hellaswag:
+        _add_hellaswag(found, subject)
+    if tasks is not None:
+        _add_tasks(found, subject, tasks)
     runtime.close()
     if runtime.rank > 0:
         return None
-    if wanted.save is not None:
-        for name, results in found.items():
-            with system_errors_as(SaveError, wanted.save / name, fix="choose another --save"):
-                write_results(wanted.save / name, replace(results, step=step))
-    if kept is not None:
-        numbers["token_losses"] = str(_keep(kept, wanted, target))
-    for warning in warnings:
+    _save(found, subject, save)
+    for warning in found.warnings:
         say(f"warning: {warning}")
-    return numbers
+    return found.numbers
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """The model that is evaluated, with the settings of its run, and where it computes."""
+def _held_out(target: Target, settings: Config) -> Rows:
+    from gpt2lab.finetuning.rows import open_held_out
 
-    wanted: Evaluate
-    target: Target
-    settings: Config
-    model: ModelConfig
-    strategy: Strategy
-    runtime: Runtime
-
-    def answers(self, conversations: Rows) -> MeasuresLoss:
-        """Return the loss on held-out conversations."""
-        from gpt2lab.finetuning.evaluation import AnswerLoss
-
-        return AnswerLoss(
-            conversations,
-            val_tokens=self.wanted.val_tokens or self.settings.eval.val_tokens,
-            batch_size=self.wanted.batch_size,
-            strategy=self.strategy,
-            runtime=self.runtime,
-        )
-
-    def validation(self) -> tuple[TokenData, MeasuresLoss]:
-        """Return the folder of --val, or the run's own data where none is given, and the loss on it."""
-        from gpt2lab.config.mixture import read_sources
-        from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
-        from gpt2lab.data.shards import open_data
-        from gpt2lab.evaluation.by_source import open_validation
-        from gpt2lab.tokenizers.opening import require_same
-
-        target, model = self.target, self.model
-        if self.wanted.val is None:
-            require_folders(self.settings, "--val")
-            data = open_sources(read_sources(self.settings.data), vocab_size=model.vocab_size)
-        else:
-            data = open_data(self.wanted.val, vocab_size=model.vocab_size)
-        trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
-        if data.fingerprint != trained_on:
-            name, folder = target.name, str(data.folder)
-            require_same(target.tokenizer(), data.tokenizer, model=name, data=folder)
-        return data, open_validation(
-            data,
-            validation_orders(data, context_length=model.context_length),
-            model,
-            val_tokens=self.wanted.val_tokens or self.settings.eval.val_tokens,
-            batch_size=self.wanted.batch_size,
-            strategy=self.strategy,
-            runtime=self.runtime,
-        )
-
-    def hellaswag(self) -> HellaSwag:
-        """Return the items, as the run has them where nothing else was typed."""
-        from gpt2lab.evaluation.hellaswag import HellaSwag
-        from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag
-        from gpt2lab.evaluation.hellaswag_tokens import load_questions
-        from gpt2lab.tokenizers.opening import why_no_text
-
-        wanted, of_run = self.wanted, self.settings.eval
-        tokenizer = self.target.tokenizer()
-        problem = why_no_text(tokenizer, self.model.vocab_size)
-        if tokenizer is None or problem is not None:
-            raise ConfigError(f"{wanted.target}: {problem}: no HellaSwag")
-        limit, used = wanted.hellaswag_limit, of_run.hellaswag_path
-        limit = of_run.hellaswag_limit if limit is None else limit
-        path = wanted.hellaswag_path or (used if used and used.exists() else None)
-        return HellaSwag(
-            self.runtime.on_rank_zero(
-                lambda: load_questions(path or fetch_hellaswag(), tokenizer).subset(limit)
-            ),
-            context_length=self.model.context_length,
-            strategy=self.strategy,
-            runtime=self.runtime,
-            metrics=wanted.hellaswag_metrics or of_run.hellaswag_metrics,
-        )
+    assert target.checkpoint is not None  # only its settings name instructions
+    trained_on = target.checkpoint.manifest["data_fingerprint"]
+    return open_held_out(settings, target.tokenizer(), fingerprint=trained_on)
 
 
-def _require_windows(wanted: Evaluate, target: Target, *, is_measured: bool) -> None:
-    """Reject --keep_token_losses where no windows of shards are measured, or nothing says where to keep them.
+def _check(
+    request: EvaluationRequest,
+    target: Target,
+    conversations: Rows | None,
+    eval_generate: bool,
+    has_shards: bool,
+    save: Path | None,
+) -> None:
+    """Reject what cannot be measured of this target, or not kept anywhere.
 
     Raises: ConfigError.
     """
     from gpt2lab.checkpoint.target import is_run
+    from gpt2lab.finetuning.evaluation import require_rouge
 
-    if not is_measured:
+    if eval_generate:
+        if conversations is None:
+            raise ConfigError(
+                f"{request.target}: --eval_generate compares answers, and that needs a run of "
+                f"{paths.script('finetune')} and no --val"
+            )
+        require_rouge()
+    checkpoint = target.checkpoint
+    if has_shards and request.val is None and checkpoint is None:
+        raise ConfigError("nothing to evaluate: give --val DIR, --hellaswag or --tasks NAMES")
+    if not request.keep_token_losses:
+        return
+    if not has_shards:
         raise ConfigError(
             "--keep_token_losses is for validation on token shards; give --val DIR too"
         )
-    checkpoint = target.checkpoint
-    if wanted.save is None and (checkpoint is None or not is_run(checkpoint.path.parent)):
+    if save is None and (checkpoint is None or not is_run(checkpoint.path.parent)):
         raise ConfigError(
-            f"{wanted.target}: of no run; say where to keep the losses with --save DIR"
+            f"{request.target} belongs to no run; say where to keep the losses with --save DIR"
         )
 
 
-def _keep(kept: TokenLosses, wanted: Evaluate, target: Target) -> Path:
-    """Write the losses of single tokens to --save DIR, or into the run beside its other evaluations; return the file.
+def _begin(subject: Subject) -> _Findings:
+    """Return the numbers with null for what is not measured."""
+    from gpt2lab.evaluation.validation import NUMBERS
+
+    numbers = {
+        "target": str(subject.target.folder),
+        "step": subject.step,
+        **dict.fromkeys((*NUMBERS, *_BY_SOURCE, "hellaswag", "tasks", "generate")),
+        "dtype": subject.dtype,
+        "device": subject.runtime.device.type,
+    }
+    return _Findings(numbers, warnings=[*subject.target.warnings])
+
+
+def _add_loss(found: _Findings, subject: Subject, conversations: Rows | None) -> None:
+    """Measure the loss on held-out conversations, or on token shards."""
+    from gpt2lab.evaluation.request import measure_loss, open_shards
+    from gpt2lab.finetuning.evaluation import AnswerLoss
+    from gpt2lab.lab.token_losses import describe_losses
+
+    data = None
+    if conversations is not None:
+        loss = measure_loss(
+            subject,
+            AnswerLoss(
+                conversations,
+                val_tokens=subject.val_tokens,
+                batch_size=subject.request.batch_size,
+                strategy=subject.strategy,
+                runtime=subject.runtime,
+            ),
+        )
+    else:
+        data, validation = subject.runtime.on_all_ranks(lambda: open_shards(subject))
+        loss = measure_loss(subject, validation)
+    found.numbers |= loss.numbers()
+    found.items[Path("validation.npz")] = loss.results
+    if data is not None and subject.request.keep_token_losses:
+        found.token_losses = describe_losses(loss, data, step=subject.step, attempt=None)
+
+
+def _add_hellaswag(found: _Findings, subject: Subject) -> None:
+    from gpt2lab.evaluation.hellaswag import summarize
+    from gpt2lab.evaluation.request import measure_hellaswag
+
+    results = measure_hellaswag(subject)
+    found.numbers["hellaswag"] = summarize(results)
+    found.items[Path("hellaswag.npz")] = results
+
+
+def _add_tasks(found: _Findings, subject: Subject, tasks: TaskRequest) -> None:
+    """Measure the tasks of lm-eval, and keep their numbers in the run."""
+    from gpt2lab.interop.tasks import keep_tasks, measure_tasks
+    from gpt2lab.runs.evaluations import file_of
+
+    target = subject.target
+    measured = measure_tasks(
+        tasks, target, subject.model, strategy=subject.strategy, runtime=subject.runtime
+    )
+    if measured is None:  # not rank 0
+        return
+    found.numbers["tasks"] = measured.numbers
+    found.items |= {file_of(Path("tasks"), name): one for name, one in measured.items.items()}
+    if target.checkpoint and (problem := keep_tasks(measured, target.checkpoint)):
+        found.warnings.append(problem)
+
+
+def _save(found: _Findings, subject: Subject, save: Path | None) -> None:
+    """Write the items to `save`; the losses of single tokens there too, else into the run.
 
     Raises: SaveError.
     """
+    from gpt2lab.evaluation.results import write_results
     from gpt2lab.lab.token_losses import LOSSES, write_token_losses
     from gpt2lab.runs import evaluations, history
 
-    folder = wanted.save
+    if save is not None:
+        for name, results in found.items.items():
+            with system_errors_as(SaveError, save / name, fix="choose another --save"):
+                write_results(save / name, replace(results, step=subject.step))
+    kept, folder = found.token_losses, save
+    if kept is None:
+        return
     if folder is None:
-        assert target.checkpoint is not None  # checked before
-        run_dir, step = target.checkpoint.path.parent, target.checkpoint.step
+        assert subject.target.checkpoint is not None  # checked before
+        run_dir, step = subject.target.checkpoint.path.parent, subject.target.checkpoint.step
         folder = evaluations.items_folder(run_dir, step)
         kept = replace(kept, attempt=evaluations.attempt_of(history.read_log(run_dir), step))
     with system_errors_as(SaveError, folder, fix="choose another folder with --save"):
         write_token_losses(folder, kept)
-    return folder / LOSSES
+    found.numbers["token_losses"] = str(folder / LOSSES)
 
 
-def _conversations(target: Target, settings: Config) -> Rows:
-    """Return the conversations that a run held out.
-
-    Raises: DataError if the data has changed since.
-    """
-    from gpt2lab.finetuning.rows import open_instructions
-
-    assert target.checkpoint is not None  # only its settings name instructions
-    data = open_instructions(settings, target.tokenizer())
-    trained_on = target.checkpoint.manifest["data_fingerprint"]
-    if data.fingerprint != trained_on:
-        raise DataError(
-            f"{settings.tuning.instructions}: not the conversations that the run learned (fingerprint "
-            f"{data.fingerprint[:12]}, the run's {trained_on[:12]}), so those held out are not known; restore it"
-        )
-    return data.rows["val"]
-
-
-def _system(wanted: Evaluate, settings: Config, runtime: Runtime) -> SystemConfig:
-    """Choose device and dtype; `auto` is the run's own dtype if this device supports it."""
-    from gpt2lab.config.schema import SystemConfig
-    from gpt2lab.distributed.runtime import native_bf16, resolve_dtype
-
-    runtime.use(SystemConfig(device=wanted.device))
-    dtype = settings.system.dtype if wanted.dtype == "auto" else wanted.dtype
-    if wanted.dtype == "auto" and dtype == "bf16" and not native_bf16(runtime.device):
-        dtype = "fp32"
-    return SystemConfig(device=wanted.device, dtype=resolve_dtype(dtype, runtime.device))
-
-
-def describe(numbers: dict[str, Any]) -> str:
+def as_text(numbers: dict[str, Any]) -> str:
     """Return the numbers as text."""
     step = "" if numbers["step"] is None else f", step {numbers['step']}"
     lines = [

@@ -1,4 +1,4 @@
-"""`--import_checkpoint FILE.pt`: a foreign file becomes the first checkpoint of a run that `--resume` goes on from."""
+"""`--import_checkpoint FILE.pt`: a foreign file becomes the first checkpoint of a run, which `--resume` continues."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
-from gpt2lab.evaluation.by_source import open_validation
-from gpt2lab.evaluation.validation import ValidationLoss
+from gpt2lab.evaluation.validation import ValidationLoss, open_validation
 from gpt2lab.files import sha256_of
-from gpt2lab.interop.foreign import Foreign, read_foreign
+from gpt2lab.interop.foreign import ForeignCheckpoint, read_foreign
 from gpt2lab.interop.nanogpt import Entry, differences, entries_of
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT, build_model
@@ -77,8 +76,8 @@ def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -
         f"imported {path.name}: {start.plan.parameters:,} parameters, step {foreign.step} of {start.plan.max_steps}\n"
         f"{describe(loss, seconds)}{'' if before is None else f' | best in the file {before:.4f}'}\n"
         f"optimizer {moments}\n"
-        f"data begins at sample 0: the file does not say which windows it was trained on\n"
-        f"saved as {paths.display_path(folder)}; go on with: "
+        f"data begins at sample 0: the file does not record the windows that it was trained on\n"
+        f"saved as {paths.display_path(folder)}; continue with: "
         f"{summary.command_to_resume(start.run_dir, world_size=1)}"
     )
     return 0
@@ -89,7 +88,7 @@ def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -
 
 @dataclass
 class _Problems:
-    """All that is wrong, to be said at once."""
+    """All problems, reported in one message."""
 
     found: list[GPT2LabError] = field(default_factory=list)
 
@@ -108,7 +107,9 @@ class _Problems:
             raise first if len(texts) == 1 else type(first)("; ".join(texts))
 
 
-def _plan(request: RunRequest, path: Path, *, trust: bool) -> tuple[Foreign, Start, list[Entry]]:
+def _plan(
+    request: RunRequest, path: Path, *, trust: bool
+) -> tuple[ForeignCheckpoint, Start, list[Entry]]:
     """Return the file, the run that it becomes, and what that takes from the file.
 
     Raises: GPT2LabError with everything that is wrong with both.
@@ -140,7 +141,7 @@ def _plan(request: RunRequest, path: Path, *, trust: bool) -> tuple[Foreign, Sta
         problems.found.append(
             ConfigError(
                 f"{path.name} is of step {foreign.step}, the run would have {start.plan.max_steps}: "
-                f"say how long it shall be in all with --max_steps"
+                f"give its full length with --max_steps"
             )
         )
     problems.reject()
@@ -162,7 +163,7 @@ def _open_data(request: RunRequest) -> None:
         open_data(folder, vocab_size=None)
 
 
-def _check_shape(request: RunRequest, foreign: Foreign, path: Path) -> None:
+def _check_shape(request: RunRequest, foreign: ForeignCheckpoint, path: Path) -> None:
     typed = request.config.model
     of_run = _VOCABULARY - request.typed if "num_tokens" in request.chosen else set()
     wrong = [
@@ -174,7 +175,7 @@ def _check_shape(request: RunRequest, foreign: Foreign, path: Path) -> None:
         raise ConfigError("; ".join(wrong))
 
 
-def _entries(foreign: Foreign, tokenizer: Tokenizer | None, path: Path) -> list[Entry]:
+def _entries(foreign: ForeignCheckpoint, tokenizer: Tokenizer | None, path: Path) -> list[Entry]:
     if not foreign.is_nanogpt:
         return []
     try:
@@ -189,7 +190,10 @@ def _entries(foreign: Foreign, tokenizer: Tokenizer | None, path: Path) -> list[
 
 
 def _with_taken(
-    request: RunRequest, foreign: Foreign, entries: list[Entry], tokenizer: Tokenizer | None
+    request: RunRequest,
+    foreign: ForeignCheckpoint,
+    entries: list[Entry],
+    tokenizer: Tokenizer | None,
 ) -> RunRequest:
     """Return the request as if the file's shape and settings were chosen, where others were not.
 
@@ -217,7 +221,9 @@ def _given_length(request: RunRequest) -> str | None:
     return next((n for n in LENGTHS if n in request.chosen and flat[n] is not None), None)
 
 
-def _table(entries: list[Entry], start: Start, foreign: Foreign, request: RunRequest) -> str:
+def _table(
+    entries: list[Entry], start: Start, foreign: ForeignCheckpoint, request: RunRequest
+) -> str:
     """Write what was taken from nanoGPT's settings, and what is another here and why."""
     flat = to_flat(start.config)
     length = _given_length(request)
@@ -251,7 +257,7 @@ def _table(entries: list[Entry], start: Start, foreign: Foreign, request: RunReq
 # -- doing it ----------------------------------------------------------------------------------------------------------
 
 
-def _model(start: Start, foreign: Foreign) -> GPT:
+def _model(start: Start, foreign: ForeignCheckpoint) -> GPT:
     model = build_model(start.config.model, seed=start.config.data.seed, device=torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -262,7 +268,7 @@ def _model(start: Start, foreign: Foreign) -> GPT:
 def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLoss, float]:
     """Measure the validation loss of the imported weights, in nats, and the seconds it took.
 
-    Raises: DataError; CheckpointError if it is no number.
+    Raises: DataError; CheckpointError if the loss is not finite.
     """
     config, began = start.config, time.monotonic()
     validation = open_validation(
@@ -276,7 +282,7 @@ def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLos
     )
     result = validation.measure(model.to(runtime.device))
     model.to("cpu")
-    assert result is not None  # nobody interrupts it
+    assert result is not None  # nothing interrupts it
     if not math.isfinite(result.val_loss):
         raise CheckpointError(f"the file's weights have a validation loss of {result.val_loss}")
     return result, time.monotonic() - began
@@ -284,7 +290,7 @@ def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLos
 
 def _commit(
     start: Start,
-    foreign: Foreign,
+    foreign: ForeignCheckpoint,
     model: GPT,
     path: Path,
     runtime: Runtime,

@@ -36,7 +36,7 @@ class PrepareData:
     max_tokens: int | None = option(None, "stop after this many tokens")
     tokenizer: str = option("gpt2", TOKENIZER)
     end_token: str | None = option(
-        None, "end-of-text token of --tokenizer, where its files do not say which"
+        None, "end-of-text token of --tokenizer, if its files do not name one"
     )
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(
@@ -45,12 +45,12 @@ class PrepareData:
     )
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
     shuffle_documents: bool = option(
-        False, "mix the documents of all files, in an order that depends on the files alone"
+        False, "shuffle the documents of all files, in an order that depends only on the files"
     )
     num_workers: int | None = option(None, "tokenizing processes; default one per core", least=1)
     group_bytes: int = option(
         1_000_000_000,
-        "stored bytes per group of source files, the unit of work; another value gives other shards",
+        "stored bytes per group of source files, the unit of work; another value gives different shards",
     )
     part: str = option(
         "1/1", "i/n: prepare the i-th of n parts; join them with `gpt2lab data merge`"
@@ -58,7 +58,7 @@ class PrepareData:
     ray: str | None = option(
         None, "address of a Ray cluster that prepares the groups; auto = the one of this machine"
     )
-    skip_bad: bool = option(False, "leave out and count records that cannot be read")
+    skip_bad: bool = option(False, "skip and count records that cannot be read")
 
 
 _COMMON = (  # flags of the short help
@@ -69,7 +69,7 @@ _FEW_TOKENS = 100_000_000  # below, GPT-2 would see every text many times
 
 
 def main(argv: list[str]) -> int:
-    """Prepare one source and print what was written; SIGTERM, of a job's end, is taken as Ctrl+C."""
+    """Prepare one source and print what was written; SIGTERM, by which a scheduler ends a job, acts as Ctrl+C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         prepare(run_tyro(PrepareData, argv, common=_COMMON))
@@ -113,7 +113,7 @@ def prepare(flags: PrepareData) -> Path:
     for warning in result.warnings if result else ():
         say(f"warning: {warning}")
     already = f"{paths.display_path(folder)}: already prepared"
-    print(pipeline.describe(result) if result else already)
+    print(pipeline.result_table(result) if result else already)
     if part[1] == 1:
         manifest = result.manifest if result else read_manifest(folder)
         tokens = sum(file["tokens"] for file in manifest["files"])

@@ -30,7 +30,8 @@ class Sample:
     target: Positional[str] = argument(TARGET)
     prompt: str | None = option(None, "text to continue; '' = begin with nothing")
     interactive: bool = option(
-        False, "read prompts from the terminal, until an empty line; default there without --prompt"
+        False,
+        "read prompts from the terminal, until an empty line; the default on a terminal without --prompt",
     )
     batch: Path | None = option(None, "file of prompts, one a line")
     out: Path | None = option(None, "with --batch: file to write, one JSON object a text")
@@ -75,7 +76,7 @@ def _ways(flags: Sample) -> list[bool]:
 
 def _check(flags: Sample) -> None:
     if not any(_ways(flags)):
-        raise ConfigError("what to continue? --prompt TEXT, --interactive or --batch FILE")
+        raise ConfigError("nothing to continue: give --prompt TEXT, --interactive or --batch FILE")
     if sum(_ways(flags)) > 1:
         raise ConfigError("give one of --prompt TEXT, --interactive, --batch IN.txt")
     if (flags.batch is None) != (flags.out is None):
@@ -108,7 +109,7 @@ def typed_lines() -> Iterator[str]:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            say()  # Ctrl+D leaves the cursor where it was
+            say()  # Ctrl+D does not end the line
             return
         yield line
 

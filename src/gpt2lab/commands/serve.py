@@ -25,7 +25,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import SamplingParams
 
 _TOKEN = "GPT2LAB_API_KEY"
-_LAST_SECONDS = 5  # for the token that is computed when the server is told to end
+_LAST_SECONDS = 5  # for the token that is being computed at the end
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Serve:
 
     target: Positional[str] = argument(TARGET)
     host: str = option("127.0.0.1", "address; another than this machine's needs GPT2LAB_API_KEY")
-    port: int = option(8000, "http://HOST:PORT/; 0 = any that is free")
+    port: int = option(8000, "http://HOST:PORT/; 0 = any free port")
     max_waiting: int = option(
         64, "requests that may wait for their turn; more are rejected", least=0
     )
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
             end(number, frame)
 
         server.handle_exit = stop
-        for number in (signal.SIGINT, signal.SIGTERM):  # raised again at the end: it is no error
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again at the end
             signal.signal(number, lambda *_: None)
         print(
             f"{name}: {address}/ in a browser, {address}/v1 as OpenAI's API; Ctrl+C ends",
@@ -99,11 +99,11 @@ def _check(flags: Serve, token: str | None) -> None:
     if not 0 <= flags.port < 65536:
         raise ConfigError(f"port {flags.port} must be from 0 to 65535")
     if token is not None and not (token and token.isascii() and token.isprintable()):
-        raise ConfigError(f"{_TOKEN} must be ASCII text, or not set at all")
+        raise ConfigError(f"{_TOKEN} must be ASCII text, or unset")
     if token is None and not _is_local(flags.host):
         raise ConfigError(
             f"host {flags.host}: other machines could use the model; set {_TOKEN} to a token that clients must send, "
-            f"or leave --host out and come through ssh -L {flags.port}:localhost:{flags.port}"
+            f"or leave --host out and connect through ssh -L {flags.port}:localhost:{flags.port}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Learn a tokenizer from text, and show what one makes of text.
+"""Train a tokenizer on text, and compare tokenizers on a text.
 
 gpt2lab tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
 gpt2lab tokenizer show data/std_4k gpt2 --source python-stdlib
@@ -18,7 +18,7 @@ from gpt2lab.files import replace_durably, staged_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import TOKENIZER
 
-_MOST_IDS = 10_000_000  # the library asks for their memory at once, and aborts without it
+_MOST_IDS = 10_000_000  # the library allocates memory for all of them first, and aborts without it
 _SHOWN_BYTES = 10_000_000  # of a source, to count tokens
 
 
@@ -35,26 +35,28 @@ class Train:
         "bpe", "characters: one id for each that occurs, as many as there are"
     )
     max_bytes: int = option(
-        1_000_000_000, "text to learn from; of more text, shares of all files are taken", least=1
+        1_000_000_000,
+        "bytes of text to train on; of a larger text, shares of all files are taken",
+        least=1,
     )
     val_tokens: int | None = option(
         None,
-        "as you will give it to `gpt2lab prepare`: what that holds out is not learned from",
+        "as you will give it to `gpt2lab prepare`: documents that it holds out are not trained on",
         least=2,
     )
     max_tokens: int | None = option(None, "as you will give it to `gpt2lab prepare`", least=4)
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
     subset: str | None = option(None, "subset of a Hugging Face dataset")
     revision: str | None = option(None, "commit of a Hugging Face dataset; default the newest")
-    skip_bad: bool = option(False, "leave out records that cannot be read")
+    skip_bad: bool = option(False, "skip records that cannot be read")
 
     def execute(self) -> int:
         """Learn, write, and print what it is."""
-        from gpt2lab.data.prepare.learning_text import learning_texts
+        from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
         from gpt2lab.tokenizers.gpt2 import CUTS
+        from gpt2lab.tokenizers.huggingface import train_bpe
         from gpt2lab.tokenizers.plain import BYTES, characters_of
-        from gpt2lab.tokenizers.training import train_bpe
 
         out = paths.from_working_directory(self.out)
         if out.exists():
@@ -103,7 +105,7 @@ class Show:
     source: str | None = option(
         None, "text to count on, as `gpt2lab prepare` takes it; up to 10 MB"
     )
-    end_token: str | None = option(None, "end-of-text token, where the files do not say which")
+    end_token: str | None = option(None, "end-of-text token, if the files do not name one")
     text_column: str = option("text", "text column of .jsonl, .parquet and Hugging Face data")
 
     def execute(self) -> int:
@@ -129,7 +131,7 @@ class Show:
         return 0
 
     def _texts(self) -> Iterator[str]:
-        from gpt2lab.data.prepare.learning_text import learning_texts
+        from gpt2lab.data.prepare.pipeline import learning_texts
         from gpt2lab.data.prepare.sources import open_source
         from gpt2lab.tokenizers.gpt2 import CUTS
 

@@ -1,4 +1,4 @@
-"""Token shards: files of ids, opened and checked by what shards.json says of them.
+"""Token shards: files of ids, opened and checked against shards.json.
 
 Ours are .npy; shards.json may name files of other programs too, with the type and the place of their ids.
 """
@@ -6,7 +6,9 @@ Ours are .npy; shards.json may name files of other programs too, with the type a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,6 +38,7 @@ from gpt2lab.tokenizers.plain import BYTES
 if TYPE_CHECKING:
     import numpy as np
 
+IndexLayout = Literal["datatrove", "megatron"]
 JOURNAL = "progress.json"  # of a preparation that has not ended
 RAW_SUFFIX = ".bin"
 SHARD_NAME = re.compile(r"(?P<dataset>.+)_(?P<split>train|val)_(?P<index>\d{6,})\.npy")
@@ -44,15 +47,18 @@ _BLOCK = 1 << 22
 # numpy parses headers by ast, which fails in two threads at once up to Python 3.11.7
 # (https://github.com/python/cpython/issues/106905).
 _ONE_HEADER = threading.Lock()
+_SAMPLE_BYTES = 1 << 16
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _ROWS_OF_BYTES = 384  # of a model of bytes: their 257 ids, and rows up to the next multiple of 128
 
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """The file of another program that says where the documents of a shard end."""
+    """The file of another program that gives the ends of a shard's documents."""
 
     path: Path
-    layout: Literal["datatrove", "megatron"]
+    layout: IndexLayout
     sha256: str
 
 
@@ -89,7 +95,7 @@ class Shard:
     def rejected(self, problem: str) -> DataError:
         """Return the error that names the file, the problem and the fix."""
         error = DataError(f"{self.path}: {problem}; restore the file or prepare the data again")
-        error.is_local = True  # each rank reads windows of its own
+        error.is_local = True  # each rank reads other windows
         return error
 
 
@@ -113,7 +119,7 @@ class TokenData:
         return (self,)
 
     def describe(self, unused_targets: int) -> str:
-        """Describe the data for people; `unused_targets` at the shards' ends belong to no window."""
+        """Describe the data in one line; `unused_targets` at the shards' ends belong to no window."""
         other = "" if self.tokenizer in (GPT2, None) else f", tokenizer {self.tokenizer.describe()}"
         return (
             f"{paths.display_path(self.folder)}, {self.tokens('train'):,} training tokens "
@@ -134,22 +140,13 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
 
     Raises: DataError naming the file, what is wrong and the fix.
     """
-    prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
-    if vocab_size is not None and BYTES.size <= vocab_size < GPT2.size:  # of another tokenizer
-        name, before = BYTES.name, ""
-        if vocab_size > _ROWS_OF_BYTES:
-            name = f"tok{vocab_size}"
-            before = f"{paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} --out {name} && "
-        prepare = (
-            f"prepare one with: {before}{paths.command('prepare')} python-stdlib --tokenizer {name} "
-            f"--out {paths.display_path(folder)}"
-        )
+    prepare = _how_to_prepare(folder, vocab_size)
     if not folder.is_dir():
         raise missing_folder(folder, prepare)
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     if manifest is None and (folder / JOURNAL).exists():
         raise DataError(
-            f"{folder}: preparation is not finished; repeat its command, it goes on where it stopped"
+            f"{folder}: preparation is not finished; repeat its command, it continues where it stopped"
         )
     if manifest is None:
         names = {split: names_on_disk(folder, split) for split in SPLITS}
@@ -184,13 +181,28 @@ def open_data(folder: Path, *, vocab_size: int | None) -> TokenData:
         )
     warnings: tuple[str, ...] = ()
     if tokenizer is None:
-        warnings = (f"{folder}: its tokenizer is not known, so there are no texts to show",)
+        warnings = (f"{folder}: its tokenizer is not known, so ids cannot be shown as text",)
     end_of_text = end_of_text_of(manifest)
     return TokenData(folder, manifest["fingerprint"], splits, warnings, tokenizer, end_of_text)
 
 
+def _how_to_prepare(folder: Path, vocab_size: int | None) -> str:
+    """Return a command that prepares data for a model of `vocab_size` rows."""
+    prepare = f"prepare one with: {paths.command('prepare')} python-stdlib (or fineweb-edu, a file, a folder)"
+    if vocab_size is None or not BYTES.size <= vocab_size < GPT2.size:
+        return prepare
+    name, before = BYTES.name, ""  # of another tokenizer than GPT-2's
+    if vocab_size > _ROWS_OF_BYTES:
+        name = f"tok{vocab_size}"
+        before = f"{paths.command('tokenizer')} train python-stdlib --vocab_size {vocab_size} --out {name} && "
+    return (
+        f"prepare one with: {before}{paths.command('prepare')} python-stdlib --tokenizer {name} "
+        f"--out {paths.display_path(folder)}"
+    )
+
+
 def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:
-    """Open a file as its entry in the manifest says, after checking its size.
+    """Open a file by its entry in the manifest, after checking its size.
 
     Raises: DataError.
     """
@@ -215,10 +227,8 @@ def open_listed(folder: Path, listed: dict[str, Any]) -> Shard:
 def document_ends(shard: Shard) -> np.ndarray:
     """Return where a shard's documents end by its index, (documents,) int64, in tokens from its beginning.
 
-    Raises: DataError if the index is gone or no longer what it was.
+    Raises: DataError if the index is missing or has changed.
     """
-    from gpt2lab.interop import token_files as formats
-
     assert shard.index is not None
     path = shard.index.path
     try:
@@ -226,9 +236,104 @@ def document_ends(shard: Shard) -> np.ndarray:
             raise DataError(
                 f"{path}: damaged (its sha256 is not the one in {MANIFEST}); restore the file"
             )
-        return formats.document_ends(shard.index.layout, path)
+        return read_document_ends(shard.index.layout, path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; restore the file") from error
+
+
+def read_document_ends(layout: IndexLayout, index: Path) -> np.ndarray:
+    """Return where the documents of a file end by the index beside it, (documents,) int64; empty ones are left out.
+
+    Raises: DataError; OSError.
+    """
+    import numpy as np
+
+    if layout == "datatrove":
+        ends = read_datatrove_index(index)
+    else:
+        _, lengths, _, bounds = map_megatron_index(index)
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[bounds[1:]]
+    return ends[np.diff(ends, prepend=0) > 0]
+
+
+def read_datatrove_index(path: Path) -> np.ndarray:
+    """Return the ends of the documents of a datatrove file, (documents,) int64; stored as uint64.
+
+    Raises: DataError; OSError.
+    """
+    import numpy as np
+
+    size = path.stat().st_size
+    if size % 8:
+        raise DataError(
+            f"{path}: {size} bytes, but an index has 8 bytes a document; truncated copy?"
+        )
+    ends = np.fromfile(path, "<u8")
+    if (ends >= 2**62).any() or (np.diff(ends.astype(np.int64), prepend=0) < 0).any():
+        raise DataError(f"{path}: the ends of its documents do not ascend; damaged")
+    return ends.astype(np.int64)
+
+
+def map_megatron_index(index: Path) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the code of the ids' type, and by memory map lengths and byte offsets of sequences and documents' bounds.
+
+    Header: magic (9 bytes), version, code of the type (1 byte), number of sequences, number of bounds; then lengths
+    (int32), offsets (int64), bounds (int64, in sequences, from 0). Source: Megatron-LM
+    megatron/core/datasets/indexed_dataset.py.
+
+    Raises: DataError; OSError.
+    """
+    import numpy as np
+
+    size = index.stat().st_size
+    with open_regular(index) as file:
+        head = file.read(_MEGATRON_HEADER.size)
+    if head.startswith(b"TNTIDX\x00\x00"):
+        raise DataError(
+            f"{index}: Megatron's format before MMIDIDX (lazy, cached); write it again as mmap"
+        )
+    if not head.startswith(_MEGATRON_MAGIC):
+        raise DataError(f"{index}: does not begin with MMIDIDX as Megatron's indices do")
+    if len(head) < _MEGATRON_HEADER.size:
+        raise DataError(f"{index}: {size} bytes; truncated copy?")
+    _, version, code, sequences, bounds = _MEGATRON_HEADER.unpack(head)
+    if version != 1:
+        raise DataError(f"{index}: version {version} of Megatron's index; known is 1")
+    starts = list(
+        itertools.accumulate([_MEGATRON_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
+    )
+    if size == starts[-1] + sequences and sequences:
+        raise DataError(f"{index}: has a mode for each sequence, of images perhaps; not only text")
+    if size != starts[-1]:
+        raise DataError(
+            f"{index}: {size} bytes, but its header promises {starts[-1]}; truncated copy?"
+        )
+    lengths, pointers, documents = (
+        np.memmap(index, kind, "r", offset=start, shape=(count,)) if count else np.empty(0, kind)
+        for kind, start, count in zip(
+            ("<i4", "<i8", "<i8"), starts[:3], (sequences, sequences, bounds), strict=True
+        )
+    )
+    ascends = bounds > 0 and bool((np.diff(documents, prepend=0) >= 0).all())
+    if not ascends or documents[0] != 0 or documents[-1] != sequences:
+        raise DataError(
+            f"{index}: its documents do not begin at sequence 0 and end at {sequences}; damaged"
+        )
+    return code, lengths, pointers, documents
+
+
+def looks_32_bit(path: Path, offset: int = 0) -> bool:
+    """Tell whether ids taken for uint16 are 32 bits wide: at every second place nothing above 15, elsewhere larger.
+
+    The upper half of an id is at most 15 in vocabularies of up to a million.
+    """
+    import numpy as np
+
+    with open_regular(path) as file:
+        file.seek(offset)
+        sample = file.read(_SAMPLE_BYTES)
+    ids = np.frombuffer(sample[: len(sample) // 4 * 4], "<u2")
+    return len(ids) > 0 and int(ids[1::2].max()) < 16 <= int(ids[::2].max())
 
 
 def open_shard(path: Path) -> Shard:
@@ -238,13 +343,13 @@ def open_shard(path: Path) -> Shard:
     """
     from numpy.lib import format as npy  # numpy only where shards are really opened
 
-    from gpt2lab.interop import token_files as formats
-
     try:
         size = path.stat().st_size
         if path.suffix == RAW_SUFFIX:
-            raw = formats.read_raw(path, None, 0)
-            return Shard(path, raw.tokens, raw.offset)
+            if size % 2 or looks_32_bit(path):
+                kind = "an odd number of bytes" if size % 2 else "32-bit ids"
+                raise DataError(f"{path}: {kind}, not uint16 ids; import the folder again")
+            return Shard(path, size // 2, 0)
         with open_regular(path) as file:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -311,7 +416,7 @@ def measure_shard(
 
 
 def find_strays(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of shards that are beside those of a manifest, but not in it."""
+    """Return the names of shards in the folder that the manifest does not list."""
     place = shards_folder(folder, manifest)
     present = {name for split in SPLITS for name in names_on_disk(place, split)}
     listed = {file["name"] for file in manifest["files"]}
@@ -361,7 +466,7 @@ def _scan(splits: dict[str, tuple[Shard, ...]], limit: _IdLimit) -> tuple[str, .
     total = sum(shard.id_bytes * shard.tokens for shard in shards)
     if total > SCAN_LIMIT_BYTES:
         return (
-            f"ids of {total / 1e9:.1f} GB without {MANIFEST} are checked batch by batch while training",
+            f"no {MANIFEST}: ids of {total / 1e9:.1f} GB are checked batch by batch during training",
         )
     for shard in shards:
         limit.check(shard.path, int(shard.map_ids().max(initial=0)))

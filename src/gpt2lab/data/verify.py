@@ -196,7 +196,7 @@ def _measure_split(
     )
 
 
-def describe(folder: Path, stats: dict[str, SplitStats]) -> str:
+def stats_table(folder: Path, stats: dict[str, SplitStats]) -> str:
     """Write the statistics as a table, a column for each split."""
     columns = [_column(split) for split in stats.values()]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]

@@ -1,1 +1,1 @@
-"""What a model is worth: validation loss, HellaSwag, samples, and the files that say so."""
+"""Evaluation of a model: validation loss, HellaSwag, samples, and the files of results."""

@@ -1,4 +1,4 @@
-"""Prompts in, texts out: what scripts/sample.py does with a model. Imports torch only to compute."""
+"""Complete prompts with a model, as `gpt2lab sample` does. Imports torch only to compute."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ import json
 import os
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from gpt2lab.checkpoint.target import find_target, was_tuned
-from gpt2lab.commands.command_line import check_least, option
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.files import staged_file
 from gpt2lab.tokenizers.chat_template import encode_typed
 from gpt2lab.tokenizers.opening import why_no_text
 
+T = TypeVar("T")
+
+
+def _param(default: T, help: str, least: int | None = None) -> T:
+    return field(default=default, metadata={"help": help, "least": least})
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a text is drawn: flags of scripts/sample.py and scripts/chat.py."""
+    """How a text is drawn; the fields are flags of `gpt2lab sample` and `gpt2lab chat`."""
 
-    max_new_tokens: int = option(100, "most tokens of a text, not counting its prompt", least=1)
-    temperature: float = option(1.0, "0 = always the likeliest token")
-    top_k: int = option(50, "draw from the K likeliest tokens; 0 = from all", least=0)
-    top_p: float = option(1.0, "of these, from the fewest whose probabilities sum to this")
-    seed: int = option(1337, "same seed and same prompt, same text", least=0)
+    max_new_tokens: int = _param(100, "most tokens of a text, not counting its prompt", 1)
+    temperature: float = _param(1.0, "0 = always the likeliest token")
+    top_k: int = _param(50, "draw from the K likeliest tokens; 0 = from all", 0)
+    top_p: float = _param(1.0, "of these, from the fewest whose probabilities sum to this")
+    seed: int = _param(1337, "same seed and same prompt, same text", 0)
 
 
 def check_sampling(style: SamplingParams) -> None:
@@ -36,7 +41,10 @@ def check_sampling(style: SamplingParams) -> None:
 
     Raises: ConfigError.
     """
-    check_least(style)
+    for param in fields(style):
+        value, least = getattr(style, param.name), param.metadata["least"]
+        if least is not None and value < least:
+            raise ConfigError(f"{param.name} {value} must be at least {least}")
     if not (style.temperature == 0 or 1e-5 <= style.temperature < float("inf")):
         raise ConfigError(f"temperature {style.temperature} must be 0, or at least 1e-5")
     if not 0 < style.top_p <= 1:
@@ -53,7 +61,7 @@ class Completion:
 
 
 class Completer:
-    """A model that continues prompts, and a count of how fast."""
+    """A model that continues prompts, with a count of tokens and seconds."""
 
     def __init__(
         self,
@@ -72,7 +80,7 @@ class Completer:
         tokenizer = target.tokenizer()
         problem = why_no_text(tokenizer, target.model_config().vocab_size)
         if tokenizer is None or problem is not None:
-            raise ConfigError(f"{name}: {problem}: its ids mean no text")
+            raise ConfigError(f"{name}: {problem}: it cannot read or write text")
         from gpt2lab.checkpoint.weights import load_weights
         from gpt2lab.distributed.runtime import Runtime, resolve_dtype
         from gpt2lab.distributed.strategy import Strategy
@@ -158,7 +166,7 @@ class Completer:
         rate = self.tokens / max(self.seconds, 1e-9)
         text = f"{self.tokens:,} tokens in {self.seconds:.1f} s, {rate:,.1f} tokens/s"
         if self.outgrew:
-            text += f"; beyond {self.context_length} tokens the oldest half of a text was forgotten"
+            text += f"; texts beyond {self.context_length} tokens dropped their oldest half"
         return text
 
 

@@ -75,7 +75,7 @@ def draw_each(
     fresh = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     places = torch.arange(width) - (width - lengths)[:, None]  # (B, width), below 0: padding
     seen = torch.arange(width + max_new_tokens) >= (width - lengths)[:, None]  # (B, all keys)
-    # A padding position sees itself: a softmax over nothing would be no number.
+    # A padding position attends to itself: a softmax over nothing would be NaN.
     earlier = torch.ones(width, width, dtype=torch.bool).tril()
     mask = (earlier & seen[:, None, :width]) | torch.eye(width, dtype=torch.bool)  # (B, T, S)
     positions, seen = places.clamp(min=0), seen.to(device)
@@ -120,7 +120,7 @@ def sample_text(
     seed: int,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """Return `prompt` continued by the model, as text; None if `interrupted`, asked before each id, told to stop.
+    """Return `prompt` continued by the model, as text; None if `interrupted`, called before each id, returned True.
 
     Raises: DataError if the tokenizer cannot be found.
     """

@@ -1,8 +1,14 @@
-"""HellaSwag accuracy: which of four endings has the highest probability? Zellers et al. 2019, arXiv:1905.07830."""
+"""HellaSwag accuracy: which of four endings has the highest probability? Zellers et al. 2019, arXiv:1905.07830.
+
+The tasks of lm-eval use the same scorer (interop/lm_eval.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,19 +17,18 @@ from gpt2lab.config.schema import HellaSwagMetrics
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
-from gpt2lab.evaluation.hellaswag_items import STYLES, Style
-from gpt2lab.evaluation.hellaswag_tokens import Questions
+from gpt2lab.evaluation.hellaswag_items import STYLES, Questions, Style
 from gpt2lab.evaluation.results import Results
-from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows, score
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.model.attention_backend import for_changing_shapes
-from gpt2lab.model.gpt import GPT
+from gpt2lab.model.gpt import GPT, LOGITS_BYTES
+from gpt2lab.model.loss import token_losses
 
 METRICS = ("acc", "acc_norm", "acc_token_norm")
 
 
 class HellaSwag:
-    """The items in rows and batches, shared by the ranks."""
+    """The items in rows and batches, divided among the ranks."""
 
     def __init__(
         self,
@@ -46,12 +51,12 @@ class HellaSwag:
     def measure(
         self, model: GPT, *, interrupted: Callable[[], bool] = lambda: False
     ) -> Results | None:
-        """Return which items each metric gets right; the ranks share the work and all get the result.
+        """Return which items each metric gets right; each rank computes a part, and all get the result.
 
         `acc`: highest sum of log-probabilities. `acc_norm`: per character of the ending, as the reference harness
         does. `acc_token_norm`: per token, on the tutorial's text, so it costs as much as the other two together.
         Log-probabilities are fp32, over the real ids only. Of equal scores the first ending is taken, as numpy's
-        argmax does for the harness. None if `interrupted`, asked before each batch, told all to stop.
+        argmax does for the harness. None if `interrupted`, called before each batch, returned True.
 
         Raises: NonFiniteError: among such scores the first would always win.
         """
@@ -102,10 +107,137 @@ def judge(questions: Questions, sums: dict[Style, np.ndarray]) -> Results:
 
 
 def summarize(results: Results) -> dict[str, float | int | None]:
-    """Return the event's numbers: n, and each accuracy with its standard error, None where it was not asked for."""
+    """Return the event's numbers: n, and each accuracy with its standard error, None if not measured."""
     summary: dict[str, float | int | None] = {"n": results.n}
     for name in METRICS:
         right = results.per_unit.get(name)
         found = None if right is None else estimate_mean(right)
         summary[name], summary[f"{name}_se"] = (found.mean, found.se) if found else (None, None)
     return summary
+
+
+# Tokens of one forward pass, padding included. Fixed by the device, never by the world size: the same batches
+# everywhere, hence the same sums.
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
+_SHORTEST = (
+    0.85  # of a batch's longest row; for shorter rows padding would cost more than another batch
+)
+_MULTIPLE_OF = {"cpu": 1, "cuda": 8}  # widths on which masked attention is fast
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """One context and the endings that share it; `slots` are their numbers among all endings."""
+
+    context: np.ndarray  # (n,) ids, n >= 1
+    endings: tuple[np.ndarray, ...]
+    slots: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Count the positions; an ending's last token is only ever a target."""
+        return len(self.context) + sum(max(len(ending) - 1, 0) for ending in self.endings)
+
+
+def make_rows(sequences: Iterable[Sequence[np.ndarray]], *, context_length: int) -> list[ScoredRow]:
+    """Put each context and its endings into one row, or into one an ending where the model's context is too short.
+
+    As in the reference harness, context and ending are cut on the left to the last `context_length` + 1 tokens (the
+    last is only a target). A cut depends on the ending's length, so such endings have no common context.
+    """
+    longest, rows, slot = context_length + 1, [], 0
+    for context, *endings in sequences:
+        slots = tuple(range(slot, slot := slot + len(endings)))
+        if len(context) + max(len(ending) for ending in endings) <= longest:
+            rows.append(ScoredRow(context, tuple(endings), slots))
+            continue
+        for ending, own in zip(endings, slots, strict=True):
+            kept = np.concatenate([context, ending])[-longest:]
+            split = max(1, len(kept) - len(ending))
+            rows.append(ScoredRow(kept[:split], (kept[split:],), (own,)))
+    return rows
+
+
+Item = TypeVar("Item", bound=Sized)
+
+
+def cut_batches(rows: Iterable[Item], *, batch_tokens: int) -> list[list[Item]]:
+    """Return batches of rows of similar length, longest first, none above `batch_tokens` unless by a single row."""
+    batches: list[list[Item]] = []
+    for row in sorted(rows, key=len, reverse=True):
+        width = len(batches[-1][0]) if batches else 0
+        is_full = not batches or (len(batches[-1]) + 1) * width > batch_tokens
+        if is_full or len(row) < _SHORTEST * width:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def score(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slots of all endings in the rows and the summed log-probability of each, in nats, float64."""
+    picked, ids, owners, slots = _predict(model, rows)
+    nats = model.losses_of(picked, ids).double().cpu().numpy()  # (P,); sync
+    return slots, -np.bincount(owners, weights=nats, minlength=len(slots))
+
+
+def score_and_rank(model: GPT, rows: list[ScoredRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what `score` does, and whether each ending is what the likeliest token after token would have written."""
+    picked, ids, owners, slots = _predict(model, rows)
+    parts = math.ceil(4 * model.config.vocab_size * len(ids) / LOGITS_BYTES)
+    nats, misses = [], []
+    for some, wanted in zip(picked.chunk(parts), ids.chunk(parts), strict=True):
+        logits = model.masked_logits(some)  # (P / parts, V)
+        nats.append(token_losses(logits, wanted))
+        misses.append(logits.argmax(dim=-1) != wanted)
+    counts = [
+        np.bincount(owners, weights=torch.cat(of).double().cpu().numpy(), minlength=len(slots))
+        for of in (nats, misses)
+    ]
+    return slots, -counts[0], counts[1] == 0
+
+
+def _predict(
+    model: GPT, rows: list[ScoredRow]
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
+    """Return what predicts all P tokens of endings (P, C), their ids and endings (P,), and the endings' slots."""
+    device = next(model.parameters()).device
+    multiple = _MULTIPLE_OF[device.type]
+    width = -(-len(rows[0]) // multiple) * multiple  # the first row is the longest
+    tokens = np.zeros((len(rows), width), dtype=np.int64)
+    positions = np.zeros_like(tokens)
+    segments = np.full_like(tokens, -1)  # context 0, endings 1, 2, ..., padding -1
+    # Of each scored token: where it is predicted, its id, its ending.
+    sources, targets, owners = [], [], []
+    slots = [slot for row in rows for slot in row.slots]
+    owner = 0
+    for number, row in enumerate(rows):
+        n = end = len(row.context)
+        tokens[number, :n], segments[number, :n] = row.context, 0
+        positions[number, :n] = np.arange(n)
+        for segment, ending in enumerate(row.endings, start=1):
+            start, end = end, end + max(len(ending) - 1, 0)
+            tokens[number, start:end] = ending[:-1]
+            positions[number, start:end] = np.arange(n, n + end - start)
+            segments[number, start:end] = segment
+            predicted_at = np.concatenate([[n - 1], np.arange(start, end)])[: len(ending)]
+            sources.append(number * width + predicted_at)
+            targets.append(ending)
+            owners.append(np.full(len(ending), owner))
+            owner += 1
+    stream = model.stream(
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(positions).to(device),
+        see_own_text(torch.from_numpy(segments).to(device)),
+    )  # (B, width, C)
+    picked = model.ln_f(stream).flatten(0, 1)[
+        torch.from_numpy(np.concatenate(sources)).to(device)
+    ]  # (P, C)
+    ids = torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device)  # (P,)
+    return picked, ids, np.concatenate(owners), np.array(slots)
+
+
+def see_own_text(segments: torch.Tensor) -> torch.Tensor:
+    """Return which positions attend to which, (B, T, T) bool: earlier ones of the context (0) and of their segment."""
+    T = segments.size(1)
+    earlier = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
+    query, key = segments[:, :, None], segments[:, None, :]
+    return earlier & ((key == 0) | (key == query))

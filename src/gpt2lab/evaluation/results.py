@@ -1,22 +1,27 @@
 """Results of an evaluation, unit by unit, in a small file, so that two can be compared in pairs. No torch.
 
+Also which windows of a validation split are measured, and which of their targets belong to which document.
+
 A unit is an item of HellaSwag or of a task of lm-eval, or a document of the validation split. Comparing the same units
-is far sharper than comparing two means: a unit that is hard for one model is mostly hard for the other too, and that
-cancels.
+gives a smaller standard error than comparing two means, because a unit that is hard for one model is mostly hard for
+the other too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from gpt2lab.data.order import Order
 from gpt2lab.errors import DataError
 from gpt2lab.files import replace_durably
 
@@ -59,7 +64,7 @@ class Results:
 
     @property
     def unit(self) -> str:
-        """Name what was compared; files of earlier versions do not say it, and have windows."""
+        """Name the unit; files of earlier versions do not record it, and their units are windows."""
         if self.kind != "validation":
             return "item"
         return str(self.units.get("unit", "conversation" if "answers" in self.units else "window"))
@@ -92,7 +97,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def keep_results(run_dir: Path, results: Results, step: int) -> str | None:
-    """Write what was found after `step` into the run's folder; return the problem, because it is no reason to stop."""
+    """Write what was found after `step` into the run's folder; return the problem instead of raising it."""
     path = file_of_step(run_dir, results.kind, step)
     try:
         write_results(path, replace(results, step=step))
@@ -119,3 +124,71 @@ def read_results(path: Path) -> Results:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: not evaluation results of gpt2lab ({error})") from error
+
+
+def choose_windows(order: Order, wanted: int) -> np.ndarray:
+    """Return the numbers of `wanted` windows spread evenly over the split, (N,) int64; all of a smaller split."""
+    total = order.windows_per_epoch
+    chosen = min(total, wanted)
+    return np.arange(chosen, dtype=np.int64) * total // chosen
+
+
+def checksums_of(windows: np.ndarray) -> np.ndarray:
+    """Return a checksum of the ids of each window, (N, T + 1) -> (N,)."""
+    return np.array([zlib.crc32(window.tobytes()) for window in windows], dtype=np.uint32)
+
+
+def hash_checksums(checksums: np.ndarray) -> str:
+    """Return 64 hex digits that identify the measured windows, from the checksums of all of them."""
+    return hashlib.sha256(checksums.astype("<u4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The windows' targets, divided where a document ends: part p is targets [begin, end) of window `window[p]`.
+
+    All arrays are (P,), ordered by window and place.
+    """
+
+    kind: Literal["document", "window"]
+    window: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    unit: np.ndarray  # the document, or the window itself; numbered 0 to U - 1
+
+    def fill(self, nats: np.ndarray, windows: np.ndarray, losses: np.ndarray) -> None:
+        """Write the sums of some windows' losses, (len(windows), T), to their places in `nats`, (P,)."""
+        for row, window in enumerate(windows.tolist()):
+            first, last = np.searchsorted(self.window, [window, window + 1])
+            nats[first:last] = np.add.reduceat(losses[row], self.begin[first:last])
+
+    def by_unit(self, nats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return nats and targets of each unit, both (U,)."""
+        targets = np.bincount(self.unit, weights=self.end - self.begin)
+        return np.bincount(self.unit, weights=nats), targets
+
+
+def divide_windows(order: Order, samples: np.ndarray, ends: list[np.ndarray]) -> Parts:
+    """Return the parts of some windows, given the places of <|endoftext|>, or of documents' last tokens, in each shard.
+
+    Before or after a document, <|endoftext|> as a target belongs to the document that it ends.
+    """
+    shards, offsets = order.locate(samples)
+    T, count = order.context_length, len(samples)
+    # A document may continue in the next shard: documents are numbered through all of them.
+    before = np.cumsum([0, *map(len, ends)]).tolist()
+    parts: list[tuple[int, int, int, int]] = []  # window, begin, end, document
+    for window, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
+        places = ends[shard] if ends else np.empty(0, np.int64)
+        first, last = np.searchsorted(places, [offset + 1, offset + T])
+        # A target's index is its place - offset - 1.
+        cuts = [0, *(places[first:last] - offset).tolist(), T]
+        for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            parts.append((window, begin, end, before[shard] + int(first) + number if ends else 0))
+    in_order = dict.fromkeys(part[3] for part in parts)
+    documents = {document: number for number, document in enumerate(in_order)}
+    if len(documents) < 2 or not ends or not any(map(len, ends)):
+        every = np.arange(count)
+        return Parts("window", every, np.zeros(count, np.int64), np.full(count, T), every)
+    window, begin, end = np.array([part[:3] for part in parts], dtype=np.int64).T
+    return Parts("document", window, begin, end, np.array([documents[part[3]] for part in parts]))

@@ -17,9 +17,9 @@ class Chat:
 
     completer: Completer
     plain: bool = False  # without the template: the model continues the turns as lines of text
-    system: str = ""  # stands before the first turn, also when that is not the first that was said
+    system: str = ""  # before the first turn that is kept, also when earlier turns were dropped
     turns: list[Turn] = field(default_factory=list)
-    number: int = 0  # of answers: each draws from a generator of its own
+    number: int = 0  # of answers: each is sampled with its own generator
 
     def ask(self, text: str) -> Iterator[str]:
         """Yield the answer as it is generated; question and answer join the turns.

@@ -1,12 +1,12 @@
 """Conversations from a file, a Hugging Face dataset, or the small demo set of the package. No torch.
 
-Each record is recognised by its own keys, in the shapes that the field uses:
+The keys of a record tell its format:
     {"messages": [{"role": "user", "content": "..."}, ...]}              OpenAI, UltraChat 200k
     {"conversations": [{"from": "human", "value": "..."}, ...]}          ShareGPT
     {"instruction": "...", "input": "...", "output": "..."}   Alpaca; input may be missing
     {"data": ["question", "answer", ...]}                                UltraChat
     {"prompt": "...", "completion": "..."}                               OpenAI's older shape
-Each may have a "system" text beside it.
+Each may also have a "system" text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.checkpoint.hub import is_offline
+from gpt2lab.checkpoint.target import is_offline
 from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.tokenizers.chat_template import Turn, alternating
 
@@ -32,7 +32,7 @@ _ROLES = {  # other words for a role, by the key that holds it
     "role": {"developer": "system"},
     "from": {"human": "user", "gpt": "assistant"},
 }
-_TOOLS = "it calls tools, for which the chat template has no place"
+_TOOLS = "it calls tools, which the chat template does not support"
 _OF_TOOLS = {"tool", "function", "function_call", "observation", "tool_call", "tool_response"}
 
 
@@ -118,7 +118,7 @@ def _hub_records(source: str) -> Iterator[tuple[str, Any]]:
     try:
         for number, row in enumerate(load_dataset(name, split="train")):
             yield f"{source} row {number}", row
-    except Exception as error:  # of many kinds: no network, no such dataset, no access
+    except Exception as error:  # such as no network, no such dataset, no access
         message = f"{source}: cannot be read ({type(error).__name__}: {error})"
         if offline:
             message = f"{source}: the Hugging Face Hub cannot be reached, and the dataset was not downloaded before"
@@ -137,10 +137,10 @@ def _turns(record: Any) -> tuple[Turn, ...]:
             raise ValueError(f"not JSON ({error})") from error
     if not isinstance(record, dict):
         raise ValueError(f"{type(record).__name__}, not an object with {_FORMS}")
-    # A data set has every column in every row: null means that it is not there.
+    # Every row of a dataset has all columns; null stands for a missing value.
     has = {key for key, value in record.items() if value is not None}
     if has >= {"chosen", "rejected"}:
-        raise ValueError("preference data; gpt2lab has no preference recipe")
+        raise ValueError("preference data; training on preferences is not implemented")
     if record.get("tools"):
         raise ValueError(_TOOLS)
     if "messages" in has:
@@ -156,7 +156,7 @@ def _turns(record: Any) -> tuple[Turn, ...]:
         turns += [Turn("assistant", _text(record, "completion"))]
     else:
         keys = ", ".join(map(str, record)) or "nothing"
-        raise ValueError(f"it has {keys}; needed is {_FORMS}")
+        raise ValueError(f"it has the keys {keys}; needed are {_FORMS}")
     if record.get("system"):
         turns = [Turn("system", _text(record, "system")), *turns]
     return alternating(turns, last="assistant")
@@ -173,14 +173,16 @@ def _of_messages(messages: Any, key: str) -> list[Turn]:
         if role in _OF_TOOLS or one.get("tool_calls") or one.get("function_call"):
             raise ValueError(_TOOLS)
         if one.get("weight", 1) == 0:
-            raise ValueError('an answer of "weight" 0; every answer is trained on')
+            raise ValueError(
+                'an answer of "weight" 0; leaving out single answers is not implemented'
+            )
         turns.append(Turn(_ROLES[who].get(role, role), _text(one, what)))
     return turns
 
 
 def _of_alpaca(record: dict[str, Any]) -> list[Turn]:
     if record.get("history"):
-        raise ValueError('"history" is not read; write the conversation as "messages"')
+        raise ValueError('"history" is not supported; write the conversation as "messages"')
     asked = _text(record, "instruction")
     if record.get("input"):
         asked += f"\n\n{_text(record, 'input')}"
@@ -199,7 +201,7 @@ def _text(record: dict[str, Any], key: str) -> str:
     if isinstance(value, list) and value:
         kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
         if other := [kind for kind in kinds if kind != "text"]:
-            raise ValueError(f'"{key}" has a part of type {other[0]!r}; only text is learned')
+            raise ValueError(f'"{key}" has a part of type {other[0]!r}; only text is supported')
         value = "".join(_text(part, "text") for part in value)
     if not isinstance(value, str):
         raise ValueError(f'"{key}" is {type(record.get(key)).__name__}, not text')

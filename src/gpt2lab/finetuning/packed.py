@@ -19,7 +19,7 @@ def conversation_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
     """Return for each of ids (B, T) the place in its row where its conversation starts, (B, T) int64.
 
     One starts at an end of text that follows another (chat_template.py), and at the row's first id. So each id of
-    padding is a conversation of its own, which attends to itself alone.
+    padding is a separate conversation, which attends only to itself.
     """
     is_end = tokens == end_of_text
     is_start = is_end.clone()
@@ -38,7 +38,7 @@ def places_and_mask(tokens: torch.Tensor, end_of_text: int) -> tuple[torch.Tenso
 
 
 def hidden_of_rows(model: GPT, tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
-    """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation stood in a row of its own."""
+    """Map rows of ids (B, T) to hidden states (B, T, C), as if each conversation were in a separate row."""
     return model.ln_f(model.stream(tokens, *places_and_mask(tokens, end_of_text)))
 
 

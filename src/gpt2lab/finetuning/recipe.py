@@ -30,12 +30,12 @@ class FineTuning:
     """Next-token prediction on the answers of conversations."""
 
     def defaults(self, request: RunRequest, config: Config) -> Config:
-        """Return what fine-tuning sets otherwise than pretraining, where nothing was typed.
+        """Return the settings with fine-tuning's own defaults for what the user did not choose.
 
         The rate is a tenth of the pretraining preset's. Adapters begin at zero and get half of the rate of the matrices
         beside them, which is `muon_lr` where the preset has one.
 
-        Raises: ConfigError if it is not said what is tuned, or on what.
+        Raises: ConfigError if the model to tune or the conversations are missing.
         """
         tuning, T = config.tuning, config.model.context_length
         if config.init.init_from is None:
@@ -44,20 +44,17 @@ class FineTuning:
             )
         if tuning.instructions is None:
             raise ConfigError(
-                "--instructions is missing: what to learn, a .jsonl file, hf:NAME or demo"
+                "--instructions is missing: the conversations to train on, a .jsonl file, hf:NAME or demo"
             )
         optim, chosen = config.optim, request.chosen
         if tuning.lora_r:
             check_lora_targets(config.model, tuning)
             if optim.has_muon and "optimizer" in chosen:
                 raise ConfigError(
-                    f"--optimizer {optim.optimizer}: is for the matrices of the blocks, which are frozen beside "
-                    "adapters; leave it out"
+                    f"--optimizer {optim.optimizer}: is for the matrices of the blocks, which adapters leave frozen; leave it out"
                 )
         elif idle := sorted({"lora_alpha", "lora_targets"} & request.typed):
-            raise ConfigError(
-                f"--{idle[0]} goes with --lora_r N: without it all weights are trained"
-            )
+            raise ConfigError(f"--{idle[0]} needs --lora_r N: without it all weights are trained")
         matrices = optim.max_lr if optim.muon_lr is None else optim.muon_lr
         rows = _ROWS_OF_SMALL if config.batch.total_batch_size < _SMALL else _ROWS
         values: dict[str, Any] = {
@@ -135,7 +132,7 @@ class FineTuning:
 
 
 def _part(rate: float, factor: float) -> float:
-    return float(f"{rate * factor:.12g}")  # as people would write it
+    return float(f"{rate * factor:.12g}")  # without rounding errors of the product
 
 
 FINETUNING = FineTuning()

@@ -56,7 +56,9 @@ class InstructionData(TokenData):
 
     rows: dict[str, Rows] = field(default_factory=dict, repr=False, compare=False)
     conversations: dict[str, int] = field(default_factory=dict)
-    first: Encoded | None = field(default=None, repr=False, compare=False)  # of the file
+    first: EncodedConversation | None = field(
+        default=None, repr=False, compare=False
+    )  # of the file
 
     def example(self) -> str:
         """Return the first conversation as the model reads it, what it is trained on between >>> and <<<."""
@@ -70,7 +72,7 @@ class InstructionData(TokenData):
         return "".join(f">>>{text}<<<" if answers else text for answers, text in decoded)
 
     def describe(self, unused_targets: int) -> str:
-        """Describe the data for people."""
+        """Describe the data in one line."""
         train, val = self.rows["train"], self.rows["val"]
         filled = train.targets() / (len(train) * (train.ids.shape[1] - 1))
         return (
@@ -81,7 +83,7 @@ class InstructionData(TokenData):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedConversation:
     """One conversation as ids."""
 
     ids: list[int]
@@ -103,7 +105,7 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
     problem = why_no_text(tokenizer, config.model.vocab_size)
     if tokenizer is None or problem is not None:
         raise ConfigError(
-            f"{problem}: the model's ids mean no text, so it cannot learn conversations; fine-tune another"
+            f"{problem}: the model cannot read text, so it cannot be fine-tuned on conversations; choose another"
         )
     kept, warnings = _encode(read_conversations(source), T, tokenizer)
     held_out = choose_held_out([one.digest for one in kept], config.tuning.val_fraction)
@@ -115,7 +117,7 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
     for split, part in parts.items():
         if not part:
             raise DataError(
-                f"{source}: of {len(kept)} usable conversations none is left for {split}; give more of them"
+                f"{source}: of {len(kept)} usable conversations none is left for {split}; give more conversations"
                 + "".join(f"; {warning}" for warning in warnings)
             )
     rows = {
@@ -138,11 +140,25 @@ def open_instructions(config: Config, tokenizer: Tokenizer | None) -> Instructio
     )
 
 
+def open_held_out(config: Config, tokenizer: Tokenizer | None, *, fingerprint: str) -> Rows:
+    """Return the conversations that a run held out; `fingerprint`: of all that it read.
+
+    Raises: DataError if the conversations have changed since; ConfigError.
+    """
+    data = open_instructions(config, tokenizer)
+    if data.fingerprint != fingerprint:
+        raise DataError(
+            f"{config.tuning.instructions}: not the conversations that the run trained on (fingerprint "
+            f"{data.fingerprint[:12]}, the run's {fingerprint[:12]}), so those held out are unknown; restore the file"
+        )
+    return data.rows["val"]
+
+
 def _encode(
     conversations: list[Conversation], T: int, tokenizer: Tokenizer
-) -> tuple[list[Encoded], tuple[str, ...]]:
+) -> tuple[list[EncodedConversation], tuple[str, ...]]:
     """Return the conversations that can be trained on, and warnings about the others."""
-    kept: list[Encoded] = []
+    kept: list[EncodedConversation] = []
     empty: list[str] = []
     long: list[str] = []
     for one in conversations:
@@ -154,7 +170,7 @@ def _encode(
             long.append(f"{one.where} has {len(ids) - 1}")
             continue
         digest = _hash(*(part for turn in one.turns for part in (turn.role, turn.text)))
-        kept.append(Encoded(ids, is_answer, digest))
+        kept.append(EncodedConversation(ids, is_answer, digest))
     warnings = []
     if empty:
         warnings.append(
@@ -169,15 +185,17 @@ def _encode(
 
 
 def _warn_of_shared_beginnings(
-    kept: Sequence[Encoded], held_out: set[str], end_of_text: int
+    kept: Sequence[EncodedConversation], held_out: set[str], end_of_text: int
 ) -> list[str]:
-    """Warn of held-out conversations that go on from one that is learned: their beginning is no test."""
+    """Warn of held-out conversations that continue one of the training split: their beginning has been seen."""
     learned = {tuple(one.ids) for one in kept if one.digest not in held_out}
     count = 0
     for ids in (one.ids for one in kept if one.digest in held_out):
         ends_of_answers = [place + 1 for place, id in enumerate(ids[1:-1], 1) if id == end_of_text]
         count += any(tuple(ids[:end]) in learned for end in ends_of_answers)
-    return [f"{count:,} held-out conversations begin with one that is learned"] if count else []
+    return (
+        [f"{count:,} held-out conversations begin with one of the training split"] if count else []
+    )
 
 
 def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:
@@ -191,7 +209,7 @@ def choose_held_out(digests: Sequence[str], fraction: float) -> set[str]:
 
 
 def build_rows(
-    part: Sequence[Encoded],
+    part: Sequence[EncodedConversation],
     T: int,
     *,
     packing: Literal["on", "off"],

@@ -31,7 +31,7 @@ from gpt2lab.tokenizers.plain import CharactersTokenizer
 Dtype = Literal["float32", "bfloat16"]
 TOLERANCE = 1e-5  # of the largest logit
 SHARD_BYTES = 5 * 10**9  # larger weights are split into files of at most this size
-# Also in the folder of a model that transformers does not know: the code that trust_remote_code runs.
+# Copied into the folder of a model that transformers does not know: the code that trust_remote_code runs.
 OWN_FILES = ("configuration_gpt2lab.py", "modeling_gpt2lab.py")
 _TEXT = "Hello, I'm a language model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345"
 
@@ -49,7 +49,7 @@ def export(
     Returns: the numbers, as --json prints them, and warnings.
 
     Raises: ConfigError, CheckpointError or DataError before anything is written; CheckError if transformers loads or
-    computes otherwise; SaveError.
+    computes something else; SaveError.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
@@ -170,27 +170,27 @@ def _check(folder: Path, model: GPT, tokenizer: Tokenizer | None) -> tuple[float
             found = theirs.eval()(ids).logits
         except Exception as error:  # transformers may raise anything
             raise CheckError(
-                f"the export was not kept: transformers cannot use it ({first_line(error)})"
+                f"export discarded: transformers cannot load it ({first_line(error)})"
             ) from error
     torch.set_float32_matmul_precision(precision)
     difference = (found - expected).abs().max().item()
     largest = expected.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, largest):  # also when it is not a number
         raise CheckError(
-            f"the export was not kept: transformers' logits differ by {difference:.2e} from ours, "
+            f"export discarded: transformers' logits differ by {difference:.2e} from ours, "
             f"whose largest is {largest:.2f}"
         )
     if tokenizer is not None:
         text = _text_for(tokenizer)
-        # A tokenizer needs none of the folder's code. Without trust_remote_code=False transformers asks on stdout.
+        # A tokenizer does not need the folder's code. Without trust_remote_code=False transformers asks on stdout.
         loaded = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
         ids_of_text = tokenizer.encode(text)
         if loaded(text, add_special_tokens=False)["input_ids"] != ids_of_text:
-            raise CheckError("the export was not kept: transformers' tokenizer gives other ids")
+            raise CheckError("export discarded: transformers' tokenizer gives other ids")
         if loaded.decode(ids_of_text) != tokenizer.decode(ids_of_text):
-            raise CheckError("the export was not kept: transformers' tokenizer gives other text")
+            raise CheckError("export discarded: transformers' tokenizer gives other text")
     return difference, largest
 
 
@@ -208,7 +208,7 @@ def _check_login() -> None:
         HfApi().whoami()
     except Exception as error:  # not logged in, a dead token, no network
         raise ConfigError(
-            f"--push_to_hub: the Hugging Face Hub does not know you ({first_line(error)}); hf auth login"
+            f"--push_to_hub: not logged in to the Hugging Face Hub ({first_line(error)}); run: hf auth login"
         ) from error
 
 

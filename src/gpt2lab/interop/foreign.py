@@ -46,8 +46,8 @@ _WRITERS = ("__main__", "model", "train", "train_improved", "argparse", "pathlib
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """What a foreign file holds that a run of ours can go on from."""
+class ForeignCheckpoint:
+    """What a foreign file holds, from which a run of ours can continue."""
 
     model: ModelConfig
     weights: dict[str, torch.Tensor]  # by our names, fp32
@@ -59,7 +59,7 @@ class Foreign:
     next_rate: float | None  # nanoGPT's learning rate of the next update
     best_val_loss: float | None  # as nanoGPT measured it
 
-    def with_rows(self, count: int) -> Foreign:
+    def with_rows(self, count: int) -> ForeignCheckpoint:
         """Return the same with `count` rows of zeros below the embedding, which take no part in any loss."""
         name = "wte.weight"
         weights = self.weights | {name: F.pad(self.weights[name], (0, 0, 0, count))}
@@ -70,15 +70,15 @@ class Foreign:
         return dataclasses.replace(self, weights=weights, moments=moments)
 
 
-def read_foreign(path: Path, *, trust: bool) -> Foreign:
-    """Read and check a file; the weights stay unchanged, nothing is guessed.
+def read_foreign(path: Path, *, trust: bool) -> ForeignCheckpoint:
+    """Read and check a file; the weights stay unchanged.
 
     Raises: CheckpointError naming everything that is missing, or what it is instead.
     """
     content = _load(path, trust=trust)
     if not isinstance(content, dict) or not isinstance(content.get("model"), Mapping):
         raise CheckpointError(
-            f"{path}: no `model` with weights in it; nanoGPT's ckpt.pt and its kin are read"
+            f"{path}: no `model` with weights; supported are the .pt files of nanoGPT and of programs derived from it"
         )
     problems: list[str] = []
 
@@ -105,7 +105,7 @@ def read_foreign(path: Path, *, trust: bool) -> Foreign:
             moments[name] = {"step": torch.tensor(float(steps)), **zeros}
     is_nanogpt = isinstance(content.get("model_args"), Mapping)
     settings = content.get("config") if is_nanogpt else None
-    return Foreign(
+    return ForeignCheckpoint(
         model,
         weights | added,
         moments,
@@ -119,7 +119,7 @@ def read_foreign(path: Path, *, trust: bool) -> Foreign:
 
 
 class _Unfit(Exception):
-    """A part of the file that cannot be used; the others are looked at all the same."""
+    """A part of the file that cannot be used; the other parts are checked too."""
 
 
 def _plain(settings: Any) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _stand_ins(path: Path) -> list[Any]:
         elif name.partition(".")[0] in _WRITERS:
             found.append((_StandIn, name))
         else:
-            raise CheckpointError(f"{path}: it would call {name}, which no checkpoint needs")
+            raise CheckpointError(f"{path}: rejected, because loading it would call {name}")
     return found
 
 
@@ -211,21 +211,23 @@ def _weights(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _as_float(name: str, tensor: Any) -> torch.Tensor:
     """Return a tensor in fp32; a tiny file can claim terabytes of one value repeated, which is rejected."""
     if not isinstance(tensor, torch.Tensor):
-        raise _Unfit(f"{name} is no tensor")
+        raise _Unfit(f"{name} is not a tensor")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise _Unfit(f"{name} claims more values than the file holds")
     return tensor.float().contiguous()
 
 
 def _heads(content: dict[str, Any]) -> int:
-    """Return the number of heads, the one part of the shape that no tensor shows."""
+    """Return the number of heads, which cannot be derived from the tensors' shapes."""
     for key in ("model_args", "config", "args"):
         found = content.get(key)
         values = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
         for name in _HEADS:
             if isinstance(values.get(name), int):
                 return int(values[name])
-    raise _Unfit("no n_head in model_args, config or args; the tensors do not show it")
+    raise _Unfit(
+        "no n_head in model_args, config or args, and it cannot be derived from the tensors"
+    )
 
 
 def _shape(weights: dict[str, torch.Tensor], n_head: int) -> ModelConfig:
@@ -254,7 +256,7 @@ def _zero_biases(weights: dict[str, torch.Tensor], model: ModelConfig) -> dict[s
 
 
 def _differences(weights: dict[str, torch.Tensor], model: ModelConfig) -> list[str]:
-    """Say in what the tensors are not those of our model: names, shapes, finite values."""
+    """List how the tensors differ from those of our model: names, shapes, finite values."""
     wanted = {name: p.shape for name, p in empty_model(model).named_parameters()}
     problems = [
         f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
@@ -307,7 +309,7 @@ def _moments(
         raise _Unfit(f"its optimizer is not AdamW's state ({error!r})") from error
     steps = {int(values["step"]) for values in ours.values()}
     if len(steps) != 1:
-        raise _Unfit("the optimizer's parameters have seen other numbers of steps")
+        raise _Unfit("the optimizer's parameters have different numbers of steps")
     return ours, steps.pop()
 
 
@@ -322,4 +324,4 @@ def _step(content: dict[str, Any], counted: int | None) -> int:
         return counted
     if type(content.get("step")) is int:
         return int(content["step"]) + 1  # that program counts from 0
-    raise _Unfit("neither iter_num nor step; how far it was trained is unknown")
+    raise _Unfit("neither iter_num nor step: the number of updates is unknown")

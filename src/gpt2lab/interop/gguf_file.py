@@ -26,8 +26,7 @@ from gpt2lab.files import staged_new_file
 from gpt2lab.model.gpt import GPT
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.huggingface import splits_as_gpt2
-from gpt2lab.tokenizers.interface import Tokenizer
-from gpt2lab.tokenizers.json_form import byte_alphabet
+from gpt2lab.tokenizers.interface import Tokenizer, byte_alphabet
 from gpt2lab.tokenizers.opening import why_no_text
 
 GgufDtype = Literal["float32", "float16", "q8_0"]
@@ -54,7 +53,7 @@ def export_gguf(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write the weights and the tokenizer of `target` to the new file `out`; it appears complete and checked.
 
-    Returns: the numbers, as --json prints them, and warnings. `max_abs_diff` is what the type costs: the largest
+    Returns: the numbers, as --json prints them, and warnings. `max_abs_diff` is the error of the type: the largest
     difference between the logits of the file's weights and of the run's, both in our model.
 
     Raises: ConfigError, CheckpointError or DataError before anything is written; CheckError if what is read back is
@@ -72,7 +71,7 @@ def export_gguf(
         raise ConfigError(f"--out {out}: name a file that ends with .gguf")
     shape, tokenizer = target.model_config(), target.tokenizer()
     if problem := _why_not(shape, tokenizer, dtype):
-        raise ConfigError(f"{target.name} cannot be a GGUF file: {problem}")
+        raise ConfigError(f"{target.name} cannot be exported as GGUF: {problem}")
     assert tokenizer is not None
     model = load_weights(target).eval()
     metadata = _metadata(gguf, target, tokenizer, dtype)
@@ -104,17 +103,17 @@ def export_gguf(
 def _why_not(shape: ModelConfig, tokenizer: Tokenizer | None, dtype: GgufDtype) -> str | None:
     """Say why llama.cpp could not compute the same; None if it can."""
     if options := options_of(shape):
-        return f"{options}; llama.cpp's GPT-2 has no such layers, --format transformers has"
+        return f"{options}; llama.cpp's GPT-2 does not have these layers; use --format transformers"
     if problem := why_no_text(tokenizer, shape.vocab_size):
         return f"llama.cpp needs a tokenizer, but {problem}"
     assert tokenizer is not None
     if not _is_llama_cpps(json.loads(tokenizer.tokenizer_json())):
         return (
-            f"llama.cpp would split text into other ids than {tokenizer.title}: it takes GPT-2's tokenizer, or a "
+            f"llama.cpp would tokenize text differently from {tokenizer.title}: it supports GPT-2's tokenizer, or a "
             f"byte-level BPE that splits words as GPT-2 does"
         )
     if dtype == "q8_0" and shape.n_embd % _BLOCK:
-        return f"q8_0 needs n_embd in multiples of {_BLOCK}, it is {shape.n_embd}; --dtype float16"
+        return f"q8_0 needs n_embd to be a multiple of {_BLOCK}, but it is {shape.n_embd}; use --dtype float16"
     return None
 
 
@@ -216,7 +215,7 @@ def _write(gguf: Any, path: Path, metadata: dict[str, Any], tensors: _Stored) ->
 def _check(
     gguf: Any, path: Path, model: GPT, metadata: dict[str, Any], tensors: _Stored
 ) -> tuple[float, float]:
-    """Compare the file with what was meant, and give its weights to the model.
+    """Compare the file with what was to be written, and load its weights into the model.
 
     Returns: the largest difference of the logits of one text of random ids, as long as the context, and the largest
     logit.
@@ -228,16 +227,14 @@ def _check(
         field = reader.get_field(key)
         found = None if field is None else field.contents()
         if found != (np.float32(value) if isinstance(value, float) else value):
-            raise CheckError(f"the export was not kept: gguf reads back another {key}")
+            raise CheckError(f"export discarded: gguf reads back another value of {key}")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     for name, (values, kind) in tensors.items():
         found = stored.pop(name, None)
         if found is None or found.tensor_type != kind or not np.array_equal(found.data, values):
-            raise CheckError(f"the export was not kept: gguf reads back another {name}")
+            raise CheckError(f"export discarded: gguf reads back another tensor {name}")
     if stored:
-        raise CheckError(
-            f"the export was not kept: gguf reads back a tensor {min(stored)} too many"
-        )
+        raise CheckError(f"export discarded: gguf reads back an additional tensor {min(stored)}")
     real, length = model.config.id_limit, model.config.context_length
     ids = torch.randint(0, real, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -249,7 +246,5 @@ def _check(
         found = model(ids)[..., :real]
     difference = (found - expected).abs().max().item()
     if not np.isfinite(difference):
-        raise CheckError(
-            "the export was not kept: the type is too small for the weights; --dtype float32"
-        )
+        raise CheckError("export discarded: the weights overflow this type; use --dtype float32")
     return difference, expected.abs().max().item()

@@ -26,7 +26,13 @@ from gpt2lab.data.manifest import (
     end_of_text_of,
     write_manifest,
 )
-from gpt2lab.data.shards import RAW_SUFFIX, measure_shard, names_on_disk, open_shard
+from gpt2lab.data.shards import (
+    RAW_SUFFIX,
+    measure_shard,
+    names_on_disk,
+    open_shard,
+    read_document_ends,
+)
 from gpt2lab.errors import ConfigError, DataError, system_errors_as
 from gpt2lab.files import create_durably, sha256_of, sweep_temporaries
 from gpt2lab.interop import token_files as formats
@@ -37,7 +43,7 @@ from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import open_tokenizer, record_of
 from gpt2lab.tokenizers.plain import CHARACTERS_FILE, META_FILE, read_characters
 
-# A name says its split by one of these words, between other characters than letters and digits.
+# One of these words in a file's name, delimited by other characters than letters and digits, tells its split.
 _WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 _COMPANIONS = (".idx", ".index", ".metadata", ".loss", ".json", ".pkl")  # of token files
 # Written before shards.json, so an interrupted import may leave them.
@@ -46,8 +52,8 @@ _GPT2_NAMES = {"gpt2", "gpt-2", "openai-community/gpt2"}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is said of files that do not say it themselves; None: as the format has it."""
+class ImportOptions:
+    """Facts that the user states about files that do not record them; None: the format's default."""
 
     layout: Layout | None = None
     dtype: str | None = None  # a key of formats.DTYPES
@@ -60,14 +66,16 @@ class Wanted:
     val_files: tuple[str, ...] = ()
 
 
-def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> dict[str, Any]:
+def import_folder(
+    folder: Path, wanted: ImportOptions = ImportOptions(), out: Path | None = None
+) -> dict[str, Any]:
     """Write and return shards.json for the token files of another program; nothing is copied.
 
     It is written into `folder`, or into the new or empty folder `out`. Files are taken in the order of the numbers in
     their names. Every byte is read once.
 
     Raises: DataError if there is a manifest already, a split is missing, or a file is not what it should be;
-    ConfigError if something that the files do not say must be given.
+    ConfigError if a fact that the files do not record must be given.
     """
     target = out or folder
     _check_places(folder, target)
@@ -105,7 +113,7 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
         check_manifest(target / MANIFEST, manifest)
         write_manifest(target, manifest)
     except FileExistsError as error:
-        raise DataError(f"{error.filename}: written by another import meanwhile") from error
+        raise DataError(f"{error.filename}: another import wrote it meanwhile") from error
     except OSError as error:
         (target / MANIFEST).unlink(missing_ok=True)
         raise DataError(f"{target / MANIFEST}: cannot be written ({error.strerror})") from error
@@ -113,29 +121,29 @@ def adopt(folder: Path, wanted: Wanted = Wanted(), out: Path | None = None) -> d
 
 
 def _put_beside(target: Path, tokenizer: Tokenizer | None, *, is_separate: bool) -> None:
-    """Write the files of a tokenizer beside shards.json, unless they are there."""
+    """Write the tokenizer's files next to shards.json, unless they exist already."""
     files = tokenizer.files if tokenizer else {}
     if is_separate and (
         others := sorted(_TOKENIZER_FILES.intersection(os.listdir(target)) - set(files))
     ):
-        raise DataError(f"{target / others[0]}: of another tokenizer; choose another --out")
+        raise DataError(f"{target / others[0]}: belongs to another tokenizer; choose another --out")
     for name, content in files.items():
         path = target / name
         if not path.exists():
             create_durably(path, content)
             faultpoint("import.after_tokenizer", 0)
         elif path.read_bytes() != content:
-            raise DataError(f"{path}: of another tokenizer than --tokenizer; move it away")
+            raise DataError(f"{path}: belongs to another tokenizer than --tokenizer; move it away")
 
 
 def _check_places(folder: Path, target: Path) -> None:
-    """Check the folders before hours are spent on reading."""
+    """Check the folders before reading, which may take hours."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     sweep_temporaries(target)
     if (target / MANIFEST).exists():
         raise DataError(
-            f"{target / MANIFEST}: is there already; check it with {paths.script('data')} verify"
+            f"{target / MANIFEST}: exists already; check it with {paths.script('data')} verify"
         )
     if target == folder:
         if not os.access(folder, os.W_OK):
@@ -146,7 +154,7 @@ def _check_places(folder: Path, target: Path) -> None:
         raise DataError(f"{target}: holds something else already; choose another --out")
 
 
-def _choose(folder: Path, wanted: Wanted) -> tuple[dict[str, list[str]], list[str]]:
+def _choose(folder: Path, wanted: ImportOptions) -> tuple[dict[str, list[str]], list[str]]:
     """Return the names of the files of each split in order, and of the token files that are left out."""
     present = sorted(path.name for path in folder.iterdir() if path.is_file())
     present = [name for name in present if not name.startswith(".")]
@@ -165,20 +173,20 @@ def _choose(folder: Path, wanted: Wanted) -> tuple[dict[str, list[str]], list[st
         if not names[split]:
             raise DataError(
                 f"{folder}: no {split} shards (NAME_{split}_000000.npy, .bin or .ds); training needs both splits, "
-                f"and --val_files GLOB says which files are for validation"
+                f"and --val_files GLOB selects the files for validation"
             )
     taken = {name for split in SPLITS for name in names[split]}
     suffixes = {Path(name).suffix for name in taken}
     left = [name for name in present if name not in taken and Path(name).suffix in suffixes]
-    if names is ours:  # other .npy files beside ours are none of our business
+    if names is ours:  # other .npy files beside ours are ignored
         left = []
     return names, left
 
 
 def _by_patterns(
-    folder: Path, present: list[str], token_files: list[str], wanted: Wanted
+    folder: Path, present: list[str], token_files: list[str], wanted: ImportOptions
 ) -> dict[str, list[str]]:
-    """Choose by --train_files and --val_files; the shell may have expanded them to paths."""
+    """Select by --train_files and --val_files; the shell may have expanded them to paths."""
     # With --format token files may have any name.
     candidates = (
         [n for n in present if not n.endswith(_COMPANIONS)] if wanted.layout else token_files
@@ -209,15 +217,15 @@ def _by_patterns(
 
 
 def _by_words(folder: Path, names: list[str]) -> dict[str, list[str]]:
-    """Choose by the words train and val in the names."""
+    """Select by the words train and val in the names."""
     chosen: dict[str, list[str]] = {split: [] for split in SPLITS}
     for name in sorted(names, key=_natural):
         words = re.split(r"[^a-z0-9]+", name.rpartition(".")[0].lower())
         found = {_WORDS[word] for word in words if word in _WORDS}
         if len(found) != 1:
             raise DataError(
-                f"{folder / name}: its name does not say whether it is for training or validation; "
-                f"say --val_files GLOB, and --train_files GLOB if not all others are for training"
+                f"{folder / name}: its name does not tell whether it is for training or validation; "
+                f"give --val_files GLOB, and --train_files GLOB if not all others are for training"
             )
         chosen[found.pop()].append(name)
     return chosen
@@ -230,12 +238,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _read(path: Path, wanted: Wanted) -> TokenFile:
+def _read(path: Path, wanted: ImportOptions) -> TokenFile:
     """Return the facts of a file, by its own format."""
     try:
         layout = wanted.layout or ("raw" if wanted.offset else formats.recognise(path))
         if wanted.offset and layout != "raw":
-            raise ConfigError(f"--offset is for raw files; {layout} files say it themselves")
+            raise ConfigError(f"--offset is for raw files; {layout} files record it themselves")
         if layout == "raw":
             found = formats.read_raw(path, wanted.dtype, wanted.offset)
         elif layout == "datatrove":
@@ -260,13 +268,13 @@ def _common_layout(files: list[TokenFile]) -> Layout:
         if file.layout != files[0].layout:
             raise DataError(
                 f"{file.path}: {file.layout}, but {files[0].path.name} is {files[0].layout}; "
-                f"take the files of one format with --train_files and --val_files"
+                f"select the files of one format with --train_files and --val_files"
             )
     return files[0].layout
 
 
-def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: Wanted) -> Tokenizer | None:
-    """Return the typed tokenizer, or that which the files are known to be of; None for an unknown one."""
+def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: ImportOptions) -> Tokenizer | None:
+    """Return the tokenizer that the user gave or the files record; None for an unknown one."""
     typed = wanted.tokenizer
     if wanted.end_token is not None and typed in (None, UNKNOWN):
         raise ConfigError(f"--end_token {wanted.end_token}: needs --tokenizer with its file")
@@ -283,19 +291,19 @@ def _tokenizer_of(folder: Path, files: list[TokenFile], wanted: Wanted) -> Token
     if files[0].layout in ("npy", "raw") or all(file.tokenizer for file in files):
         return GPT2
     raise ConfigError(
-        f"{folder}: the files do not say with which tokenizer they were made; say --tokenizer "
+        f"{folder}: the files do not record their tokenizer; give --tokenizer "
         f"{GPT2.name}, {UNKNOWN}, or the file of another one"
     )
 
 
 def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
-    """Compare the typed tokenizer with the one that a file names."""
+    """Compare the given tokenizer with the one that a file records."""
     if file.tokenizer is None:
         return
     named = file.tokenizer.lower()
     if typed is None and named not in _GPT2_NAMES:
         raise ConfigError(
-            f"{file.path}: made with tokenizer {file.tokenizer!r}; say --tokenizer with its file, or {UNKNOWN}"
+            f"{file.path}: made with tokenizer {file.tokenizer!r}; give --tokenizer with its file, or {UNKNOWN}"
         )
     is_other = "gpt2" not in named if typed == GPT2.name else named in _GPT2_NAMES
     if typed not in (None, UNKNOWN) and is_other:
@@ -303,9 +311,9 @@ def _check_tokenizer(file: TokenFile, typed: str | None) -> None:
 
 
 def _assumed_end_of_text(
-    files: list[TokenFile], tokenizer: Tokenizer | None, wanted: Wanted
+    files: list[TokenFile], tokenizer: Tokenizer | None, wanted: ImportOptions
 ) -> EndOfText:
-    """Return what separates documents by what is typed and by the format; an index may tell more."""
+    """Return what separates documents, by the options and the format; an index may override it."""
     place, id = wanted.end_of_text, wanted.end_of_text_id
     if tokenizer is not None:
         if id not in (None, tokenizer.end_of_text):
@@ -315,16 +323,16 @@ def _assumed_end_of_text(
         id = tokenizer.end_of_text
     if place == "none":
         if wanted.end_of_text_id is not None:
-            raise ConfigError("--end_of_text none has no --end_of_text_id")
+            raise ConfigError("--end_of_text none and --end_of_text_id cannot be combined")
         return EndOfText(None, "none")
     if id is None:
         if place is not None:
-            raise ConfigError(f"--end_of_text {place} needs --end_of_text_id N, the id that it is")
+            raise ConfigError(f"--end_of_text {place} needs --end_of_text_id N")
         return EndOfText(None, "none")
     first = files[0]
     if place is None and first.index is None and first.end_of_text is None:
         raise ConfigError(
-            f"{first.path}: no index says where documents end; say --end_of_text before, after or none"
+            f"{first.path}: no index of document ends; give --end_of_text before, after or none"
         )
     return EndOfText(id, place or first.end_of_text or "none")
 
@@ -377,8 +385,9 @@ def _measure_file(
     dtype, bound = DTYPES[file.dtype]
     marks, index_hash = None, None
     if file.index is not None:
+        assert file.layout in ("datatrove", "megatron")  # no others have one
         index_hash = sha256_of(file.index)
-        ends = formats.document_ends(file.layout, file.index)
+        ends = read_document_ends(file.layout, file.index)
         marks = _Marks(ends, -1 if end_of_text is None else end_of_text)
     facts = measure_shard(
         file.path,
@@ -389,10 +398,12 @@ def _measure_file(
         watch=marks.watch if marks else lambda ids: None,
     )
     if facts["bytes"] != file.offset + file.tokens * np.dtype(dtype).itemsize:
-        raise DataError(f"{file.path}: changed while it was read; try again when it is complete")
+        raise DataError(
+            f"{file.path}: changed while it was read; repeat the import when it is complete"
+        )
     if facts["max_id"] >= bound:
         raise DataError(
-            f"{file.path}: a negative id ({facts['max_id'] - 2 * bound} for one); not token ids"
+            f"{file.path}: a negative id, such as {facts['max_id'] - 2 * bound}; not token ids"
         )
     if tokenizer is not None and facts["max_id"] >= tokenizer.size:
         raise DataError(
@@ -407,7 +418,7 @@ def _confirmed_end_of_text(
 ) -> EndOfText:
     """Return what separates the documents, by the indices where there are any.
 
-    Raises: DataError if documents differ, or are not as the user says.
+    Raises: DataError if documents differ from each other, or from what the user states.
     """
     marks = [one.marks for one in measured if one.marks is not None]
     if not marks or assumed.id is None:
@@ -423,7 +434,7 @@ def _confirmed_end_of_text(
         return EndOfText(None, "none")
     raise DataError(
         f"{files[0].path.parent}: of {count} documents {before} begin and {after} end with id {assumed.id}; "
-        f"--end_of_text none takes them from the index alone"
+        f"--end_of_text none takes documents from the index alone"
     )
 
 

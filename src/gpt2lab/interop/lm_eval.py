@@ -40,7 +40,7 @@ from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError, NonFiniteError
 from gpt2lab.evaluation.generation import draw_each
-from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows, score_and_rank
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, score_and_rank
 from gpt2lab.model import rng
 from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
@@ -54,7 +54,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context, and of its conti
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the texts of some requests are drawn, and where they end."""
+    """How the texts of some requests are sampled, and where they end."""
 
     until: tuple[str, ...]
     max_new_tokens: int
@@ -80,8 +80,8 @@ class Prompt:
 class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
     """Weights of ours that answer lm-eval's requests.
 
-    Every rank gets all requests, computes some batches of them and gets all answers. So to lm-eval there is one
-    process, and the world size decides who computes a batch, never what is in it.
+    Every rank gets all requests, computes some batches of them and gets all answers. So lm-eval sees one
+    process, and the world size decides which rank computes a batch, never what a batch contains.
     """
 
     def __init__(self, target: Target, model: GPT, *, strategy: Strategy, runtime: Runtime) -> None:
@@ -93,7 +93,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         tokenizer = target.tokenizer()
         problem = why_no_text(tokenizer, model.config.vocab_size)
         if tokenizer is None or problem is not None:
-            raise ConfigError(f"{target.name}: {problem}: no tasks")
+            raise ConfigError(f"{target.name}: {problem}: tasks cannot be measured")
         self._target, self._model, self._tokenizer = target, model.eval(), tokenizer
         self._strategy, self._runtime = strategy, runtime
         self._device = runtime.device
@@ -118,7 +118,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
             raise ConfigError(
                 f"--model_args {wrong}: gpt2lab takes path=RUN[,dtype=fp32|bf16][,checkpoint_dir=DIR]"
             )
-        # lm-eval's default is cuda:0, also where there is none; which GPU it is, torchrun's rank says.
+        # lm-eval's default is cuda:0, also without a GPU; torchrun's rank decides which GPU is used.
         device = str((additional_config or {}).get("device") or "auto").partition(":")[0]
         if device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"--device {device}: gpt2lab computes on cpu or cuda")
@@ -134,7 +134,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
     def create_from_arg_string(
         cls, arg_string: str, additional_config: dict[str, Any] | None = None
     ) -> GPT2LabLM:
-        """Do as `create_from_arg_obj` does."""
+        """Do the same as `create_from_arg_obj`, from a text."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
@@ -252,7 +252,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         )
         if given:
             raise ConfigError(
-                f"generation_kwargs {', '.join(given)}: gpt2lab knows until, max_gen_toks, do_sample, temperature, "
+                f"generation_kwargs {', '.join(given)}: gpt2lab supports until, max_gen_toks, do_sample, temperature, "
                 f"top_k and top_p"
             )
         if not 0 < room < self.max_length:
@@ -311,7 +311,7 @@ class GPT2LabLM(TemplateLM):  # type: ignore[misc]  # untyped
         environment = Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers does
         template = environment.from_string(self.chat_template(True))
         text = template.render(messages=chat_history)
-        # Without it, the last message is an answer that goes on.
+        # Without it, the model continues the last message, an answer.
         return text if add_generation_prompt else text.removesuffix(self._tokenizer.end_token)
 
     def chat_template(self, chat_template: bool | str = False) -> str:

@@ -1,6 +1,6 @@
-"""nanoGPT's settings as ours: what a run that goes on from its file takes, and what it cannot take. No torch.
+"""nanoGPT's settings as ours: what a run that continues from its file takes over, and what it cannot. No torch.
 
-Source: train.py of nanoGPT, whose `config` stands in its ckpt.pt.
+Source: train.py of nanoGPT, which saves its `config` in ckpt.pt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Entry:
 
     theirs: str
     settings: dict[str, Any] = field(default_factory=dict)
-    here: str = ""  # where it is no setting
+    here: str = ""  # if it is not a setting
     why: str = ""
 
 
@@ -50,7 +50,7 @@ def entries_of(config: Mapping[str, Any], *, block_size: int, done: int) -> list
     """
     known = {name: config[name] for name in _KINDS if name in config}
     wrong = [
-        f"{name} {value!r:.40} in its config is no {_KINDS[name].__name__}"
+        f"{name} {value!r:.40} in its config is not of type {_KINDS[name].__name__}"
         for name, value in known.items()
         if type(value) is not _KINDS[name] and not (_KINDS[name] is float and type(value) is int)
     ]
@@ -111,13 +111,13 @@ def _schedule(
             Entry(
                 f"{theirs}: a constant rate", {"max_lr": held, "min_lr": held, "warmup_steps": 0}
             ),
-            Entry(f"max_iters {last}", {"max_steps": last + 1}, why="it takes one more step"),
+            Entry(f"max_iters {last}", {"max_steps": last + 1}, why="nanoGPT takes one more step"),
         ]
-    why = "it takes one more step"
+    why = "nanoGPT takes one more step"
     if last < decay_steps:
         why = f"the end of the decay; nanoGPT stops before: --stop_after_steps {last + 1}"
     if last > decay_steps:
-        why = "the end of the decay; nanoGPT goes on at min_lr"
+        why = "the end of the decay; nanoGPT continues at min_lr"
     return [
         Entry(f"learning_rate {rate}", {"max_lr": rate}),
         Entry(f"min_lr {floor}", {"min_lr": floor}),
@@ -136,7 +136,7 @@ def _only_warmup(
     """Return the rates of a warm-up that is not over when the decay is: a line up to its last update."""
     steps = min(warmup, last + 1)
     peak = rate * steps / (warmup + 1)
-    why = "nanoGPT only warms up" if last < warmup else "the warm-up; nanoGPT goes on at min_lr"
+    why = "nanoGPT only warms up" if last < warmup else "the warm-up; nanoGPT continues at min_lr"
     return [
         Entry(
             f"learning_rate {rate}, warmup_iters {warmup}",
@@ -156,7 +156,7 @@ def _precision(dtype: str, device: str) -> Entry:
 
 
 def differences(*, has_biases: bool, rows: int, ids: int) -> list[Entry]:
-    """Return in what a model and its data differ from nanoGPT's, where no setting says so.
+    """Return how a model and its data differ from nanoGPT's beside the settings.
 
     `rows`: of the embedding in the file; `ids`: of the tokenizer, which take part in the softmax here.
     """
@@ -164,7 +164,7 @@ def differences(*, has_biases: bool, rows: int, ids: int) -> list[Entry]:
         Entry(
             "windows drawn at random",
             {"shuffle": "windows"},
-            why="every window once an epoch; data begins at sample 0, the file does not say what it saw",
+            why="every window once an epoch; data begins at sample 0, because the file does not record its windows",
         ),
         Entry("exact GELU", here="tanh GELU", why="GPT-2's form: the loss moves a little at first"),
     ]

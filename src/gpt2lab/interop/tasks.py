@@ -36,7 +36,18 @@ _BOOTSTRAPS = 1000
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskRequest:
+    """Which tasks of lm-eval to measure, and how."""
+
+    names: str  # separated by commas
+    limit: int | None = None  # of each task only the first items
+    num_fewshot: int | None = None  # None: the task's default
+    tasks_path: Path | None = None  # a folder with more tasks as YAML files
+    apply_chat_template: bool = False
+
+
+@dataclass(frozen=True)
+class TaskResults:
     """Tasks and groups of tasks: their numbers as JSON values, and the results of tasks item by item."""
 
     numbers: dict[str, dict[str, Any]]
@@ -56,34 +67,28 @@ def require_lm_eval(tasks_path: Path | None) -> None:
 
 
 def measure_tasks(
-    names: str,
+    request: TaskRequest,
     target: Target,
     model: GPT,
     *,
     strategy: Strategy,
     runtime: Runtime,
-    limit: int | None,
-    num_fewshot: int | None,
-    tasks_path: Path | None,
-    apply_chat_template: bool,
-) -> Measured | None:
-    """Return what lm-eval's tasks `names`, separated by commas, measure; None on other ranks than 0.
-
-    `tasks_path`: a folder with more tasks as YAML files. `limit`: of each task only the first items.
+) -> TaskResults | None:
+    """Return what the tasks of lm-eval measure; None on other ranks than 0.
 
     Raises: ConfigError, DataError in one line.
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # no forks of a process with threads and a GPU
-    with contextlib.redirect_stdout(sys.stderr):  # what the library prints is no result
+    with contextlib.redirect_stdout(sys.stderr):  # the library prints messages to stdout
         from lm_eval import simple_evaluate
 
         from gpt2lab.interop.lm_eval import GPT2LabLM
 
         answerer = GPT2LabLM(target, model, strategy=strategy, runtime=runtime)
-        if apply_chat_template:
+        if request.apply_chat_template:
             answerer.chat_template(True)  # fails before any data is read
-        wanted = [name.strip() for name in names.split(",") if name.strip()]
-        manager = _in_one_line(lambda: _manager(wanted, tasks_path))
+        wanted = [name.strip() for name in request.names.split(",") if name.strip()]
+        manager = _in_one_line(lambda: _manager(wanted, request.tasks_path))
         load = manager.load
         manager.load = lambda names: runtime.on_all_ranks(lambda: _in_one_line(lambda: load(names)))
         found = _in_one_line(
@@ -91,9 +96,9 @@ def measure_tasks(
                 model=answerer,
                 tasks=wanted,
                 task_manager=manager,
-                limit=limit,
-                num_fewshot=num_fewshot,
-                apply_chat_template=apply_chat_template,
+                limit=request.limit,
+                num_fewshot=request.num_fewshot,
+                apply_chat_template=request.apply_chat_template,
                 bootstrap_iters=0 if runtime.rank else _BOOTSTRAPS,
             )
         )
@@ -102,7 +107,7 @@ def measure_tasks(
     return _read(found)
 
 
-def keep_tasks(measured: Measured, checkpoint: CheckpointInfo) -> str | None:
+def keep_tasks(measured: TaskResults, checkpoint: CheckpointInfo) -> str | None:
     """Write what was measured into the run of a checkpoint; return the problem, as the numbers are printed anyway."""
     run_dir, step = checkpoint.path.parent, checkpoint.step
     if not is_run(run_dir):  # a checkpoint that was copied
@@ -136,7 +141,7 @@ def _manager(wanted: list[str], tasks_path: Path | None) -> Any:
         if name not in known:
             hint = fmt.did_you_mean(name, known)
             raise ConfigError(
-                f"--tasks {name}: lm-eval knows no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
+                f"--tasks {name}: lm-eval has no such task; {f'{hint} ' if hint else ''}`lm_eval ls tasks` lists "
                 f"its tasks, --tasks_path adds a folder of your own"
             )
     return manager
@@ -154,7 +159,7 @@ def _in_one_line(act: Callable[[], Any]) -> Any:
         raise DataError(f"lm-eval: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _read(found: dict[str, Any]) -> Measured:
+def _read(found: dict[str, Any]) -> TaskResults:
     """Read what lm-eval returned."""
     numbers: dict[str, dict[str, Any]] = {}
     items: dict[str, Results] = {}
@@ -173,7 +178,7 @@ def _read(found: dict[str, Any]) -> Measured:
         samples = found["samples"].get(task)
         if samples and (results := _items(name, samples, metrics)) is not None:
             items[name] = results
-    return Measured(numbers, items)
+    return TaskResults(numbers, items)
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:

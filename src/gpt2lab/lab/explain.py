@@ -19,18 +19,18 @@ from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import DataError
+from gpt2lab.evaluation.results import (
+    checksums_of,
+    choose_windows,
+    divide_windows,
+    hash_checksums,
+)
 from gpt2lab.evaluation.uncertainty import (
     GroupMeans,
     Sums,
     estimate_groups,
     t_half_width,
     t_p_value,
-)
-from gpt2lab.evaluation.validation_windows import (
-    checksums_of,
-    choose_windows,
-    divide_windows,
-    hash_checksums,
 )
 from gpt2lab.lab import token_groups
 from gpt2lab.lab.token_losses import Source, TokenLosses, find_token_losses

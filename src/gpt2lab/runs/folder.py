@@ -121,7 +121,9 @@ class RunFolder:
     def write_config(
         self, settings: dict[str, Any], facts: dict[str, Any], files: Mapping[str, bytes]
     ) -> None:
-        """Write config.json (the settings of this start, see `settings.record`), run.json (what it runs on) and the tokenizer's files."""
+        """Write config.json (the settings of this start, see `settings.record`), run.json (its environment)
+        and the tokenizer's files.
+        """
         for name, content in files.items():
             replace_durably(self.path / name, content)
         replace_durably(self.path / "config.json", json.dumps(settings, indent=1) + "\n")

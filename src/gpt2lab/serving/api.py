@@ -31,7 +31,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"parallel_tool_calls": (True, False), "response_format": ({"type": "text"},)},
     **{"service_tier": ("auto", "default"), "top_logprobs": (0,), "reasoning_effort": ("none",)},
 }
-_LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # say who asks, not what
+_LABELS = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+}  # identify the client; ignored
 _READ = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream"}
 _READ |= {"stream_options"}
 
@@ -121,7 +126,7 @@ def read_request(
 
 def no_model(asked: str, name: str) -> Problem:
     """Return the problem of a request for another model."""
-    message = f"there is no model {asked!r:.200}; this server has {name!r}"
+    message = f"model {asked!r:.200} not found; this server has {name!r}"
     return Problem(404, message, param="model", code="model_not_found")
 
 
@@ -254,7 +259,7 @@ def _content(content: Any) -> str:
 
 @dataclass
 class Choice:
-    """One text as it grows: what of it may be sent, and why it ended."""
+    """One text as it grows: the part that may be sent, and why it ended."""
 
     index: int
     tokenizer: Tokenizer
@@ -298,48 +303,48 @@ def _begun(text: str, stop: str) -> int:
 class Reply:
     """The JSON of an answer, in full or in chunks."""
 
-    def __init__(self, ask: CompletionRequest, name: str) -> None:
-        self.ask = ask
+    def __init__(self, wanted: CompletionRequest, name: str) -> None:
+        self.wanted = wanted
         self._common = {
-            "id": f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if wanted.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": name,
         }
 
     def full(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the whole answer."""
-        kind = "chat.completion" if self.ask.is_chat else "text_completion"
+        kind = "chat.completion" if self.wanted.is_chat else "text_completion"
         found = []
         for one in choices:
             message = {"role": "assistant", "content": one.text, "refusal": None}
-            text = {"message": message} if self.ask.is_chat else {"text": one.text}
+            text = {"message": message} if self.wanted.is_chat else {"text": one.text}
             found.append(_choice(one, text, one.finish))
         return {**self._common, "object": kind, "choices": found, "usage": self._usage(choices)}
 
     def opening(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """Return the chunks before the first text: of a chat, the roles."""
-        if not self.ask.is_chat:
+        if not self.wanted.is_chat:
             return []
         delta = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk([_choice(one, delta, None)]) for one in choices]
 
     def chunk(self, choice: Choice, new: str) -> dict[str, Any]:
         """Return the chunk with new text, or with the end, of one choice."""
-        text = {"delta": {"content": new} if new else {}} if self.ask.is_chat else {"text": new}
+        text = {"delta": {"content": new} if new else {}} if self.wanted.is_chat else {"text": new}
         return self._chunk([_choice(choice, text, choice.finish)])
 
     def closing(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
         """Return the chunk of the usage, if it was asked for."""
         usage = {"usage": self._usage(choices)}
-        return [self._chunk([]) | usage] if self.ask.include_usage else []
+        return [self._chunk([]) | usage] if self.wanted.include_usage else []
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.ask.is_chat else "text_completion"
-        usage = {"usage": None} if self.ask.include_usage else {}
+        kind = "chat.completion.chunk" if self.wanted.is_chat else "text_completion"
+        usage = {"usage": None} if self.wanted.include_usage else {}
         return {**self._common, "object": kind, "choices": choices, **usage}
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        read, drawn = sum(map(len, self.ask.prompts)), sum(len(one.ids) for one in choices)
+        read, drawn = sum(map(len, self.wanted.prompts)), sum(len(one.ids) for one in choices)
         return {
             "prompt_tokens": read,
             "completion_tokens": drawn,

@@ -1,6 +1,6 @@
-"""The HTTP side of `gpt2lab serve`: one model, one thread that draws, requests take turns.
+"""The HTTP side of `gpt2lab serve`: one model, one thread that generates, one request at a time.
 
-The event loop only reads, checks and sends, so it answers while the model draws.
+The event loop only reads, checks and sends, so it answers while the model computes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,8 +38,8 @@ _BODY_SECONDS = 30.0
 _LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
-class Job:
-    """The drawing of one request: rows of (prompt, its next ids) arrive in `rows`, then None."""
+class Generation:
+    """The texts of one request while they are generated: (prompt, its next ids) arrive in `rows`, then None."""
 
     def __init__(self) -> None:
         self.rows: asyncio.Queue[tuple[int, list[int]] | None] = asyncio.Queue()
@@ -53,72 +54,72 @@ class Job:
 
 
 class Engine:
-    """The thread that draws, and the jobs that wait for it."""
+    """The thread that generates texts, and the requests that wait for it."""
 
     def __init__(self, completer: Completer, max_waiting: int) -> None:
         self.completer, self.max_waiting = completer, max_waiting
-        self.jobs: set[Job] = set()  # drawing or waiting
+        self.generations: set[Generation] = set()  # generating or waiting
         self._watchers: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draw")
 
-    def start(self, ask: CompletionRequest, request: Request) -> Job:
+    def start(self, wanted: CompletionRequest, request: Request) -> Generation:
         """Queue a request; it ends when its client is gone.
 
         Raises: Problem if too many wait.
         """
-        if len(self.jobs) > self.max_waiting:
+        if len(self.generations) > self.max_waiting:
             message = f"{self.max_waiting} requests wait already; try again later"
             raise Problem(503, message, code="overloaded")
-        job, loop = Job(), asyncio.get_running_loop()
+        generation, loop = Generation(), asyncio.get_running_loop()
 
         def tell(row: tuple[int, list[int]] | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(job.rows.put_nowait, row)
+                loop.call_soon_threadsafe(generation.rows.put_nowait, row)
 
         def work() -> None:
             try:
-                for number, ids in enumerate(ask.prompts):
+                for number, ids in enumerate(wanted.prompts):
                     # Every prompt's first choice is what `gpt2lab sample` draws with this seed.
-                    drawn = self.completer.draw(ids, 0, list(range(ask.n)), ask.style)
+                    drawn = self.completer.draw(ids, 0, list(range(wanted.n)), wanted.style)
                     with contextlib.closing(drawn):
-                        while not job.stopped.is_set() and (row := next(drawn, None)):
+                        while not generation.stopped.is_set() and (row := next(drawn, None)):
                             tell((number, row))
             finally:
                 tell(None)
 
-        job.done = loop.run_in_executor(self._thread, work)
-        self.jobs.add(job)
-        job.done.add_done_callback(lambda _: self.jobs.discard(job))
-        watcher = asyncio.create_task(_stop_when_gone(job, request))
+        generation.done = loop.run_in_executor(self._thread, work)
+        self.generations.add(generation)
+        generation.done.add_done_callback(lambda _: self.generations.discard(generation))
+        watcher = asyncio.create_task(_stop_when_gone(generation, request))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        return job
+        return generation
 
     def stop(self) -> None:
-        """Let every job end before its next token; safe in a signal handler."""
-        for job in list(self.jobs):
-            job.stopped.set()
+        """Let every generation end before its next token; safe in a signal handler."""
+        for generation in list(self.generations):
+            generation.stopped.set()
 
     def close(self) -> None:
-        """Stop all jobs and wait for the thread."""
+        """Stop all generations and wait for the thread."""
         self.stop()
         self._thread.shutdown(cancel_futures=True)
 
 
-async def _stop_when_gone(job: Job, request: Request) -> None:
+async def _stop_when_gone(generation: Generation, request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.stop()
+    generation.stop()
 
 
 async def _texts(
-    job: Job, ask: CompletionRequest, choices: list[Choice]
+    generation: Generation, wanted: CompletionRequest, choices: list[Choice]
 ) -> AsyncGenerator[tuple[Choice, str], None]:
     """Yield new text of the choices, and each choice at its end."""
     try:
-        while (found := await job.rows.get()) is not None:
+        while (found := await generation.rows.get()) is not None:
             number, row = found
-            of_prompt = choices[number * ask.n : (number + 1) * ask.n]
+            of_prompt = choices[number * wanted.n : (number + 1) * wanted.n]
             for choice, id in zip(of_prompt, row, strict=True):
                 had_ended = choice.finish
                 new = choice.push(id)
@@ -126,12 +127,12 @@ async def _texts(
                     yield choice, new
             if all(choice.finish for choice in choices):
                 return
-        await asyncio.wait([job.done])
-        if not job.done.cancelled():
-            job.done.result()  # raises what the thread raised
+        await asyncio.wait([generation.done])
+        if not generation.done.cancelled():
+            generation.done.result()  # raises what the thread raised
         raise Problem(503, "the server is shutting down")
     finally:
-        job.stop()
+        generation.stop()
 
 
 def build_app(
@@ -140,78 +141,85 @@ def build_app(
     """Return the application that serves a model under `name`, and its engine, to close at the end."""
     engine = Engine(completer, max_waiting)
     can_chat = was_tuned(completer.target) and can_be_written(completer.tokenizer)
-    card = {"id": name, "object": "model", "created": 0, "owned_by": "gpt2lab"}
-    card |= {"max_model_len": completer.context_length, "can_chat": can_chat}
+    service = _Service(engine, name, token, host, can_chat)
+    routes = [
+        Route("/", _page),
+        Route("/health", service.health),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.models),
+        Route("/v1/completions", service.completions, methods=["POST"]),
+        Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+    ]
+    handlers: Any = dict.fromkeys((Problem, HTTPException, Exception), _answer_error)
+    return Starlette(routes=routes, exception_handlers=handlers), engine
 
-    def check(request: Request) -> None:
+
+@dataclass(frozen=True)
+class _Service:
+    """Answers the requests; `token` is what clients must send, None if any local client may ask."""
+
+    engine: Engine
+    name: str
+    token: str | None
+    host: str
+    can_chat: bool
+
+    def check(self, request: Request) -> None:
         """Reject a request without the token or, where none is set, one that another site sends through a browser."""
-        if token is not None:
+        if self.token is not None:
             given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
                 why = "send the header Authorization: Bearer TOKEN"
                 raise Problem(401, why, code="invalid_api_key")
             return
         asked = request.headers.get("host", "")
-        if _host(f"//{asked}") not in _LOCAL | {host}:
+        if _host(f"//{asked}") not in _LOCAL | {self.host}:
             raise Problem(403, "the Host header is not this machine's name")
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != asked:
             raise Problem(403, "another site may not use this server")
 
-    async def models(request: Request) -> Response:
-        check(request)
-        if (asked := request.path_params.get("name", name)) != name:
-            raise no_model(asked, name)
-        is_list = not request.path_params
-        return _json({"object": "list", "data": [card]} if is_list else card)
+    async def models(self, request: Request) -> Response:
+        self.check(request)
+        if (asked := request.path_params.get("name", self.name)) != self.name:
+            raise no_model(asked, self.name)
+        card = {"id": self.name, "object": "model", "created": 0, "owned_by": "gpt2lab"}
+        card |= {"max_model_len": self.engine.completer.context_length, "can_chat": self.can_chat}
+        return _json(card if request.path_params else {"object": "list", "data": [card]})
 
-    async def health(request: Request) -> Response:
-        return _json({"status": "ok", "requests": len(engine.jobs)})
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok", "requests": len(self.engine.generations)})
 
-    async def completions(request: Request) -> Response:
-        return await answer(request, is_chat=False)
+    async def completions(self, request: Request) -> Response:
+        return await self.answer(request, is_chat=False)
 
-    async def chat_completions(request: Request) -> Response:
-        if not can_chat:
-            check(request)
-            why = f"{name} was not fine-tuned on conversations; use /v1/completions"
+    async def chat_completions(self, request: Request) -> Response:
+        if not self.can_chat:
+            self.check(request)
+            why = f"{self.name} was not fine-tuned on conversations; use /v1/completions"
             raise Problem(400, why, param="model")
-        return await answer(request, is_chat=True)
+        return await self.answer(request, is_chat=True)
 
-    async def answer(request: Request, *, is_chat: bool) -> Response:
-        check(request)
+    async def answer(self, request: Request, *, is_chat: bool) -> Response:
+        self.check(request)
         try:
             content = await asyncio.wait_for(_body(request), _BODY_SECONDS)
         except asyncio.TimeoutError:
             raise Problem(408, f"no full body within {_BODY_SECONDS:.0f} s") from None
-        ask = read_request(content, completer, name, is_chat=is_chat)
-        job, reply = engine.start(ask, request), Reply(ask, name)
+        completer = self.engine.completer
+        wanted = read_request(content, completer, self.name, is_chat=is_chat)
+        generation, reply = self.engine.start(wanted, request), Reply(wanted, self.name)
         choices = [
-            Choice(index, completer.tokenizer, ask.stop, ask.style.max_new_tokens)
-            for index in range(len(ask.prompts) * ask.n)
+            Choice(index, completer.tokenizer, wanted.stop, wanted.style.max_new_tokens)
+            for index in range(len(wanted.prompts) * wanted.n)
         ]
-        if ask.stream:
-            events = _events(job, reply, choices)
+        if wanted.stream:
+            events = _events(generation, reply, choices)
             headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        async for _ in _texts(job, ask, choices):
+        async for _ in _texts(generation, wanted, choices):
             pass
         return _json(reply.full(choices))
-
-    return (
-        Starlette(
-            routes=[
-                Route("/", _page),
-                Route("/health", health),
-                Route("/v1/models", models),
-                Route("/v1/models/{name:path}", models),
-                Route("/v1/completions", completions, methods=["POST"]),
-                Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            ],
-            exception_handlers=dict.fromkeys((Problem, HTTPException, Exception), _answer_error),
-        ),
-        engine,
-    )
 
 
 def _host(address: str) -> str | None:
@@ -230,11 +238,13 @@ async def _body(request: Request) -> bytes:
     return content
 
 
-async def _events(job: Job, reply: Reply, choices: list[Choice]) -> AsyncIterator[str]:
+async def _events(
+    generation: Generation, reply: Reply, choices: list[Choice]
+) -> AsyncIterator[str]:
     try:
         for document in reply.opening(choices):
             yield _event(document)
-        async with contextlib.aclosing(_texts(job, reply.ask, choices)) as texts:
+        async with contextlib.aclosing(_texts(generation, reply.wanted, choices)) as texts:
             async for choice, new in texts:
                 yield _event(reply.chunk(choice, new))
         for document in reply.closing(choices):

@@ -2,7 +2,7 @@ r"""The chat template: a conversation in a tokenizer's ids. No torch.
 
 <|endoftext|>[SYSTEM\n\n]### Instruction:\nUSER\n\n### Response:\nASSISTANT<|endoftext|>### Instruction:\n...
 
-<|endoftext|> stands for the tokenizer's end of text. A conversation begins with it, as documents do in pretraining,
+<|endoftext|> stands for the tokenizer's end of text. A conversation begins with it, like a document in pretraining,
 and every answer ends with it. So two of them in a row always mark the end of one conversation and the start of the
 next (finetuning/packed.py relies on it).
 """
@@ -18,7 +18,7 @@ from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 
 NAME = "gpt2lab-instruction/1"  # part of the data's fingerprint
 
-# The same for transformers, in tokenizer_config.json of an export; a test compares the two.
+# The same for transformers, written to an export's tokenizer_config.json; a test compares the two.
 JINJA = (
     "{{ '<|endoftext|>' }}{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ m['content'] | trim }}{{ '\\n\\n' }}"
@@ -70,7 +70,7 @@ def encode(turns: Sequence[Turn], tokenizer: Tokenizer) -> tuple[list[int], list
 
 
 def encode_typed(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of the template as people type it: its end of text is the control token, not those letters.
+    """Return the ids of the template typed as text: its end of text becomes the control token, not its letters.
 
     Prompts and answers are encoded separately, as in training.
     """
@@ -83,7 +83,7 @@ def encode_typed(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def prompt_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that an answer to `text` follows: what the user says, or the template as it is typed.
+    """Return the ids before an answer to `text`: a user's message, or the template typed as text.
 
     The leading end of text may be left out.
     """
@@ -104,7 +104,7 @@ class Turn:
 def alternating(turns: Sequence[Turn], *, last: Literal["user", "assistant"]) -> tuple[Turn, ...]:
     """Return the turns if user and assistant alternate after at most one system turn, up to one of `last`.
 
-    The chat templates of most models on the Hub demand the same. An empty system message is none.
+    The chat templates of most models on the Hub require the same. An empty system message is dropped.
 
     Raises: ValueError.
     """
@@ -112,7 +112,7 @@ def alternating(turns: Sequence[Turn], *, last: Literal["user", "assistant"]) ->
     for place, turn in enumerate(after_system):
         expected = "assistant" if place % 2 else "user"
         if turn.role != expected:
-            raise ValueError(f"a message of role {turn.role!r} where {expected!r} is due")
+            raise ValueError(f"a message of role {turn.role!r} where {expected!r} is expected")
     if not after_system or after_system[-1].role != last:
         raise ValueError(f"the last message must be the {last}'s")
     return tuple(turns if turns[0].text else after_system)

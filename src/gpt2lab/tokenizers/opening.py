@@ -45,7 +45,9 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
             raise DataError(f"{name}: no such tokenizer; {hint}")
         found = _open(path, end_token)
     if end_token is not None and end_token != found.end_token:
-        raise DataError(f"{name}: its end of text is {found.end_token}; leave out --end_token")
+        raise DataError(
+            f"{name}: its end-of-text token is {found.end_token}; leave out --end_token"
+        )
     return found
 
 
@@ -61,7 +63,7 @@ def _open(path: Path, end_token: str | None) -> Tokenizer:
 
 
 def find_in(folder: Path, end_token: str | None = None) -> Tokenizer | None:
-    """Return the tokenizer whose files lie in a folder, None if there are none.
+    """Return the tokenizer whose files are in a folder, None if there are none.
 
     Raises: DataError if they cannot be used.
     """
@@ -97,12 +99,12 @@ def _end_token_of(folder: Path) -> str | None:
 
 
 def record_of(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return what a manifest says of a tokenizer, also of an unknown one."""
+    """Return what a manifest records of a tokenizer, also of an unknown one."""
     return {"name": UNKNOWN, "sha256": None} if tokenizer is None else tokenizer.record()
 
 
 def why_no_text(tokenizer: Tokenizer | None, vocab_size: int) -> str | None:
-    """Say why a model of `vocab_size` rows cannot read and write text; None if it can."""
+    """Return why a model of `vocab_size` rows cannot read and write text; None if it can."""
     if tokenizer is None:
         return "the tokenizer of the data is not known"
     if tokenizer.size > vocab_size:
@@ -123,19 +125,19 @@ def require_same(
         "are of a tokenizer that is not known" if of_data is None else f"are {of_data.describe()}"
     )
     raise DataError(
-        f"{data}: its ids {other}, but {model} was trained with {of_model.describe()}: they would mean other text; "
-        f"prepare the text with that tokenizer"
+        f"{data}: its ids {other}, but {model} was trained with {of_model.describe()}: they would decode to other "
+        f"text; prepare the text with that tokenizer"
     )
 
 
 def of_record(record: Any, folder: Path, manifest: str) -> Tokenizer | None:
     """Return the tokenizer that a manifest in `folder` records, after comparing its files; None for an unknown one.
 
-    Raises: DataError if the record is of no tokenizer, or the files beside it are of another one.
+    Raises: DataError if the record is not one of a tokenizer, or the files beside it are another's.
     """
     if not isinstance(record, dict) or "name" not in record:
         raise DataError(
-            f"{folder / manifest}: does not say which tokenizer; prepare the data again"
+            f"{folder / manifest}: does not record the tokenizer; prepare the data again"
         )
     name, digest = str(record["name"]), record.get("sha256")
     if name == UNKNOWN:

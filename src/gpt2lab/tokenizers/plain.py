@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpt2lab.errors import DataError, system_errors_as
 from gpt2lab.files import read_regular
-from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.json_form import byte_alphabet, json_without_merges
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet, json_without_merges
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +108,7 @@ class CharactersTokenizer(Tokenizer):
                 character = text[int(unknown[0])]
                 raise DataError(
                     f"the character {character!r} (U+{ord(character):04X}) is not among the {len(points)} of this "
-                    f"tokenizer; make one of the full text (tokenizer train --kind characters), or use bytes"
+                    f"tokenizer; train one on the full text (tokenizer train --kind characters), or use bytes"
                 )
             found.append(ids[places])
         return found
@@ -156,7 +155,7 @@ def characters_of(texts: Iterable[str]) -> CharactersTokenizer:
 
 
 def read_characters(path: Path) -> CharactersTokenizer:
-    """Read characters.json, or nanoGPT's meta.pkl, of which no code is run.
+    """Read characters.json, or nanoGPT's meta.pkl, without running any code of it.
 
     Raises: DataError if it is neither.
     """
@@ -168,7 +167,7 @@ def read_characters(path: Path) -> CharactersTokenizer:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: not a list of characters ({error!r})") from error
     if not isinstance(characters, str):
-        raise DataError(f"{path}: `characters` is no text")
+        raise DataError(f"{path}: `characters` is not text")
     return _checked(list(characters), path)
 
 
@@ -209,14 +208,16 @@ def _read(path: Path) -> bytes:
 
 
 def _check_memo(content: bytes) -> None:
-    """Reject a pickle whose places in memory are numbered beyond its own length: the library makes room for all."""
+    """Reject a pickle whose memo indices exceed its own length: the library would allocate memory for all of them."""
     for operation, argument, _ in pickletools.genops(content):
         if operation.name.endswith("PUT") and int(argument or 0) > len(content):
-            raise DataError("its memory is larger than the file; not nanoGPT's")
+            raise DataError("its memo is larger than the file; not nanoGPT's")
 
 
 class _DataOnly(pickle.Unpickler):
     """Reads dicts, texts and numbers; a pickle that names anything that could be called is rejected."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise DataError(f"it would call {module}.{name}; nanoGPT's holds only texts and numbers")
+        raise DataError(
+            f"rejected, because loading it would call {module}.{name}; nanoGPT's file holds only texts and numbers"
+        )

@@ -1,4 +1,7 @@
-"""Find the run and the checkpoint that `--resume` means. No torch; with `set_aside`, damaged checkpoints are renamed."""
+"""Find the run and the checkpoint that `--resume` means. No torch.
+
+With `set_aside`, damaged checkpoints are renamed.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from gpt2lab.errors import (
     to_gpt2lab_error,
 )
 from gpt2lab.evaluation.hellaswag import HellaSwag
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.model import attention_backend, rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers

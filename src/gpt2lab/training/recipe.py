@@ -108,7 +108,7 @@ class Pretraining:
         """Return the windows of the run's shards."""
         from gpt2lab.data.loader import Loader
         from gpt2lab.data.windows import WindowReader
-        from gpt2lab.evaluation.by_source import open_validation
+        from gpt2lab.evaluation.validation import open_validation
 
         config, rank, device = start.config, runtime.rank, runtime.device
         train = WindowReader(

@@ -1,4 +1,7 @@
-"""The pipeline of steps: launch an update, wait for it, record it. A GPU computes one step while the next is launched."""
+"""The pipeline of steps: launch an update, wait for it, record it.
+
+A GPU computes one step while the next is launched.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from gpt2lab.data import verify as verify_module
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import measure, measure_overlap, verify
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.interop.import_shards import adopt
+from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
 
@@ -41,7 +41,7 @@ def many(tmp_path: Path) -> Path:
 def test_verify_finds_nothing_wrong_with_what_was_prepared(many: Path) -> None:
     code, said, _ = data("verify", many)
     assert code == 0
-    assert said.startswith("every file is what shards.json says\n")
+    assert said.startswith("every file matches shards.json\n")
     assert re.search(r"^\d+\.\d% of the 16-grams of validation occur in training$", said, re.M)
 
 
@@ -140,8 +140,8 @@ def test_imported_shards_train_without_a_warning_and_are_verified(tmp_path: Path
     assert open_data(folder, vocab_size=50304).warnings == ()
     assert verify(folder) == []
     assert json.loads((folder / "shards.json").read_text())["documents"] == 3 * len(TEXTS)
-    with pytest.raises(DataError, match="is there already; check it with"):
-        adopt(folder)
+    with pytest.raises(DataError, match="exists already; check it with"):
+        import_folder(folder)
 
 
 def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
@@ -156,7 +156,7 @@ def write_nanogpt(folder: Path, *, largest: int = VOCAB) -> Path:
 def test_nanogpts_files_train_as_they_are(tmp_path: Path, tiny_flags: list[str]) -> None:
     folder = write_nanogpt(tmp_path / "openwebtext")
     before = snapshot(folder)
-    adopt(folder)
+    import_folder(folder)
     after = snapshot(folder)
     assert {name: after[name] for name in before} == before
     flags = [flag for flag in tiny_flags if not flag.startswith("--data_dir")]
@@ -204,7 +204,7 @@ def test_what_cannot_be_imported_is_rejected_and_left_alone(
         (folder / "val.bin").write_bytes(b"")
     before = snapshot(folder)
     with pytest.raises(DataError, match=message):
-        adopt(folder)
+        import_folder(folder)
     assert snapshot(folder) == before
 
 
@@ -259,7 +259,7 @@ def test_show_rejects_what_it_cannot_prove(tmp_path: Path, tiny_flags: list[str]
     moved.rename(folder)
     path = folder / "tiny_train_000000.npy"
     np.save(path, np.load(path)[::-1].copy())
-    with pytest.raises(DataError, match=r"trained on other tokens than .* has now"):
+    with pytest.raises(DataError, match=r"trained on other tokens than .* holds now"):
         tokens_of_step(run_dir, 2)
     code, _, error = data("show", "--run", "no_such_run", "--step", 1)
     assert (code, "no run of this name" in error) == (2, True)

@@ -16,7 +16,7 @@ import pytest
 import launch
 from corpora import write_jsonl
 from gpt2lab import paths
-from gpt2lab.checkpoint import hub
+from gpt2lab.checkpoint import target as hub
 from gpt2lab.commands import runs, verbs
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto
@@ -429,7 +429,7 @@ def test_a_text_of_four_tokens_makes_no_data_set(tmp_path: Path) -> None:
     (tmp_path / "four.txt").write_text("a b c d")
     done = call("prepare_data.py", tmp_path / "four.txt", "--out", tmp_path / "out")
     assert done.returncode == 2
-    assert "only 5 tokens; too little text for two splits, give at least 16" in done.stderr
+    assert "only 5 tokens; two splits need at least 16" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["four.txt"]
 
 

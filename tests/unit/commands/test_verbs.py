@@ -201,7 +201,10 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
             ["sample", "x", "--num_samples=a", "--dtype=b"],
             "--num_samples a: not a whole number like",
         ),
-        (["sample", "nosuch"], "what to continue? --prompt TEXT, --interactive or --batch FILE"),
+        (
+            ["sample", "nosuch"],
+            "nothing to continue: give --prompt TEXT, --interactive or --batch FILE",
+        ),
     ],
 )
 def test_what_is_missing_or_wrong_is_said_in_the_terms_of_the_verb(

@@ -49,7 +49,7 @@ def test_what_has_no_white_space_for_millions_of_characters_is_rejected(
 ) -> None:
     monkeypatch.setattr(encode, "CHUNK_CHARS", 100)
     monkeypatch.setattr(encode, "LONGEST_WORD", 1000)
-    with pytest.raises(DataError, match=r"b\.txt: .* without white space; is this text"):
+    with pytest.raises(DataError, match=r"b\.txt: .* without white space; probably not text"):
         list(cut(["A" * 5000], where="b.txt", cuts=GPT2.cuts))
 
 

@@ -79,5 +79,5 @@ def test_an_address_without_a_cluster_is_one_line(tmp_path: Path) -> None:
         "prepare_data.py", source, f"--out={tmp_path / 'out'}", "--ray=127.0.0.1:1"
     )
     assert code == 2
-    assert "error: --ray 127.0.0.1:1: no Ray cluster there (" in error
+    assert "error: --ray 127.0.0.1:1: no Ray cluster at this address (" in error
     assert not (tmp_path / "out").exists()

@@ -101,7 +101,7 @@ def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures: int, attempt
     else:
         (line,) = said
         assert line.startswith("SourceLostError: hf://datasets/org/set@")
-        assert "/a.jsonl: cannot be read any more (" in line
+        assert "/a.jsonl: can no longer be read (" in line
 
 
 @pytest.mark.parametrize(

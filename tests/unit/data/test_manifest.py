@@ -20,7 +20,7 @@ from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.errors import DataError
-from gpt2lab.interop.import_shards import Wanted, adopt
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
 Manifest = dict[str, Any]
 
@@ -137,7 +137,7 @@ def _llmc_elsewhere(folder: Path) -> None:
     for split in ("train", "val"):
         head = struct.pack("<256i", 20240520, 1, 300, *[0] * 253)
         (files / f"x_{split}.bin").write_bytes(head + np.arange(300, dtype="<u2").tobytes())
-    adopt(files, out=folder)
+    import_folder(files, out=folder)
 
 
 def _datatrove(folder: Path) -> None:
@@ -145,7 +145,7 @@ def _datatrove(folder: Path) -> None:
     for split in ("train", "val"):
         (folder / f"{split}.ds").write_bytes(np.arange(300, dtype="<u4").tobytes())
         (folder / f"{split}.ds.index").write_bytes(struct.pack("<3Q", 90, 100, 300))
-    adopt(folder, Wanted(tokenizer="gpt2"))
+    import_folder(folder, ImportOptions(tokenizer="gpt2"))
 
 
 @pytest.mark.parametrize("make", [_ours, _llmc_elsewhere, _datatrove])

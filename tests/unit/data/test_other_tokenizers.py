@@ -17,11 +17,11 @@ from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.interop.import_shards import Wanted, adopt
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.tokenizers.gpt2 import GPT2
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS]
 # More ids than 16 bits hold; the letters of the text come last.
@@ -206,7 +206,7 @@ def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path: Path) -> 
         "stoi": {c: i for i, c in enumerate(characters)},
     }
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    adopt(tmp_path)
+    import_folder(tmp_path)
     data = open_data(tmp_path, vocab_size=128)
     assert data.tokenizer == CharactersTokenizer(characters)
     assert measure(tmp_path)["val"].text_bytes == 4000
@@ -224,7 +224,7 @@ def test_files_of_another_program_take_a_named_tokenizer(tmp_path: Path, elsewhe
         ids = [id for text in TEXT for id in (tokenizer.end_of_text, *tokenizer.encode(text))]
         np.save(folder / f"x_{split}_000000.npy", np.array(ids, np.uint16))
     out = tmp_path / "out" if elsewhere else None
-    adopt(folder, Wanted(tokenizer=str(tmp_path / "t")), out)
+    import_folder(folder, ImportOptions(tokenizer=str(tmp_path / "t")), out)
     data = open_data(out or folder, vocab_size=384)
     assert data.tokenizer == tokenizer
     assert data.end_of_text.id == tokenizer.end_of_text
@@ -232,7 +232,7 @@ def test_files_of_another_program_take_a_named_tokenizer(tmp_path: Path, elsewhe
     assert facts.text_bytes == sum(len(text.encode()) for text in TEXT)
     assert len(facts.lengths) == len(TEXT)
     with pytest.raises(DataError, match="bytes's end at 256"):
-        adopt(folder, Wanted(tokenizer="bytes"), tmp_path / "other")
+        import_folder(folder, ImportOptions(tokenizer="bytes"), tmp_path / "other")
     with pytest.raises(ConfigError, match="--end_token <end>: needs --tokenizer with its file"):
-        adopt(folder, Wanted(end_token="<end>"), tmp_path / "other")
+        import_folder(folder, ImportOptions(end_token="<end>"), tmp_path / "other")
     assert not (tmp_path / "other").exists()

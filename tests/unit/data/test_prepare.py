@@ -29,7 +29,7 @@ from corpora import (
     snapshot,
     write_jsonl,
 )
-from gpt2lab.data.prepare.pipeline import Sizes, describe
+from gpt2lab.data.prepare.pipeline import Sizes, result_table
 from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
@@ -87,7 +87,7 @@ def test_every_kind_of_source_gives_the_documents_in_order_each_after_end_of_tex
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         *("shards.json", "corpus_train_000000.npy", "corpus_val_000000.npy")
     }
-    assert f"{result.total('tokens'):,}" in describe(result)
+    assert f"{result.total('tokens'):,}" in result_table(result)
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_tiny_corpus_always_gives_a_training_and_a_validation_split(
 
 def test_a_corpus_too_small_for_two_splits_is_rejected_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("")
-    with pytest.raises(DataError, match=r"corpus\.txt: not a single document with text in it"):
+    with pytest.raises(DataError, match=r"corpus\.txt: no document contains text"):
         run_prepare(tmp_path / "corpus.txt", tmp_path / "out")
     assert set(os.listdir(tmp_path)) == {"corpus.txt"}
 
@@ -194,7 +194,7 @@ def test_no_document_fills_more_than_a_small_part_of_the_validation_split(tmp_pa
     back = result.manifest["split"]["held_back_tokens"]
     assert back == len(expected_stream(texts)) - result.total("tokens")
     assert back > 0
-    assert f"{back:,} tokens of long val documents" in describe(result)
+    assert f"{back:,} tokens of long val documents" in result_table(result)
 
 
 def test_shuffled_documents_mix_all_files_and_depend_on_them_alone(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_bad_parquet_file_is_named_and_nothing_half_written_is_left(
     [
         ("nowhere", "no such file or folder, and not python-stdlib, fineweb-edu or hf:NAME"),
         ("empty", r"no \.jsonl, \.json, \.csv, \.txt, \.md, \.parquet, .* files in this folder"),
-        ("paper.pdf", r"unknown kind of file; known: \.jsonl, \.json, "),
+        ("paper.pdf", r"unknown kind of file; supported: \.jsonl, \.json, "),
     ],
 )
 def test_a_source_that_is_none_is_rejected(tmp_path: Path, name: str, message: str) -> None:
@@ -399,7 +399,7 @@ def test_a_tiny_corpus_gives_two_usable_splits_or_is_rejected(tmp_path: Path, te
         data = open_data(tmp_path / "out", vocab_size=50304)
         assert min(data.tokens("train"), data.tokens("val")) >= 2
     else:
-        with pytest.raises(DataError, match="too little text"):
+        with pytest.raises(DataError, match="two splits need at least"):
             run_prepare(tmp_path / "c.txt", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -528,7 +528,7 @@ def test_files_that_are_not_read_are_counted_by_kind(tmp_path: Path) -> None:
     result = run_prepare(corpus, tmp_path / "out")
     assert result is not None
     (warning,) = result.warnings
-    assert warning.startswith("not read, being of other kinds: ")
+    assert warning.startswith("not read (unknown kinds of files): ")
     assert {"2 .pdf", "1 .tar.gz", "1 without suffix"} == set(warning.split(": ")[1].split(", "))
 
 

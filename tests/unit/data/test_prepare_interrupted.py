@@ -41,7 +41,7 @@ from corpora import (
 )
 from gpt2lab.data.prepare import encode, pipeline, readers, sources, write
 from gpt2lab.data.prepare.assemble import merge
-from gpt2lab.data.prepare.encode import Encoded
+from gpt2lab.data.prepare.encode import EncodedChunks
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -239,7 +239,7 @@ def test_an_interrupted_preparation_goes_on_with_the_group_where_it_stopped(
     tokens: list[int] = []
     original = encode.encode_chunks
 
-    def failing(chunks: list[encode.Chunk], tokenizer: Tokenizer) -> Encoded:
+    def failing(chunks: list[encode.TextChunk], tokenizer: Tokenizer) -> EncodedChunks:
         found = original(chunks, tokenizer)
         tokens.append(len(found.ids))
         if sum(tokens) > limit:
@@ -310,7 +310,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 ) -> None:
     original = encode.encode_chunks
 
-    def appending(chunks: list[encode.Chunk], tokenizer: Tokenizer) -> Encoded:
+    def appending(chunks: list[encode.TextChunk], tokenizer: Tokenizer) -> EncodedChunks:
         with open(corpus / "a.jsonl", "a") as file:
             file.write('{"text": "more"}\n')
         return original(chunks, tokenizer)
@@ -336,7 +336,7 @@ def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path: Path) -> N
     (folder / "c.parquet").write_bytes(b"PAR1 not really")
     whole = gzip.compress(_lines(MANY[200:210]).encode())
     (folder / "d.jsonl.gz").write_bytes(whole[:-9])
-    with pytest.raises(DataError, match=r"a\.jsonl line 101: not JSON.*; --skip_bad leaves out"):
+    with pytest.raises(DataError, match=r"a\.jsonl line 101: not JSON.*; --skip_bad skips"):
         run_prepare(folder, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
     result = run_prepare(folder, tmp_path / "out", skip_bad=True)
@@ -427,7 +427,9 @@ def test_merged_parts_are_the_work_of_one_machine_byte_for_byte(
 
 
 def test_more_parts_than_groups_are_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"part 1/3: corpus has 1 groups of files; at most as many"):
+    with pytest.raises(
+        DataError, match=r"part 1/3: corpus has 1 groups of files; use at most that many"
+    ):
         run_prepare(corpus, tmp_path / "out", part=(1, 3))
 
 
@@ -436,11 +438,11 @@ def test_more_parts_than_groups_are_refused(corpus: Path, tmp_path: Path) -> Non
     ("case", "message"),
     [
         ("missing", r"part 2/3 is missing; give all 3"),
-        ("twice", r"part 1/3 again"),
+        ("twice", r"part 1/3 is duplicated"),
         ("whole", r"a full data set, not a part"),
         ("other", r"of another source or with other options"),
         ("damaged", r"part2/.*_train_000000\.npy: damaged"),
-        ("there", r"is there already"),
+        ("there", r"exists already"),
     ],
 )
 def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(

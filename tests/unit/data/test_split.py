@@ -13,11 +13,11 @@ from corpora import TEXTS, assert_divided, run_prepare, snapshot, write_jsonl
 from gpt2lab.data.manifest import write_manifest
 from gpt2lab.data.prepare import pipeline, work, write
 from gpt2lab.data.prepare.assemble import merge
-from gpt2lab.data.prepare.encode import Chunk, EncoderPool, encode_chunks
+from gpt2lab.data.prepare.encode import EncoderPool, TextChunk, encode_chunks
 from gpt2lab.data.prepare.groups import File, deal
 from gpt2lab.data.prepare.pipeline import Sizes, plan_preparation
 from gpt2lab.data.prepare.sources import open_source
-from gpt2lab.data.prepare.split import KEYS, Divider, SplitRule, rule_by_documents
+from gpt2lab.data.prepare.write import KEYS, Divider, SplitRule, rule_by_documents
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2
 
@@ -61,8 +61,8 @@ def test_no_document_is_held_out_if_half_of_the_text_would_not_be_left() -> None
 
 def test_copies_of_a_held_out_document_share_one_cap() -> None:
     divider = Divider(SplitRule(threshold=KEYS, cap=1024), budget=None)
-    copies = encode_chunks([Chunk("copied " * 150, begins=True)] * 20, GPT2)
-    others = encode_chunks([Chunk("another " * 150, begins=True)], GPT2)
+    copies = encode_chunks([TextChunk("copied " * 150, begins=True)] * 20, GPT2)
+    others = encode_chunks([TextChunk("another " * 150, begins=True)], GPT2)
     held = [divider.divide(one)[1] for one in (copies, others, copies)]
     assert [len(ids) for ids in held] == [1024, len(others.ids), 0]
     assert divider.held_back == 2 * len(copies.ids) - 1024

@@ -18,10 +18,9 @@ from gpt2lab.data.mixture import validation_orders
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.evaluation.by_source import open_validation
 from gpt2lab.evaluation.hellaswag import HellaSwag
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
-from gpt2lab.evaluation.validation import MeasuresLoss
+from gpt2lab.evaluation.hellaswag_items import load_questions
+from gpt2lab.evaluation.validation import MeasuresLoss, open_validation
 from gpt2lab.model import gpt
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers

@@ -18,7 +18,7 @@ from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.evaluation.generation import _pick, draw, draw_each, sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.model.gpt import GPT, attend, build_model
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 from launch import ask
@@ -231,9 +231,7 @@ def test_the_command_prints_prompt_and_text_and_the_speed(
     assert expected.describe_speed().startswith("10 tokens in ")
     expected.style = SamplingParams(**{**vars(expected.style), "max_new_tokens": 60})
     expected.complete([1])
-    assert expected.describe_speed().endswith(
-        "beyond 48 tokens the oldest half of a text was forgotten"
-    )
+    assert expected.describe_speed().endswith("beyond 48 tokens dropped their oldest half")
 
 
 def test_interactive_continues_line_by_line_and_survives_a_long_one(folder: Path) -> None:
@@ -277,7 +275,7 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(folder: Path, tmp_path: Path)
             ["hf", "--prompt", "word " * 49],
             "the prompt has 50 tokens, the model's context holds 48",
         ),
-        (["hf"], "what to continue? --prompt TEXT"),
+        (["hf"], "nothing to continue: give --prompt TEXT"),
         (["hf", "--prompt=x", "--interactive"], "give one of --prompt"),
         (["hf", "--batch=in.txt"], "go together"),
         (["hf", "--prompt=x", "--out=o"], "go together"),

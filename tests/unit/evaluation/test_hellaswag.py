@@ -13,11 +13,9 @@ from gpt2lab.config.schema import HellaSwagMetrics, ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
 from gpt2lab.errors import NonFiniteError
-from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
-from gpt2lab.evaluation.hellaswag_items import STYLES
-from gpt2lab.evaluation.hellaswag_tokens import load_questions
+from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, HellaSwag, cut_batches, make_rows, summarize
+from gpt2lab.evaluation.hellaswag_items import STYLES, load_questions
 from gpt2lab.evaluation.results import Results
-from gpt2lab.evaluation.scoring import BATCH_TOKENS, cut_batches, make_rows
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from tiny import write_items

@@ -13,9 +13,15 @@ import numpy as np
 import pytest
 
 from gpt2lab.errors import DataError
-from gpt2lab.evaluation import hellaswag_tokens
-from gpt2lab.evaluation.hellaswag_items import Item, fetch_hellaswag, read_items, tokenize
-from gpt2lab.evaluation.hellaswag_tokens import Questions, load_questions
+from gpt2lab.evaluation import hellaswag_items
+from gpt2lab.evaluation.hellaswag_items import (
+    Item,
+    Questions,
+    fetch_hellaswag,
+    load_questions,
+    read_items,
+    tokenize,
+)
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training import resolve as starts
 from gpt2lab.training.resolve import resolve, with_hellaswag
@@ -104,7 +110,7 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def reject(*_: Any) -> None:
         raise AssertionError("tokenized again")
 
-    monkeypatch.setattr(hellaswag_tokens, "tokenize", reject)
+    monkeypatch.setattr(hellaswag_items, "tokenize", reject)
     return monkeypatch
 
 

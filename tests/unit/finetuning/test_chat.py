@@ -144,7 +144,7 @@ def test_an_export_keeps_the_template(folder: Path) -> None:
 
 
 def test_the_last_exchange_of_a_row_is_found_again() -> None:
-    from gpt2lab.finetuning.rows import Encoded
+    from gpt2lab.finetuning.rows import EncodedConversation
 
     spoken = [
         [Turn("user", "Hi"), Turn("assistant", "Yo")],
@@ -155,7 +155,9 @@ def test_the_last_exchange_of_a_row_is_found_again() -> None:
             Turn("assistant", "D d d"),
         ],
     ]
-    part = [Encoded(*encode(turns, GPT2), digest=str(n)) for n, turns in enumerate(spoken)]
+    part = [
+        EncodedConversation(*encode(turns, GPT2), digest=str(n)) for n, turns in enumerate(spoken)
+    ]
     for packing in ("on", "off"):
         rows: Rows = build_rows(part, CONTEXT, packing=packing, tokenizer=GPT2)  # type: ignore[arg-type]
         found = last_exchanges(rows)

@@ -225,7 +225,7 @@ def test_held_out_conversations_that_begin_with_a_learned_one_are_counted(tmp_pa
         return open_instructions(override(Config(), changes), GPT2).warnings
 
     (warning,) = warnings([*short, *(talk + more for talk in short)])
-    assert re.fullmatch(r"\d+ held-out conversations begin with one that is learned", warning)
+    assert re.fullmatch(r"\d+ held-out conversations begin with one of the training split", warning)
     assert not warnings(short)
 
 
@@ -258,14 +258,14 @@ LINES = {
     "a list": ("[1, 2]", "list, not an object"),
     "other keys": (
         '{"question": "Hi", "answer": "Yo"}',
-        'it has question, answer; needed is "mess',
+        'it has the keys question, answer; needed are "mess',
     ),
     "a number": ('{"instruction": 7, "output": "Yo"}', '"instruction" is int, not text'),
     "no content": ('{"messages": [{"role": "user"}]}', '"content" is NoneType, not text'),
     "no list": ('{"messages": "Hi"}', '"messages" is not a list'),
     "wrong role": (
         '{"messages": [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}',
-        "role 'human' where 'user' is due",
+        "role 'human' where 'user' is expected",
     ),
     "unanswered": ('{"messages": [{"role": "user", "content": "Hi"}]}', "last message must be the"),
 }

@@ -96,7 +96,7 @@ def test_every_answer_of_two_turns_after_a_system_message_is_a_target_token_by_t
 BAD = {
     "preferences": (
         {"prompt": "Hi", "chosen": "Yo", "rejected": "No"},
-        "preference data; gpt2lab has no preference recipe",
+        "preference data; training on preferences is not implemented",
     ),
     "a tool's answer": ({"messages": [HI, {"role": "tool", "content": "1"}]}, "it calls tools"),
     "a call": ({"messages": [HI, {**YO, "tool_calls": [{"id": "1"}]}]}, "it calls tools"),
@@ -107,31 +107,31 @@ BAD = {
     "tools": ({"messages": [HI, YO], "tools": "[{}]"}, "it calls tools"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, YO]},
-        "\"content\" has a part of type 'image_url'; only text is learned",
+        "\"content\" has a part of type 'image_url'; only text is supported",
     ),
     "no weight": ({"messages": [HI, {**YO, "weight": 0}]}, 'an answer of "weight" 0'),
-    "twice the user": ({"messages": [HI, HI, YO]}, "role 'user' where 'assistant' is due"),
+    "twice the user": ({"messages": [HI, HI, YO]}, "role 'user' where 'assistant' is expected"),
     "a late system": (
         {"messages": [HI, YO, {"role": "system", "content": "S"}]},
-        "role 'system' where 'user' is due",
+        "role 'system' where 'user' is expected",
     ),
     "two systems": (
         {"messages": [{"role": "system", "content": "S"}, HI, YO], "system": "S"},
-        "role 'system' where 'user' is due",
+        "role 'system' where 'user' is expected",
     ),
     "GPT first": (
         {"conversations": [{"from": "gpt", "value": "Yo"}, {"from": "human", "value": "Hi"}]},
-        "role 'assistant' where 'user' is due",
+        "role 'assistant' where 'user' is expected",
     ),
     "an odd list": ({"data": ["Hi", "Yo", "And?"]}, "the last message must be the assistant's"),
     "no texts": ({"data": [["Hi", "Yo"]]}, '"data" is not a list of texts'),
     "a history": (
         {"instruction": "Hi", "output": "Yo", "history": [["a", "b"]]},
-        '"history" is not read',
+        '"history" is not supported',
     ),
     "no completion": (
         {"prompt": "Hi"},
-        'it has prompt; needed is "messages", "conversations", "instruction"',
+        'it has the keys prompt; needed are "messages", "conversations", "instruction"',
     ),
 }
 

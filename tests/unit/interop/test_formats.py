@@ -24,7 +24,7 @@ from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError
 from gpt2lab.evaluation.validation import divide_windows
-from gpt2lab.interop.import_shards import Wanted, adopt
+from gpt2lab.interop.import_shards import ImportOptions, import_folder
 from gpt2lab.interop.token_files import Place
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, token_bytes
 from tiny import CONTEXT, make_tokens
@@ -53,7 +53,7 @@ def test_windows_are_the_ids_that_were_written(tmp_path: Path, name: str) -> Non
     splits = made_splits("after" if name == "datatrove ids alone" else "before")
     wanted = write(tmp_path, splits)
     before = snapshot(tmp_path)
-    manifest = adopt(tmp_path, wanted)
+    manifest = import_folder(tmp_path, wanted)
     after = snapshot(tmp_path)
     assert {path: after[path] for path in before} == before
     assert after.keys() - before.keys() == {"shards.json"}
@@ -90,7 +90,7 @@ def test_an_index_tells_where_the_end_of_text_stands(
         return
     splits = made_splits(place)
     wanted = FORMATS[name][0](tmp_path, splits)
-    manifest = adopt(tmp_path, wanted)
+    manifest = import_folder(tmp_path, wanted)
     data = open_data(tmp_path, vocab_size=50304)
     is_known = wanted.tokenizer != "unknown"
     expected: Place = place if is_known else "none"
@@ -121,7 +121,7 @@ def test_ids_beyond_65535_are_read_whole(tmp_path: Path) -> None:
     made = documents(40, 1, largest=128_256, place="none")
     write_llmc(tmp_path / "a_train.bin", made, magic=20240801, version=7)
     write_llmc(tmp_path / "a_val.bin", made[:9], magic=20240801, version=7)
-    adopt(tmp_path, UNKNOWN)
+    import_folder(tmp_path, UNKNOWN)
     data = open_data(tmp_path, vocab_size=None)
     reader = WindowReader(data.splits["train"], context_length=CONTEXT, id_limit=128_256)
     windows = reader.read(np.array([0]), np.array([32]))
@@ -208,7 +208,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         patch(LLMC, 0, struct.pack("<i", 20240522)),
         "begins with 20240522",
     ),
-    "llm.c beside raw": ("llm.c", patch(LLMC, 0, struct.pack("<i", 77)), "take the files of one"),
+    "llm.c beside raw": ("llm.c", patch(LLMC, 0, struct.pack("<i", 77)), "select the files of one"),
     "llm.c with an id too large": (
         "llm.c",
         patch(LLMC, 1024, struct.pack("<H", 60_000)),
@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "datatrove cut": ("datatrove", cut(DS, 2), f"{DS}: .* promises"),
     "datatrove cut within an id": ("datatrove", cut(DS, 1), f"{DS}: .* promises"),
-    "datatrove index cut": ("datatrove", cut(f"{DS}.index", 3), "8 bytes a document is cut off"),
+    "datatrove index cut": ("datatrove", cut(f"{DS}.index", 3), "8 bytes a document"),
     "datatrove index short": (
         "datatrove",
         cut(f"{DS}.index", 8),
@@ -247,11 +247,15 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         write(f"{DS}.metadata", b"bert-base|2\n5\n5 T"),
         r"ends at token|'bert-base'",
     ),
-    "datatrove with a loss mask": ("datatrove", write(f"{DS}.loss", b"\1"), "tokens without loss"),
+    "datatrove with a loss mask": (
+        "datatrove",
+        write(f"{DS}.loss", b"\1"),
+        "excludes tokens from the loss",
+    ),
     "datatrove neither beside": (
         "datatrove",
         remove(f"{DS}.index", f"{DS}.metadata"),
-        "say --dtype uint16 or uint32",
+        "give --dtype uint16 or uint32",
     ),
     "Megatron cut": ("Megatron", cut("train_text_document.bin", 2), "promises"),
     "Megatron index cut": ("Megatron", cut(MEG, 8), f"{MEG}: .* its header promises"),
@@ -259,14 +263,14 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "Megatron index of something else": ("Megatron", patch(MEG, 0, b"PK"), "does not begin with"),
     "Megatron before MMIDIDX": ("Megatron", patch(MEG, 0, b"TNTIDX\0\0"), "before MMIDIDX"),
     "Megatron of version 2": ("Megatron", patch(MEG, 9, b"\2"), "version 2 of Megatron"),
-    "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5"), "ids of int64; read are uint16"),
+    "Megatron of int64": ("Megatron", patch(MEG, 17, b"\5"), "ids of int64; supported are uint16"),
     "Megatron of floats": ("Megatron", patch(MEG, 17, b"\7"), "ids of float32"),
     "Megatron of type 9": ("Megatron", patch(MEG, 17, b"\x09"), "ids of type 9"),
-    "Megatron out of order": ("Megatron", _swap_two_sequences, "gaps or another order"),
+    "Megatron out of order": ("Megatron", _swap_two_sequences, "gaps or in another order"),
     "Megatron with negative ids": (
         "Megatron int32, sequences within documents",
         _negative_ids,
-        r"train_text\.bin: a negative id \(-100",
+        r"train_text\.bin: a negative id, such as -100",
     ),
     "raw of 32 bits": (
         "nanoGPT",
@@ -277,12 +281,12 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a name without a split": (
         "llm.c",
         lambda folder: write_llmc(folder / "fineweb_000007.bin", documents(9, 1)),
-        r"fineweb_000007\.bin: its name does not say .*--val_files",
+        r"fineweb_000007\.bin: its name does not tell .*--val_files",
     ),
     "a name with both": (
         "llm.c",
         lambda folder: write_llmc(folder / "train_val_7.bin", documents(9, 1)),
-        r"train_val_7\.bin: its name does not say",
+        r"train_val_7\.bin: its name does not tell",
     ),
     "no validation": (
         "llm.c",
@@ -301,7 +305,7 @@ def test_a_file_that_is_not_what_it_says_is_rejected_by_name(tmp_path: Path, cas
     spoil(folder)
     before = snapshot(folder)
     with pytest.raises(GPT2LabError, match=message) as caught:
-        adopt(folder, wanted)
+        import_folder(folder, wanted)
     assert "\n" not in str(caught.value)
     assert snapshot(folder) == before
 
@@ -322,7 +326,7 @@ def test_no_damage_to_headers_raises_anything_but_one_line(tmp_path: Path, name:
         raw[at : at + len(damage)] = damage
         path.write_bytes(raw[: draw.choice([len(raw), len(raw), at])])
         try:
-            adopt(tmp_path, wanted)
+            import_folder(tmp_path, wanted)
             open_data(tmp_path, vocab_size=None)
             measure(tmp_path)
         except GPT2LabError as error:
@@ -337,7 +341,7 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Megatron says no tokenizer": (
         "Megatron",
         {"tokenizer": None},
-        "say --tokenizer gpt2, unknown, or the file",
+        "give --tokenizer gpt2, unknown, or the file",
     ),
     "llm.c of Llama 3 says another": ("llm.c of Llama 3", {"tokenizer": None}, "'llama-3'"),
     "and is not GPT-2's": ("llm.c of Llama 3", {"tokenizer": "gpt2"}, "'llama-3'"),
@@ -349,8 +353,8 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layout": "llm.c", "offset": 8},
         "--offset is for raw",
     ),
-    "an offset within an id": ("nanoGPT", {"offset": 3}, "bytes behind offset 3"),
-    "an offset beyond the end": ("nanoGPT", {"offset": 10**9}, "behind offset"),
+    "an offset within an id": ("nanoGPT", {"offset": 3}, "bytes after offset 3"),
+    "an offset beyond the end": ("nanoGPT", {"offset": 10**9}, "after offset"),
     "files that are not there": ("llm.c", {"val_files": ("x*",)}, "no file matches --val_files x"),
     "one file on both sides": (
         "llm.c",
@@ -367,7 +371,7 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an id that stands nowhere": (
         "llm.c",
         {"end_of_text": "none", "end_of_text_id": 50256},
-        "none has no --end_of_text_id",
+        "none and --end_of_text_id cannot be combined",
     ),
     "an index that says otherwise": (
         "datatrove",
@@ -377,7 +381,7 @@ WANTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no index and no word": (
         "datatrove ids alone",
         {"end_of_text": None},
-        "say --end_of_text before, after or none",
+        "give --end_of_text before, after or none",
     ),
 }
 
@@ -387,7 +391,7 @@ def test_what_is_said_of_files_must_fit_them(tmp_path: Path, case: str) -> None:
     name, changes, message = WANTED[case]
     wanted = FORMATS[name][0](tmp_path, made_splits())
     with pytest.raises((DataError, ConfigError), match=message):
-        adopt(tmp_path, Wanted(**{**vars(wanted), **changes}))
+        import_folder(tmp_path, ImportOptions(**{**vars(wanted), **changes}))
     assert not (tmp_path / "shards.json").exists()
 
 
@@ -396,8 +400,8 @@ def test_documents_that_end_in_two_ways_are_not_taken_for_one(tmp_path: Path) ->
     write_datatrove(tmp_path / "train.ds", mixed)
     write_datatrove(tmp_path / "val.ds", mixed[:9])
     with pytest.raises(DataError, match="of 49 documents 0 begin and 29 end"):
-        adopt(tmp_path)
-    adopt(tmp_path, Wanted(end_of_text="none"))
+        import_folder(tmp_path)
+    import_folder(tmp_path, ImportOptions(end_of_text="none"))
     assert measure(tmp_path)["train"].lengths.tolist() == [len(document) for document in mixed]
 
 
@@ -405,7 +409,9 @@ def test_the_end_of_text_of_an_unknown_tokenizer_is_said(tmp_path: Path) -> None
     made = [[[7, *d] for d in documents(n, n, place="none")] for n in (20, 9)]
     for split, part in zip(("train", "val"), made, strict=True):
         write_llmc(tmp_path / f"{split}.bin", part, magic=20240801, version=7)
-    adopt(tmp_path, Wanted(tokenizer="unknown", end_of_text="before", end_of_text_id=7))
+    import_folder(
+        tmp_path, ImportOptions(tokenizer="unknown", end_of_text="before", end_of_text_id=7)
+    )
     assert open_data(tmp_path, vocab_size=50304).end_of_text.id == 7
     sevens = flat(made[1]).count(7)
     assert len(measure(tmp_path)["val"].lengths) == sevens
@@ -417,8 +423,8 @@ def test_the_type_may_be_said_of_files_that_look_otherwise(tmp_path: Path) -> No
         ids = [[1000, 3] * 200]
         write_raw(tmp_path / f"{split}.bin", ids)
     with pytest.raises(DataError, match="32-bit ids"):
-        adopt(tmp_path)
-    adopt(tmp_path, Wanted(dtype="uint16"))
+        import_folder(tmp_path)
+    import_folder(tmp_path, ImportOptions(dtype="uint16"))
     assert open_data(tmp_path, vocab_size=50304).tokens("train") == 400
     with pytest.raises(DataError, match="32-bit ids"):  # of a manifest that does not say it
         rehash(tmp_path, lambda manifest: [f.pop("dtype") for f in manifest["files"]])
@@ -432,7 +438,7 @@ def test_what_is_recorded_of_existing_shards_is_what_it_always_was(tmp_path: Pat
     folder.mkdir()
     splits = made_splits()
     npy_shards(folder, splits)
-    manifest = adopt(folder)
+    manifest = import_folder(folder)
     assert manifest.keys() == {
         *("format", "dataset", "origin", "tokenizer", "documents", "files", "fingerprint")
     }
@@ -478,7 +484,7 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Pat
     source.mkdir()
     llmc_shards(source, made_splits())
     before = snapshot(source)
-    manifest = adopt(source, out=out)
+    manifest = import_folder(source, out=out)
     assert snapshot(source) == before
     assert [path.name for path in out.iterdir()] == ["shards.json"]
     data = open_data(out, vocab_size=50304)
@@ -491,16 +497,16 @@ def test_a_folder_that_must_not_be_written_to_is_used_from_another(tmp_path: Pat
     path = out / "shards.json"
     path.write_text(path.read_text().replace(str(source), str(tmp_path / "moved")))
     assert open_data(out, vocab_size=50304).fingerprint == data.fingerprint
-    beside = adopt(tmp_path / "moved")
+    beside = import_folder(tmp_path / "moved")
     beside["dataset"] = manifest["dataset"]
     assert beside["files"] == manifest["files"]
     with pytest.raises(DataError, match="holds something else already"):
-        adopt(source.with_name("moved"), out=tmp_path)
+        import_folder(source.with_name("moved"), out=tmp_path)
 
 
 def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -> None:
     llmc_shards(tmp_path, made_splits())
-    adopt(tmp_path, Wanted(train_files=("*_train_00000?.bin",)))
+    import_folder(tmp_path, ImportOptions(train_files=("*_train_00000?.bin",)))
     open_data(tmp_path, vocab_size=50304)  # what was left out on purpose does not matter
     write_llmc(tmp_path / "fineweb_train_000099.bin", documents(9, 1))
     with pytest.raises(DataError, match=r"fineweb_train_000099\.bin: not listed"):
@@ -512,7 +518,7 @@ def test_a_new_file_beside_those_that_were_imported_is_noticed(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["llm.c", "datatrove", "Megatron", "nanoGPT"])
 def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
-    adopt(tmp_path, FORMATS[name][0](tmp_path, made_splits("none")))
+    import_folder(tmp_path, FORMATS[name][0](tmp_path, made_splits("none")))
     path = open_data(tmp_path, vocab_size=50304).splits["val"][0].path
     whole = path.read_bytes()
     flipped = bytearray(whole)
@@ -531,7 +537,7 @@ def test_a_file_that_changed_since_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -> None:
-    adopt(tmp_path, datatrove_files(tmp_path, made_splits("none")))
+    import_folder(tmp_path, datatrove_files(tmp_path, made_splits("none")))
     index = tmp_path / "0_shuffled.ds.index"
     patch(index.name, 0, b"\1")(tmp_path)
     assert verify(tmp_path) == [
@@ -548,11 +554,11 @@ def test_a_damaged_index_is_named_where_documents_depend_on_it(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["llm.c", "datatrove", "nanoGPT"])
 def test_every_byte_is_read_once(tmp_path: Path, name: str) -> None:
     FORMATS[name][0](tmp_path, {"train": [documents(9_000, 1)] * 2, "val": [documents(4_000, 2)]})
-    wanted = Wanted(val_files=("0_*.ds",)) if name == "datatrove" else Wanted()
+    wanted = ImportOptions(val_files=("0_*.ds",)) if name == "datatrove" else ImportOptions()
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     token_bytes()  # not part of it
     before = psutil.Process().io_counters().read_chars
-    adopt(tmp_path, wanted)
+    import_folder(tmp_path, wanted)
     assert size <= psutil.Process().io_counters().read_chars - before < 1.15 * size + 500_000
 
 
@@ -574,7 +580,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: st
                 write_llmc(path, [part.tolist()])
             else:
                 write_megatron(path, [part.tolist()])
-    adopt(folders["foreign"], GPT2)
+    import_folder(folders["foreign"], GPT2)
     runs = {kind: Run(folder, tmp_path / f"runs_{kind}") for kind, folder in folders.items()}
     for run in runs.values():
         run.train("--max_steps=20")
@@ -592,7 +598,7 @@ def test_a_run_sees_the_same_batches_as_over_npy_shards(tmp_path: Path, name: st
     flipped[-2] ^= 1
     path.write_bytes(flipped)
     (folders["foreign"] / "shards.json").unlink()
-    adopt(folders["foreign"], GPT2)
+    import_folder(folders["foreign"], GPT2)
     assert "data" in str(runs["foreign"].rejected("--max_steps=20", "--resume=latest"))
 
 
@@ -600,7 +606,7 @@ def test_a_run_over_uint32_ids_hashes_them_as_such(tmp_path: Path) -> None:
     for split, size in (("train", 1003), ("val", 400)):
         ids = make_tokens(size, size).tolist()
         write_llmc(tmp_path / f"{split}.bin", [ids], magic=20240801, version=7)
-    adopt(tmp_path, UNKNOWN)
+    import_folder(tmp_path, UNKNOWN)
     run = Run(tmp_path, tmp_path / "runs")
     run.train("--max_steps=3", "--shuffle=none")
     ids_of_train = make_tokens(1003, 1003)

@@ -223,8 +223,8 @@ def test_everything_that_is_wrong_is_said_at_once(place: Path) -> None:
     odd["config"] |= {"batch_size": "twelve", "warmup_iters": 1.5}
     torch.save(odd, place / "ckpt.pt")
     done = take(place)
-    assert "batch_size 'twelve' in its config is no int" in done.stderr
-    assert "warmup_iters 1.5 in its config is no int" in done.stderr
+    assert "batch_size 'twelve' in its config is not of type int" in done.stderr
+    assert "warmup_iters 1.5 in its config is not of type int" in done.stderr
     broken = checkpoint()
     del broken["model"]["transformer.h.1.ln_2.weight"], broken["model_args"]["n_head"]
     del broken["config"]["n_head"]

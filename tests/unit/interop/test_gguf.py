@@ -23,11 +23,9 @@ from gpt2lab.evaluation.generation import draw
 from gpt2lab.interop import gguf_file
 from gpt2lab.interop.gguf_file import export_gguf
 from gpt2lab.tokenizers.gpt2 import GPT2
-from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer
-from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
-from gpt2lab.tokenizers.json_form import byte_alphabet
+from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
+from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet
 from gpt2lab.tokenizers.plain import BYTES, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 from launch import ask
 from tiny import parse, pretrain
 
@@ -171,13 +169,21 @@ def of(tokenizer: Tokenizer) -> ModelConfig:
     [
         (SHAPE, GPT2, None),
         (of(train_bpe(TEXT, 300)), train_bpe(TEXT, 300), None),
-        (of(BYTES), BYTES, "other ids than bytes: it takes GPT-2's tokenizer, or a byte-level BPE"),
-        (of(characters_of(TEXT)), characters_of(TEXT), "other ids than characters"),
-        (SHAPE, HuggingFaceTokenizer(json.dumps(CUT).encode(), END_TOKEN, "x"), "other ids than"),
+        (
+            of(BYTES),
+            BYTES,
+            "differently from bytes: it supports GPT-2's tokenizer, or a byte-level BPE",
+        ),
+        (of(characters_of(TEXT)), characters_of(TEXT), "differently from characters"),
+        (SHAPE, HuggingFaceTokenizer(json.dumps(CUT).encode(), END_TOKEN, "x"), "differently from"),
         (SHAPE, None, "needs a tokenizer, but the tokenizer of the data is not known"),
         (dataclasses.replace(SHAPE, vocab_size=256), GPT2, "vocab_size 256 is below GPT-2's"),
         *(
-            (dataclasses.replace(SHAPE, **option), GPT2, "llama.cpp's GPT-2 has no such layers")
+            (
+                dataclasses.replace(SHAPE, **option),
+                GPT2,
+                "llama.cpp's GPT-2 does not have these layers",
+            )
             for option in (
                 *({"positions": "rotary"}, {"norm": "rmsnorm"}),
                 *({"qk_norm": "rmsnorm"}, {"activation": "relu2"}),
@@ -196,10 +202,10 @@ def test_a_modern_run_is_rejected_before_anything_is_written(tmp_path: Path) -> 
     train(tmp_path, "odd", train_bpe(TEXT, 300), "--n_embd=48", "--max_steps=1", "--norm=rmsnorm")
     out = tmp_path / "out" / "x.gguf"
     code, line = ask("export_hf.py", "odd", f"--out={out}", "--format=gguf", folder=tmp_path)
-    assert (code, "odd cannot be a GGUF file: norm rmsnorm" in line) == (2, True), line
+    assert (code, "odd cannot be exported as GGUF: norm rmsnorm" in line) == (2, True), line
     assert not out.parent.exists()
     narrow = dataclasses.replace(SHAPE, n_embd=48)
-    assert "multiples of 32, it is 48" in str(gguf_file._why_not(narrow, GPT2, "q8_0"))
+    assert "a multiple of 32, but it is 48" in str(gguf_file._why_not(narrow, GPT2, "q8_0"))
 
 
 @pytest.mark.parametrize(

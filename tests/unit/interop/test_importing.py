@@ -272,7 +272,7 @@ def changed(origin: Run, name: str, value: torch.Tensor | None) -> dict[str, tor
         ),
         (lambda o: {"model_args": None}, "no n_head"),
         (lambda o: {"model_args": NANO | {"n_head": 5}}, "not a multiple of n_head 5"),
-        (lambda o: {"optimizer": None, "iter_num": None}, "how far it was trained is unknown"),
+        (lambda o: {"optimizer": None, "iter_num": None}, "the number of updates is unknown"),
         (lambda o: {"optimizer": {"state": {0: {}}, "param_groups": []}}, "groups are not AdamW's"),
     ],
 )

@@ -20,13 +20,15 @@ from corpora import run_prepare, write_jsonl
 from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.commands.evaluate import Evaluate, evaluate
+from gpt2lab.commands.evaluate import evaluate
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation import scoring
+from gpt2lab.evaluation import hellaswag
+from gpt2lab.evaluation.request import EvaluationRequest
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.interop.export import export
+from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.report.page import render
-from gpt2lab.tokenizers.training import train_bpe
+from gpt2lab.tokenizers.huggingface import train_bpe
 from launch import SCRIPTS, ask
 from own_tasks import ITEMS, NAMES, write_tasks
 from ranks import run_ranks
@@ -220,7 +222,7 @@ def test_answers_are_taken_from_lm_evals_cache(
 ) -> None:
     model, cache = ours(folder, "plain"), str(tmp_path / "cache")
     first = measure(folder, model, use_cache=cache)
-    monkeypatch.setattr(scoring, "_predict", lambda *_: pytest.fail("computed again"))
+    monkeypatch.setattr(hellaswag, "_predict", lambda *_: pytest.fail("computed again"))
     again = measure(folder, model, use_cache=cache)
     assert again["results"] == first["results"]
 
@@ -254,8 +256,8 @@ def test_what_cannot_be_answered_is_said_in_one_line(folder: Path) -> None:
 
 def test_evaluate_keeps_what_it_measured_in_the_run(folder: Path, tmp_path: Path) -> None:
     runs, tasks = folder / "runs", folder / "tasks"
-    wanted = Evaluate("plain", tasks=NAMES, tasks_path=tasks, checkpoint_dir=runs, save=tmp_path)
-    found = evaluate(wanted)
+    request, every = EvaluationRequest("plain", runs), TaskRequest(NAMES, tasks_path=tasks)
+    found = evaluate(request, every, save=tmp_path)
     assert found is not None
     assert found["val_loss"] is None
     endings = found["tasks"]["own_endings"]
@@ -267,9 +269,7 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder: Path, tmp_path: Path
     assert endings["metrics"]["acc"]["se"] > 0
     assert found["tasks"]["own_texts"]["metrics"]["bits_per_byte"]["se"] > 0
     # Fewer items stand beside all of them, not in their place.
-    few = evaluate(
-        Evaluate("plain", tasks="own_endings", tasks_path=tasks, limit=5, checkpoint_dir=runs)
-    )
+    few = evaluate(request, TaskRequest("own_endings", limit=5, tasks_path=tasks))
     assert few is not None
     assert list(few["tasks"]) == ["own_endings-first5"]
     kept = json.loads((runs / "plain" / "evaluations" / "step_00000060.json").read_text())["tasks"]
@@ -277,7 +277,7 @@ def test_evaluate_keeps_what_it_measured_in_the_run(folder: Path, tmp_path: Path
     page = render(runs / "plain")
     assert page.count('<td class="mono">own_endings</td>') == 2  # acc and acc_norm
     assert f'<td class="number">{endings["metrics"]["acc"]["se"]:.4f}</td>' in page
-    other = evaluate(Evaluate("tuned", tasks=NAMES, tasks_path=tasks, checkpoint_dir=runs))
+    other = evaluate(EvaluationRequest("tuned", runs), every)
     assert other is not None
     for a in ("plain", str(tmp_path), "plain/step_00000060"):
         compared = ask("compare.py", a, "tuned", "--only=tasks", "--json", folder=folder)["metrics"]

@@ -31,9 +31,9 @@ from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.hf_config import HF_CONFIG, read_hf_config
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.tokenizers.chat_template import Turn, encode
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 from gpt2lab.training.init_from import begin_from
 from gpt2lab.training.resolve import resolve
 from launch import WORKERS, ask
@@ -213,7 +213,7 @@ def test_a_modern_run_is_exported_with_its_own_files(folder: Path) -> None:
         *("config.json", "generation_config.json", "model.safetensors", "README.md", *OWN_FILES),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     }
-    sources = Path(hf_config.__file__).parents[1] / "huggingface"
+    sources = Path(hf_config.__file__).parents[1] / "interop"
     for name in OWN_FILES:
         assert (out / name).read_bytes() == (sources / name).read_bytes()
     config = json.loads((out / "config.json").read_text())

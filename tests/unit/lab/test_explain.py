@@ -24,9 +24,8 @@ from gpt2lab.data.order import Order
 from gpt2lab.data.shards import open_data
 from gpt2lab.data.windows import WindowReader
 from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.evaluation.results import read_results
+from gpt2lab.evaluation.results import checksums_of, choose_windows, hash_checksums, read_results
 from gpt2lab.evaluation.uncertainty import GroupMeans, Sums, estimate_groups, estimate_mean
-from gpt2lab.evaluation.validation_windows import checksums_of, choose_windows, hash_checksums
 from gpt2lab.finetuning.recipe import FineTuning
 from gpt2lab.lab import explain as explaining
 from gpt2lab.lab import token_groups

@@ -14,7 +14,7 @@ import launch
 from gpt2lab.checkpoint.catalog import list_checkpoints
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, keep_results
-from gpt2lab.interop.tasks import Measured, keep_tasks
+from gpt2lab.interop.tasks import TaskResults, keep_tasks
 from gpt2lab.lab.run_groups import as_json, compare_groups, describe
 from tiny import write_shards
 from whole_run import Run
@@ -44,7 +44,7 @@ def keep_items(run: Path, right: np.ndarray, name: str = "quiz") -> None:
     numbers = {name: {"task": name, "n": len(right), "num_fewshot": 0, "metrics": {}}}
     items = Results("tasks", {"name": name, "items": "x"}, {"acc": right}, {})
     (checkpoint,) = list_checkpoints(run)[0]
-    assert keep_tasks(Measured(numbers, {name: items}), checkpoint) is None
+    assert keep_tasks(TaskResults(numbers, {name: items}), checkpoint) is None
     kept = Results("hellaswag", {"items": len(right)}, {"acc": 1 - right, "acc_norm": right}, {})
     assert keep_results(run, kept, 2) is None
     event = {"event": "hellaswag", "step": 2, "time": 1.0, "attempt": 1, "n": len(right)}

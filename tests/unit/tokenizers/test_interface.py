@@ -14,10 +14,10 @@ import pytest
 
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
+from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer
 from gpt2lab.tokenizers.opening import find_in, of_record, open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
-from gpt2lab.tokenizers.training import train_bpe
 
 TEXTS = [
     "Hello, I'm a model: naïve café, 你好, 🙂\n\tdef f(x):\n    return x  # 12345",
@@ -79,7 +79,7 @@ def test_files_of_another_tokenizer_are_rejected(tmp_path: Path) -> None:
     record = characters_of("abd").record()
     with pytest.raises(DataError, match=r"its tokenizer is characters, 4 ids.* restore the files"):
         of_record(record, folder, "shards.json")
-    with pytest.raises(DataError, match="does not say which tokenizer"):
+    with pytest.raises(DataError, match="does not record the tokenizer"):
         of_record(None, folder, "shards.json")
     assert of_record({"name": "unknown", "sha256": None}, folder, "shards.json") is None
 
@@ -170,10 +170,10 @@ def test_the_end_of_text_is_said_where_it_is_not_clear(trained: Tokenizer, tmp_p
         path.write_text(json.dumps(values))
         return str(path)
 
-    with pytest.raises(DataError, match="none of the usual names; say it with --end_token"):
+    with pytest.raises(DataError, match="none of the usual names; give --end_token"):
         open_tokenizer(with_tokens("<stop>"))
     assert open_tokenizer(str(path), "<stop>").end_of_text == 0
-    with pytest.raises(DataError, match="has </s> and <eos>; say it with --end_token"):
+    with pytest.raises(DataError, match="has </s> and <eos>; give --end_token"):
         open_tokenizer(with_tokens("</s>", "<eos>"))
     first, second = open_tokenizer(str(path), "</s>"), open_tokenizer(str(path), "<eos>")
     assert (first.end_of_text, second.end_of_text) == (0, 400)
@@ -189,7 +189,7 @@ def test_the_end_of_text_is_said_where_it_is_not_clear(trained: Tokenizer, tmp_p
     [
         (b"{", "not a tokenizer.json"),
         (b"[]", "no `model`"),
-        (b'{"model": {"type": "BPE", "dropout": 0.1}}', "drop out at random"),
+        (b'{"model": {"type": "BPE", "dropout": 0.1}}', "dropped at random"),
     ],
 )
 def test_what_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
@@ -206,7 +206,7 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
         open_tokenizer("gtp2")
     with pytest.raises(DataError, match="holds no tokenizer"):
         open_tokenizer(str(tmp_path))
-    with pytest.raises(DataError, match=r"its end of text is <\|endoftext\|>; leave out"):
+    with pytest.raises(DataError, match=r"its end-of-text token is <\|endoftext\|>; leave out"):
         open_tokenizer("bytes", "</s>")
 
 
@@ -273,7 +273,7 @@ def test_training_depends_neither_on_order_nor_on_threads(trained: Tokenizer) ->
     code = (
         "import sys; sys.path.insert(0, 'tests/unit/tokenizers')\n"
         "from test_interface import CORPUS\n"
-        "from gpt2lab.tokenizers.training import train_bpe\n"
+        "from gpt2lab.tokenizers.huggingface import train_bpe\n"
         "print(train_bpe(CORPUS, 400).hash)"
     )
     root = Path(__file__).resolve().parents[3]
@@ -292,14 +292,14 @@ def test_training_depends_neither_on_order_nor_on_threads(trained: Tokenizer) ->
 def test_training_says_what_does_not_fit() -> None:
     with pytest.raises(DataError, match="must be at least 257"):
         train_bpe(CORPUS, 256)
-    with pytest.raises(DataError, match=r"enough for 2\d\d ids, not 5,000"):
+    with pytest.raises(DataError, match=r"yields only 2\d\d ids, not 5,000"):
         train_bpe(["a b c d"], 5000)
     assert train_bpe(["abc"], 257).decode([0]) == END_TOKEN
 
 
 def test_tokenizers_are_opened_without_torch() -> None:
     code = (
-        "import sys; from gpt2lab.tokenizers import opening, training, plain; "
+        "import sys; from gpt2lab.tokenizers import opening, huggingface, plain; "
         "opening.open_tokenizer('bytes'); "
         "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
     )

@@ -19,7 +19,17 @@ from gpt2lab.data.prepare.work import Finished
 from gpt2lab.data.prepare.write import ShardWriter
 from gpt2lab.data.shards import open_shard, shard_name
 from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.files import is_count, sha256_of, staged_folder, write_durably
+from gpt2lab.files import (
+    COUNT,
+    STRING,
+    JsonFile,
+    list_of,
+    object_with,
+    or_null,
+    sha256_of,
+    staged_folder,
+    write_durably,
+)
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
 
@@ -82,12 +92,12 @@ def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
     Raises: DataError if a part is missing, damaged, given twice, or of another source.
     """
     if os.path.lexists(target):
-        raise DataError(f"{target}: is there already; choose another folder")
+        raise DataError(f"{target}: exists already; choose another folder")
     by_number = _in_order(parts)
     partial = target.with_name(f"{target.name}.partial")
     if os.path.lexists(partial):
         raise DataError(
-            f"{partial}: is there already; the unfinished preparation of {target.name}, or delete it"
+            f"{partial}: exists already; finish the preparation of {target.name}, or delete that folder"
         )
     with (
         system_errors_as(DataError, target, what="cannot be written", fix="nothing was kept"),
@@ -101,7 +111,7 @@ def merge(target: Path, parts: list[Path]) -> dict[str, Any]:
 def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     first = parts[0][1]
     dataset, tokenizer = first["dataset"], of_record(first["tokenizer"], parts[0][0], MANIFEST)
-    assert tokenizer is not None  # only data of another program's is of an unknown one
+    assert tokenizer is not None  # only imported data may be of an unknown one
     of_split: dict[str, list[tuple[Path, dict[str, Any]]]] = {"train": [], "val": []}
     for part, manifest in parts:
         for file in manifest["files"]:
@@ -109,7 +119,7 @@ def _merge_into(folder: Path, parts: list[tuple[Path, dict[str, Any]]]) -> dict[
     for path, file in tqdm(
         [*of_split["train"], *of_split["val"]], unit="file", leave=False, disable=None
     ):
-        open_shard(path)  # a missing one is named
+        open_shard(path)  # names a missing file
         if sha256_of(path) != file["sha256"]:
             raise DataError(f"{path}: damaged (its sha256 is not the one in {MANIFEST})")
     listed = _joined_with_small(of_split["train"], first["request"]["shard_tokens"])
@@ -152,7 +162,7 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
             raise DataError(f"{folder}: a full data set, not a part; prepare parts with --part i/n")
         if "groups" not in manifest:
             raise DataError(
-                f"{folder}: a part of an earlier version, divided in another way; prepare it again"
+                f"{folder}: a part that an earlier version divided in another way; prepare it again"
             )
         check_prepared(folder, manifest)
         rule = {**manifest["split"], "held_back_tokens": None}
@@ -165,7 +175,9 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
         if common is not None and same != common:
             raise DataError(f"{folder}: of another source or with other options than {parts[0]}")
         if number in found:
-            raise DataError(f"{folder}: part {number}/{count} again, after {found[number][0]}")
+            raise DataError(
+                f"{folder}: part {number}/{count} is duplicated: also in {found[number][0]}"
+            )
         common, found[number] = same, (folder, manifest)
     missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in found]
     if missing:
@@ -173,46 +185,38 @@ def _in_order(parts: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
     return [found[number] for number in sorted(found)]
 
 
+def _is_share(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and all(
+            rule[0](one)
+            for rule, one in zip((STRING, COUNT, COUNT, or_null(STRING)), value, strict=True)
+        )
+    )
+
+
+_SHARES = list_of((_is_share, ""), "")
+_GROUP = object_with({"number": COUNT, "val_tokens": COUNT, "shares": _SHARES}, "")
+_PREPARED = {  # what preparation alone reads of a manifest
+    "dataset": STRING,
+    "origin": STRING,
+    "request": object_with({"shard_tokens": COUNT}, "the options of a preparation"),
+    "left_out": object_with({"bad": COUNT, "empty": COUNT}, "counts of what was left out"),
+    "split": object_with({"held_back_tokens": COUNT}, "how documents were held out"),
+    "groups": list_of(_GROUP, "a list of groups of source files"),
+    "files": list_of(object_with({"documents": COUNT}, ""), "files with counts of documents"),
+}
+
+
 def check_prepared(folder: Path, manifest: dict[str, Any]) -> None:
-    """Check what preparation alone reads of a manifest that it wrote; its hash may have been made anew by hand.
+    """Check what preparation alone reads of a manifest that it wrote: someone may have edited it and its hash.
 
     Raises: DataError.
     """
-
-    def counts(value: Any, *keys: str) -> bool:
-        return isinstance(value, dict) and all(is_count(value.get(key)) for key in keys)
-
-    def is_share(value: Any) -> bool:
-        if not isinstance(value, list) or len(value) != 4:
-            return False
-        name, number, count, digest = value
-        return (
-            isinstance(name, str)
-            and is_count(number)
-            and is_count(count)
-            and (digest is None or isinstance(digest, str))
-        )
-
-    groups, request = manifest.get("groups"), manifest.get("request")
-    checks = {
-        "dataset": isinstance(manifest.get("dataset"), str),
-        "origin": isinstance(manifest.get("origin"), str),
-        "request": isinstance(request, dict)
-        and counts(request, "shard_tokens")
-        and all(map(is_count, request.get("part", [1, 1]))),
-        "left_out": counts(manifest.get("left_out"), "bad", "empty"),
-        "split": counts(manifest.get("split"), "held_back_tokens"),
-        "groups": isinstance(groups, list)
-        and all(counts(group, "number", "val_tokens") for group in groups)
-        and all(isinstance(group.get("shares"), list) for group in groups)
-        and all(is_share(share) for group in groups for share in group["shares"]),
-        "files": all(is_count(file.get("documents")) for file in manifest["files"]),
-    }
-    for key, is_fine in checks.items():
-        if not is_fine:
-            raise DataError(
-                f"{folder / MANIFEST}: {key!r} is missing or not as prepare_data.py writes it; prepare it again"
-            )
+    file = JsonFile(folder / MANIFEST, DataError, fix="prepare the data again")
+    file.check(manifest, _PREPARED)
+    file.check(manifest["request"], {}, {"part": list_of(COUNT, "[i, n]")}, where="request: ")
 
 
 _Listed = tuple[Path, dict[str, Any]]  # a shard and its entry in the manifest

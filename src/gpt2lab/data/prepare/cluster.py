@@ -13,7 +13,7 @@ from gpt2lab.data.prepare.work import Finished, Task, read_finished, run_task
 from gpt2lab.errors import ConfigError, DataError
 
 _ATTEMPTS = 3  # of a task whose worker dies
-_PACKAGES = Path(gpt2lab.__file__).parents[1]  # where the workers, too, find this program
+_PACKAGES = Path(gpt2lab.__file__).parents[1]  # where the workers find this program too
 
 
 def run_on_ray(
@@ -24,9 +24,9 @@ def run_on_ray(
     address: str,
     cores: int,
 ) -> list[Finished]:
-    """Run tasks on the cluster at `address`, each with `cores` processes; `on_tokens` hears when one is done.
+    """Run tasks on the cluster at `address`, each with `cores` processes; `on_tokens` is called when one is done.
 
-    Raises: ConfigError if Ray is not installed or the cluster is not there; DataError of a task.
+    Raises: ConfigError if Ray is not installed or the cluster cannot be reached; DataError of a task.
     """
     try:
         import ray
@@ -42,13 +42,13 @@ def run_on_ray(
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"--ray {address}: no Ray cluster there ({reason}); start one with: ray start --head"
+            f"--ray {address}: no Ray cluster at this address ({reason}); start one with: ray start --head"
         ) from error
     largest = max((node["Resources"].get("CPU", 0) for node in ray.nodes()), default=0)
     if cores > largest:
         ray.shutdown()
         raise ConfigError(
-            f"--num_workers {cores}: of the cluster's machines the largest offers {largest:g} processors to a task; "
+            f"--num_workers {cores}: the cluster's largest machine offers {largest:g} processors to a task; "
             f"give at most that"
         )
     remote = ray.remote(num_cpus=cores, max_retries=_ATTEMPTS - 1)(_run)

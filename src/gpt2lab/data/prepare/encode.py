@@ -28,14 +28,14 @@ _IN_FLIGHT = 8  # batches per worker: enough to keep it busy while a shard is ha
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """A part of a document; `begins` marks its first, which the end-of-text id precedes."""
 
     text: str
     begins: bool
 
 
-def cut(blocks: Iterable[str], *, where: str, cuts: re.Pattern[str] | None) -> Iterator[Chunk]:
+def cut(blocks: Iterable[str], *, where: str, cuts: re.Pattern[str] | None) -> Iterator[TextChunk]:
     """Cut a document, read in blocks of any length, into chunks of about a million characters.
 
     `cuts`: where the tokenizer allows it; None means nowhere. The ids of the chunks, joined, are exactly those of the
@@ -51,33 +51,33 @@ def cut(blocks: Iterable[str], *, where: str, cuts: re.Pattern[str] | None) -> I
             if place is None:
                 if len(held) > LONGEST_WORD:
                     problem = (
-                        "characters without white space; is this text?"
+                        "characters without white space; probably not text"
                         if cuts
-                        else "characters, and this tokenizer reads a document at once; divide it"
+                        else "characters, but this tokenizer encodes a document as a whole; divide the document"
                     )
                     raise BadRecordsError(f"{where}: {len(held):,} {problem}")
                 break
-            yield Chunk(held[: place.start()], begins)
+            yield TextChunk(held[: place.start()], begins)
             held, begins = held[place.start() :], False
     if held:
-        yield Chunk(held, begins)
+        yield TextChunk(held, begins)
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedChunks:
     """Chunks as ids: all of them, how many each chunk has, and keys."""
 
     ids: np.ndarray  # (n,) uint16 or uint32, the end-of-text id before each document
     lengths: np.ndarray  # (c,) int64
     begins: np.ndarray  # (c,) bool
-    keys: np.ndarray  # (c,) uint64: of equal first chunks equal, otherwise as good as random
+    keys: np.ndarray  # (c,) uint64: a hash of the first chunk of a document
 
 
 @dataclass(frozen=True)
 class Batch:
     """Consecutive chunks, and how many records were left out up to them."""
 
-    encoded: Encoded
+    encoded: EncodedChunks
     bad: int
     empty: int
 
@@ -116,7 +116,7 @@ class EncoderPool:
             worker.process.kill()  # ends a thread that waits for its answer
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _on_idle(self, chunks: list[Chunk]) -> Encoded:
+    def _on_idle(self, chunks: list[TextChunk]) -> EncodedChunks:
         worker = self._idle.get()
         try:
             return worker.encode(chunks)
@@ -125,10 +125,10 @@ class EncoderPool:
 
 
 class _Worker:
-    """A tokenizing process, on a pipe whose far end it alone holds.
+    """A tokenizing process, on a pipe whose far end no other process holds.
 
-    So the death of either side is an end of file for the other, even within a message. The executors of the standard
-    library share one pipe for all results, and wait forever on the answer that a killed process had half written.
+    So when either side dies, the other reads an end of file, even within a message. The executors of the standard
+    library share one pipe for all results, and wait forever for an answer of which a killed process wrote a part.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -138,10 +138,10 @@ class _Worker:
         self.process.start()
         far_end.close()
 
-    def encode(self, chunks: list[Chunk]) -> Encoded:
+    def encode(self, chunks: list[TextChunk]) -> EncodedChunks:
         try:
             self.pipe.send(chunks)
-            answer: Encoded | Exception = self.pipe.recv()
+            answer: EncodedChunks | Exception = self.pipe.recv()
         except (EOFError, OSError) as error:
             raise DataError(
                 "a tokenizing process died (out of memory?); run the same line again with fewer --num_workers"
@@ -163,7 +163,7 @@ def _work(pipe: Connection, tokenizer: Tokenizer) -> None:
                 pipe.send(error)
 
 
-def encode_chunks(chunks: list[Chunk], tokenizer: Tokenizer) -> Encoded:
+def encode_chunks(chunks: list[TextChunk], tokenizer: Tokenizer) -> EncodedChunks:
     """Return some chunks as ids.
 
     Raises: DataError if the tokenizer has no ids for a text.
@@ -181,7 +181,7 @@ def encode_chunks(chunks: list[Chunk], tokenizer: Tokenizer) -> Encoded:
     for chunk, ids in zip(chunks, tokenizer.encode_documents(texts), strict=True):
         arrays.append(np.full(chunk.begins + len(ids), tokenizer.end_of_text, dtype))
         arrays[-1][int(chunk.begins) :] = ids
-    return Encoded(
+    return EncodedChunks(
         ids=np.concatenate(arrays),
         lengths=np.array([len(ids) for ids in arrays[1:]], np.int64),
         begins=np.array([chunk.begins for chunk in chunks], bool),
@@ -196,13 +196,13 @@ def key_of(content: bytes) -> int:
 
 def _jobs(
     documents: Stream, skip_bad: bool, cuts: re.Pattern[str] | None
-) -> Generator[tuple[list[Chunk], int, int], None, None]:
-    """Group chunks by their length, so that a batch is the same work whatever the documents.
+) -> Generator[tuple[list[TextChunk], int, int], None, None]:
+    """Group chunks into batches of similar length in characters, whatever the documents.
 
     With each come the numbers of bad records and of empty documents so far; the last, without chunks, has the totals.
     """
     bad = empty = chars = 0
-    held: list[Chunk] = []
+    held: list[TextChunk] = []
     for document in documents:
         is_empty = True
         try:

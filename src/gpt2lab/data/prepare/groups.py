@@ -1,7 +1,7 @@
-"""The files of a source, dealt into groups: the unit of work of a preparation.
+"""The files of a source, divided into groups: the unit of work of a preparation.
 
-A group follows from the names and sizes of the files alone. Processes, machines and Ray tasks share groups out among
-them, so that what they write together does not depend on how many they are.
+A group follows from the names and sizes of the files alone. Processes, machines and Ray tasks take
+groups, so that the shards do not depend on how many of them there are.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Group:
+class FileGroup:
     """Shares that are read one after the other, and written to shards of their own."""
 
     number: int
@@ -82,8 +82,8 @@ def kind_of(name: str) -> str | None:
     return KINDS.get(path.suffix)
 
 
-def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Group, ...]:
-    """Deal files into groups of about `group_bytes`, in their order or shuffled by their names.
+def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[FileGroup, ...]:
+    """Divide files into groups of about `group_bytes`, in their order or shuffled by their names.
 
     Large files that a reader can begin within are divided. With `shuffle` they are divided further, so that every group
     is a sample of all.
@@ -106,7 +106,7 @@ def deal(files: Sequence[File], *, group_bytes: int, shuffle: bool) -> tuple[Gro
     dealt = groupby(zip(places, shares, strict=True), key=lambda pair: pair[0])
     groups = [tuple(share for _, share in pairs) for _, pairs in dealt]
     return tuple(
-        Group(number, some)
+        FileGroup(number, some)
         for number, some in enumerate(_join_small(groups, group_bytes // _MIXING))
     )
 
@@ -127,13 +127,13 @@ def _join_small(groups: Sequence[tuple[Share, ...]], least: int) -> list[tuple[S
     return joined
 
 
-def of_part(groups: Sequence[Group], part: tuple[int, int]) -> tuple[Group, ...]:
+def of_part(groups: Sequence[FileGroup], part: tuple[int, int]) -> tuple[FileGroup, ...]:
     """Return the groups of part i of n: n runs in their order, together all."""
     i, n = part
     return tuple(groups[(i - 1) * len(groups) // n : i * len(groups) // n])
 
 
 def identity_of(files: Sequence[File]) -> str:
-    """Hash names and sizes, to tell whether two machines have the same source before they read it."""
+    """Hash names and sizes, by which two machines recognize the same source before they read it."""
     listed = "".join(f"{file.name} {file.size}\n" for file in files)
     return hashlib.sha256(listed.encode()).hexdigest()

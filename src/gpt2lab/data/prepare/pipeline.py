@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -24,12 +26,12 @@ from gpt2lab import fmt, paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.manifest import MANIFEST, read_manifest
 from gpt2lab.data.prepare.assemble import assemble, check_prepared
-from gpt2lab.data.prepare.encode import EncoderPool
-from gpt2lab.data.prepare.groups import GROUP_BYTES, Group, Share, deal, of_part
-from gpt2lab.data.prepare.readers import digest_of
-from gpt2lab.data.prepare.sources import Source
-from gpt2lab.data.prepare.split import SplitRule, rule_by_documents, rule_for
+from gpt2lab.data.prepare.encode import EncoderPool, cut, key_of
+from gpt2lab.data.prepare.groups import GROUP_BYTES, FileGroup, Share, deal, of_part
+from gpt2lab.data.prepare.readers import BadRecordsError, Document, digest_of, read
+from gpt2lab.data.prepare.sources import TextSource
 from gpt2lab.data.prepare.work import Finished, Task, drop_unfinished, run_task
+from gpt2lab.data.prepare.write import SplitRule, rule_by_documents, rule_for
 from gpt2lab.data.shards import JOURNAL
 from gpt2lab.distributed import processor
 from gpt2lab.errors import DataError, system_errors_as
@@ -85,7 +87,7 @@ class Result:
         return sum(file[fact] for file in files if split in (None, file["split"]))
 
 
-def describe(result: Result) -> str:
+def result_table(result: Result) -> str:
     """Write the result as a table."""
     tokens, documents = result.total("tokens"), result.total("documents")
     train, val = result.total("tokens", "train"), result.total("tokens", "val")
@@ -115,8 +117,8 @@ def describe(result: Result) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a preparation does; the same on every machine that takes a part of it."""
+class PreparationPlan:
+    """What a preparation does; the same on every machine that prepares a part."""
 
     tasks: tuple[Task, ...]  # of this part
     num_groups: int  # of all parts
@@ -126,17 +128,18 @@ class Plan:
 
 
 def plan_preparation(
-    source: Source,
+    source: TextSource,
     sizes: Sizes,
     *,
     part: tuple[int, int] = (1, 1),
     skip_bad: bool = False,
     shuffle: bool = False,
     tokenizer: Tokenizer,
-) -> Plan:
-    """Deal the source into groups and decide which documents are held out.
+) -> PreparationPlan:
+    """Divide the source into groups and decide which documents are held out.
 
-    Of `max_tokens` each of the first groups gives its share: as many groups as hold three times that by the sizes.
+    `max_tokens` are taken from the first groups in proportion to their sizes: from as many groups as hold three times
+    that number by the sizes of their files.
 
     Raises: DataError if there are fewer groups than parts.
     """
@@ -158,8 +161,8 @@ def plan_preparation(
         val_tokens = largest
     if part[1] > len(groups):
         raise DataError(
-            f"part {part[0]}/{part[1]}: {source.origin} has {len(groups)} groups of files; at most as many parts, or "
-            f"smaller --group_bytes"
+            f"part {part[0]}/{part[1]}: {source.origin} has {len(groups)} groups of files; use at most that many "
+            f"parts, or a smaller --group_bytes"
         )
     rule = rule_for(val_tokens, expected)
     tasks = tuple(
@@ -175,10 +178,10 @@ def plan_preparation(
         )
         for group in of_part(groups, part)
     )
-    return Plan(tasks, len(groups), expected // part[1], val_tokens, note)
+    return PreparationPlan(tasks, len(groups), expected // part[1], val_tokens, note)
 
 
-def _leading(groups: Sequence[Group], wanted_bytes: float) -> tuple[Group, ...]:
+def _leading(groups: Sequence[FileGroup], wanted_bytes: float) -> tuple[FileGroup, ...]:
     taken, held = [], 0
     for group in groups:
         taken.append(group)
@@ -188,7 +191,7 @@ def _leading(groups: Sequence[Group], wanted_bytes: float) -> tuple[Group, ...]:
     return tuple(taken)
 
 
-def _share_out(tokens: int, groups: Sequence[Group]) -> dict[int, int | None]:
+def _share_out(tokens: int, groups: Sequence[FileGroup]) -> dict[int, int | None]:
     """Return each group's budget in proportion to its size; together they are `tokens`."""
     total, held, given = max(1, sum(group.size for group in groups)), 0, 0
     budgets: dict[int, int | None] = {}
@@ -200,7 +203,7 @@ def _share_out(tokens: int, groups: Sequence[Group]) -> dict[int, int | None]:
 
 
 def prepare(
-    source: Source,
+    source: TextSource,
     folder: Path,
     sizes: Sizes,
     *,
@@ -211,15 +214,15 @@ def prepare(
     tokenizer: Tokenizer,
     ray_address: str | None = None,
 ) -> Result | None:
-    """Tokenize a source into `folder`; return None if the same data of the same tokenizer is there already.
+    """Tokenize a source into `folder`; return None if the same data of the same tokenizer exists already.
 
     The shards depend neither on `num_workers` (default: one per core), nor on parts or a Ray cluster, nor on
     interruptions. With `shuffle` documents are mixed, over all files as far as these are large.
 
-    Raises: DataError if the folder holds something else, a record cannot be read, or there is next to no text.
+    Raises: DataError if the folder holds something else, a record cannot be read, or there is too little text.
     """
     sizes.check()
-    folder = folder.resolve()  # the shards belong on the disk that a link points to
+    folder = folder.resolve()  # a link decides on which disk the shards are written
     request = {
         "content": source.identity,
         "part": list(part),
@@ -238,7 +241,7 @@ def prepare(
         run = _Runner(plan, num_workers, ray_address)
         manifest, cut = _write(source, folder, request, plan, run)
     except KeyboardInterrupt as interrupt:
-        if str(interrupt):  # it says what is kept of this start
+        if str(interrupt):  # it tells what is kept of this start
             raise
         earlier = f"{paths.display_path(_partial(folder))} keeps what an earlier start prepared"
         raise KeyboardInterrupt(
@@ -251,7 +254,7 @@ def prepare(
 
 
 def _write(
-    source: Source, folder: Path, request: dict[str, Any], plan: Plan, run: _Runner
+    source: TextSource, folder: Path, request: dict[str, Any], plan: PreparationPlan, run: _Runner
 ) -> tuple[dict[str, Any], int | None]:
     """Write the data set; return its manifest and how many tokens were cut off instead of held out.
 
@@ -278,15 +281,17 @@ def _write(
 
 
 _CUT_NOTE = (
-    "so few documents that none can be held out: the end of the text is the validation split, and goes on where "
+    "too few documents to hold one out: the end of the text is the validation split, and continues where "
     "training ends"
 )
 
 
 class _Runner:
-    """Runs tasks, here or on a Ray cluster, beside a progress bar."""
+    """Runs tasks, here or on a Ray cluster, with a progress bar."""
 
-    def __init__(self, plan: Plan, num_workers: int | None, ray_address: str | None) -> None:
+    def __init__(
+        self, plan: PreparationPlan, num_workers: int | None, ray_address: str | None
+    ) -> None:
         self.new_tokens = 0
         self._expected, self._ray_address = plan.expected, ray_address
         # On a cluster groups run side by side, so that one process each is enough.
@@ -314,7 +319,7 @@ class _Runner:
 
 
 def _divide(
-    plan: Plan, run: _Runner, folder: Path, source: Source
+    plan: PreparationPlan, run: _Runner, folder: Path, source: TextSource
 ) -> tuple[list[Finished], dict[str, Any], int | None]:
     """Return the groups, how documents were held out, and how many tokens to cut off instead.
 
@@ -329,15 +334,15 @@ def _divide(
     total, rule, name = train + val + back, plan.tasks[0].rule, "documents below a threshold"
     is_part = len(finished) < plan.num_groups
     if total == 0 and not is_part:
-        raise DataError(f"{source.origin}: not a single document with text in it")
+        raise DataError(f"{source.origin}: no document contains text")
     if total < LEAST_TOKENS and not is_part:
         raise DataError(
-            f"{source.origin}: only {total} tokens; too little text for two splits, give at least {LEAST_TOKENS}"
+            f"{source.origin}: only {total} tokens; two splits need at least {LEAST_TOKENS}"
         )
     if train >= 2 and 4 * val >= plan.val_tokens:
         return finished, _record(name, rule), None
     if plan.num_groups > 1:
-        if is_part or (train >= 2 and val >= 2):  # of a part, merge judges
+        if is_part or (train >= 2 and val >= 2):  # merge decides about the parts
             return finished, _record(name, rule), None
         raise DataError(
             f"{source.origin}: {train:,} tokens for training and {val:,} held out, because there are so few documents; "
@@ -353,7 +358,7 @@ def _divide(
     return _run_by(none, plan, run, folder / "cut"), _record("cut", none), cut
 
 
-def _run_by(rule: SplitRule, plan: Plan, run: _Runner, folder: Path) -> list[Finished]:
+def _run_by(rule: SplitRule, plan: PreparationPlan, run: _Runner, folder: Path) -> list[Finished]:
     folder.mkdir(exist_ok=True)
     return run([dataclasses.replace(task, rule=rule) for task in plan.tasks], folder)
 
@@ -362,14 +367,14 @@ def _record(name: str, rule: SplitRule) -> dict[str, Any]:
     return {"held_out": name, "threshold": rule.threshold, "tokens_of_a_document": rule.cap}
 
 
-def _default_workers(plan: Plan) -> int:
+def _default_workers(plan: PreparationPlan) -> int:
     text_bytes = plan.expected * plan.tasks[0].tokenizer.bytes_per_token
     if text_bytes < _WORTH_WORKERS:
         return 1
     return processor.cores()
 
 
-def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
+def _is_done(source: TextSource, folder: Path, request: dict[str, Any]) -> bool:
     if not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir())):
         return False
     different = ""
@@ -379,16 +384,16 @@ def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
         if before == request:
             check_prepared(folder, manifest)
             if _is_unchanged(source, folder, manifest):
-                # Of a start that was killed at its very end.
+                # Left by a start that was killed at its very end.
                 shutil.rmtree(_partial(folder), ignore_errors=True)
                 return True
-            different = " (another text in the source)"
+            different = " (the source's text differs)"
         elif isinstance(before, dict):
             names = [name for name in request if before.get(name) != request[name]]
             different = f" (another {', '.join(names or ['version']).replace('content', 'source')})"
         if before is not None and "groups" not in manifest:
             raise DataError(
-                f"{folder}: prepared by an earlier version, which divided by position; it can still be trained on; "
+                f"{folder}: prepared by an earlier version, which split by position; it can still be trained on; "
                 f"choose another --out for a split by document, or move it away"
             )
     raise DataError(
@@ -396,7 +401,7 @@ def _is_done(source: Source, folder: Path, request: dict[str, Any]) -> bool:
     )
 
 
-def _is_unchanged(source: Source, folder: Path, manifest: dict[str, Any]) -> bool:
+def _is_unchanged(source: TextSource, folder: Path, manifest: dict[str, Any]) -> bool:
     """Tell whether files of the same names and sizes have the same text as when they were prepared.
 
     Files that are older than the data set are; others are read and compared with the recorded hashes.
@@ -420,7 +425,7 @@ def _partial(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _staging(target: Path, request: dict[str, Any], plan: Plan) -> Iterator[Path]:
+def _staging(target: Path, request: dict[str, Any], plan: PreparationPlan) -> Iterator[Path]:
     """Hand out OUT.partial, locked; after an error the next start finds its finished groups, if there are any.
 
     Raises: DataError if it belongs to another request, is in use, or cannot be written.
@@ -440,7 +445,7 @@ def _staging(target: Path, request: dict[str, Any], plan: Plan) -> Iterator[Path
         if journal.exists() and journal.read_bytes() != wanted:
             raise DataError(
                 f"{partial}: holds the unfinished work of another command line, source or version; "
-                f"repeat that one, or delete the folder"
+                f"repeat that command, or delete the folder"
             )
         replace_durably(journal, wanted)
         (partial / _GROUPS).mkdir(exist_ok=True)
@@ -448,13 +453,13 @@ def _staging(target: Path, request: dict[str, Any], plan: Plan) -> Iterator[Path
             yield partial
         except BaseException as error:
             done, count = len(list((partial / _GROUPS).glob("group_*"))), len(plan.tasks)
-            # With all groups done, bad data would end it so again.
+            # With all groups done, a repeated start would fail in the same way.
             if not done or (done == count and isinstance(error, DataError)):
                 shutil.rmtree(partial, ignore_errors=True)
             elif isinstance(error, (DataError, KeyboardInterrupt)):
                 kept = (
                     f"{done} of {count} groups are kept in {paths.display_path(partial)}: "
-                    f"the same command line goes on from there"
+                    f"the same command line continues from there"
                 )
                 raise type(error)("; ".join(filter(None, (str(error), kept)))) from error
             raise
@@ -469,3 +474,56 @@ def _complete(partial: Path, target: Path) -> None:
     sync_folder(target.parent)
     faultpoint("data.after_folder_is_named", 0)
     shutil.rmtree(partial, ignore_errors=True)
+
+
+_GROUP_BYTES = 64_000_000
+
+
+def learning_texts(
+    source: TextSource,
+    *,
+    max_bytes: int,
+    val_tokens: int | None = None,
+    max_tokens: int | None = None,
+    skip_bad: bool = False,
+    with_held_out: bool = False,
+    cuts: re.Pattern[str] | None,
+) -> Iterator[str]:
+    """Yield texts of the documents that a preparation with the same token counts trains on, up to `max_bytes` in all.
+
+    Of a larger text it takes shares of all files, mixed by their names. A long document comes in several texts, cut
+    where `cuts` allows it. Documents are held out as in a preparation, by the hash of their text; where that finds too
+    few, a preparation holds out others, which may have been seen here.
+
+    Raises: DataError on a record that cannot be read, unless `skip_bad`.
+    """
+    # The new tokenizer will have about as many bytes per token as GPT-2's.
+    sizes = Sizes(val_tokens=val_tokens, max_tokens=max_tokens)
+    plan = plan_preparation(source, sizes, tokenizer=GPT2)
+    threshold = 0 if with_held_out else plan.tasks[0].rule.threshold
+    seen = 0
+    for group in deal(source.files, group_bytes=_GROUP_BYTES, shuffle=True):
+        for share in group.shares:
+            for document in read(share, text_column=source.text_column, digest=hashlib.sha256()):
+                try:
+                    for text in _texts(document, threshold, cuts):
+                        yield text
+                        seen += len(text.encode())
+                except BadRecordsError as error:
+                    if not (skip_bad or source.skips_bad):
+                        raise error.unless_skipped() from None
+                if seen >= max_bytes:
+                    return
+
+
+def _texts(
+    document: Document | BadRecordsError, threshold: int, cuts: re.Pattern[str] | None
+) -> Iterator[str]:
+    if isinstance(document, BadRecordsError):
+        raise document
+    for chunk in cut(document.blocks, where=document.where, cuts=cuts):
+        content = chunk.text.encode("utf-8", "surrogatepass")
+        if chunk.begins and key_of(content) < threshold:
+            return
+        # Halves of surrogate pairs are what they become in a preparation.
+        yield chunk.text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

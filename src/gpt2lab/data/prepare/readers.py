@@ -1,4 +1,4 @@
-"""Files -> documents in a fixed order, in little memory; a record that cannot be used is an error in its place."""
+"""Read documents from files in a fixed order, in little memory; an unusable record yields an error in its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpt2lab.data.prepare.groups import File, Share
 from gpt2lab.errors import DataError, SourceLostError
 
 _BLOCK = 1 << 20
-_PACKED_BLOCK = 1 << 16  # what of a damaged archive is lost before the damage
+_PACKED_BLOCK = 1 << 16  # bytes lost before the damage of an archive
 _WHOLE_TEXT = 1 << 24  # bytes of a text that is held in memory
 _LONGEST_RECORD = 1 << 28  # bytes of a line, or characters of a field
 _PARQUET_BATCH_BYTES = 16_000_000  # of text that is decoded at once
@@ -30,7 +30,7 @@ class Document:
     """One text, read in blocks."""
 
     blocks: Iterable[str]
-    where: str  # file and record, for people
+    where: str  # file and record, for messages
 
 
 class BadRecordsError(DataError):
@@ -42,7 +42,7 @@ class BadRecordsError(DataError):
 
     def unless_skipped(self) -> DataError:
         """Return the error that ends the program where --skip_bad was not given."""
-        return DataError(f"{self}; --skip_bad leaves out what cannot be read")
+        return DataError(f"{self}; --skip_bad skips records that cannot be read")
 
 
 Stream = Generator["Document | BadRecordsError", None, None]
@@ -61,7 +61,7 @@ def digest_of(share: Share, *, text_column: str) -> str:
 def read(share: Share, *, text_column: str, digest: hashlib._Hash) -> Stream:
     """Yield the documents of a share; `digest`, a sha256, is updated by the text that was read.
 
-    Raises: DataError if the file changed while it was read; SourceLostError if a hub cannot be read any more.
+    Raises: DataError if the file changed while it was read; SourceLostError if a hub can no longer be read.
     """
     before = _state(share)
     try:
@@ -69,18 +69,18 @@ def read(share: Share, *, text_column: str, digest: hashlib._Hash) -> Stream:
     except DataError:
         raise
     except Exception as error:
-        if _is_remote(share):  # of many kinds, and never a record that may be left out
+        if _is_remote(share):  # whatever its type, it is not a record that may be skipped
             raise _lost(share, error) from error
         if not isinstance(error, OSError):
             raise
         yield BadRecordsError(f"{share.file.url}: {error.strerror or error}")
     if _state(share) != before:
-        raise DataError(f"{share.file.url}: changed while it was read; run the same line again")
+        raise DataError(f"{share.file.url}: changed while it was read; run the same command again")
 
 
 def _lost(share: Share, error: Exception) -> SourceLostError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return SourceLostError(f"{share.file.url}: cannot be read any more ({reason})")
+    return SourceLostError(f"{share.file.url}: can no longer be read ({reason})")
 
 
 def _is_remote(share: Share) -> bool:
@@ -140,9 +140,9 @@ def _open(share: Share) -> Iterator[IO[bytes]]:
 
 
 def _read_text(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
-    """Yield the whole file as one document, exactly as it stands but for a byte order mark.
+    """Yield the whole file as one document, unchanged except for a byte order mark.
 
-    A long one is read twice: of a text that is not text to its end nothing may be used.
+    A long file is read twice: nothing of a file may be used that is not UTF-8 to its end.
     """
     with _open(share) as file:
         content = file.read(_WHOLE_TEXT)
@@ -168,11 +168,11 @@ def _blocks_of(share: Share, digest: hashlib._Hash) -> Iterator[str]:
                 digest.update(block)
                 yield decoder.decode(block)
             yield decoder.decode(b"", final=True)
-    except (OSError, UnicodeDecodeError) as error:  # it could be read a moment ago
+    except (OSError, UnicodeDecodeError) as error:  # the first reading succeeded
         if _is_remote(share):
             raise _lost(share, error) from error
         raise DataError(
-            f"{share.file.url}: changed while it was read ({error}); run the same line again"
+            f"{share.file.url}: changed while it was read ({error}); run the same command again"
         ) from error
 
 
@@ -241,7 +241,7 @@ def _read_csv(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
     try:
         with (
             _open(share) as raw,
-            # A byte that is not UTF-8 becomes half of a surrogate pair, and costs its own row.
+            # A byte that is not UTF-8 becomes half of a surrogate pair, and only its row is rejected.
             io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline="") as file,
         ):
             for number, row in enumerate(csv.DictReader(file), start=2):
@@ -263,7 +263,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _read_parquet(share: Share, text_column: str, digest: hashlib._Hash) -> Stream:
-    """Yield values one by one; what is damaged costs its own row, or at most the rest of its row group.
+    """Yield values one by one; damage loses its row, or at most the rest of its row group.
 
     Memory is about twice the largest page: the page, and as much for what is decoded. A page has up to 1,024 values.
     """
@@ -322,7 +322,7 @@ def _read_row_group(
     size = max(1, min(1024, _PARQUET_BATCH_BYTES // each))
     try:
         for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=[text_column]):
-            # As bytes, because one value that is not UTF-8 would cost the others.
+            # As bytes: decoding a batch would fail because of one value that is not UTF-8.
             for value in batch.column(0).cast(pa.large_binary()):
                 done += 1
                 where = f"{name} row {first + done}"
@@ -375,7 +375,7 @@ _READERS: dict[str, Callable[[Share, str, Any], Stream]] = {
 
 
 def text_per_byte(file: File, text_column: str) -> float:
-    """Return how many bytes of text a stored byte of a file holds, judged by its beginning or its footer alone.
+    """Return how many bytes of text a stored byte of a file holds, estimated from its beginning or its footer.
 
     Raises: SourceLostError if a hub cannot be read.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
-from gpt2lab.checkpoint.hub import is_offline
+from gpt2lab.checkpoint.target import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
@@ -23,7 +23,7 @@ _HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<name>.+)")
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Files of documents in a fixed order."""
 
     name: str  # of the data folder
@@ -32,12 +32,12 @@ class Source:
     files: tuple[File, ...]
     text_column: str
     revision: str | None = None  # of a hub's data set
-    note: str | None = None  # for people: files that are not read
-    skips_bad: bool = False  # a bad file is no document of this source
+    note: str | None = None  # a warning: files that are not read
+    skips_bad: bool = False  # files that cannot be read are left out
 
     @property
     def identity(self) -> str:
-        """Names the documents as far as that is known before they are read."""
+        """Identifies the documents as far as possible before they are read."""
         at = f", revision {self.revision}" if self.revision else ""
         return f"{identity_of(self.files)}, column {self.text_column}{at}"
 
@@ -66,7 +66,7 @@ class Source:
 
 def open_source(
     source: str, *, text_column: str, subset: str | None = None, revision: str | None = None
-) -> Source:
+) -> TextSource:
     """Return the source that a command line names: python-stdlib, fineweb-edu, hf:NAME, or a file or folder.
 
     Raises: DataError if it is none of these.
@@ -97,7 +97,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_").lower() or "corpus"
 
 
-def _python_stdlib() -> Source:
+def _python_stdlib() -> TextSource:
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     names = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -108,7 +108,7 @@ def _python_stdlib() -> Source:
     ]
     # Neighbouring modules resemble each other: a fixed shuffle keeps training windows mixed.
     files.sort(key=lambda file: hashlib.sha256(file.name.encode()).digest())
-    return Source(
+    return TextSource(
         name="python_stdlib",
         dataset="python_stdlib",
         origin=f"standard library of Python {platform.python_version()}",
@@ -125,7 +125,7 @@ def _hugging_face(
     dataset: str,
     text_column: str,
     revision: str | None,
-) -> Source:
+) -> TextSource:
     offline = is_offline() and not Path(name).is_dir()
     try:
         from datasets import load_dataset_builder
@@ -136,7 +136,7 @@ def _hugging_face(
             raise DataError("it has no files of a train split")
         urls = [str(url) for url in listed["train"]]
         files = _files_at(urls)
-    except Exception as error:  # of many kinds: no network, no such dataset, no access
+    except Exception as error:  # such as no network, no such dataset, no access
         reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         message = f"hf:{name}: cannot be read ({reason})"
         if offline:
@@ -149,7 +149,7 @@ def _hugging_face(
     origin = f"Hugging Face dataset {name}" + (f", {subset}" if subset else "")
     origin += f", revision {pinned['revision']}" if pinned else ""
     revision = pinned["revision"] if pinned else None
-    return Source(folder, dataset, origin, files, text_column, revision)
+    return TextSource(folder, dataset, origin, files, text_column, revision)
 
 
 def _files_at(urls: Sequence[str]) -> tuple[File, ...]:
@@ -164,7 +164,7 @@ def _files_at(urls: Sequence[str]) -> tuple[File, ...]:
         name = on_hub["name"] if on_hub else os.path.relpath(url, parent)
         kind = kind_of(name)
         if kind is None:
-            raise DataError(f"{name} is of no kind that is read: {_KNOWN}")
+            raise DataError(f"{name}: unknown kind of file; supported: {_KNOWN}")
         files.append(File(name, int(system.info(path)["size"]), url, kind))
     return tuple(files)
 
@@ -172,7 +172,7 @@ def _files_at(urls: Sequence[str]) -> tuple[File, ...]:
 _KNOWN = f"{', '.join(KINDS)}, all but .parquet also as {', '.join(PACKINGS)}"
 
 
-def _local(path: Path, text_column: str) -> Source:
+def _local(path: Path, text_column: str) -> TextSource:
     root = path if path.is_dir() else path.parent
     paths, others = _files_below(path) if path.is_dir() else ([path], Counter())
     if not paths:
@@ -181,27 +181,27 @@ def _local(path: Path, text_column: str) -> Source:
     for file in paths:
         kind = kind_of(file.name)
         if kind is None:
-            raise DataError(f"{file}: unknown kind of file; known: {_KNOWN}")
+            raise DataError(f"{file}: unknown kind of file; supported: {_KNOWN}")
         if not file.is_file():
             raise DataError(f"{file}: not a file (a dangling link?)")
         name = file.relative_to(root).as_posix()
         files.append(File(name, file.stat().st_size, str(file.absolute()), kind))
     name = _plain(path.resolve().name.split(".")[0])
     counted = ", ".join(f"{count:,} {suffix}" for suffix, count in others.most_common(5))
-    return Source(
+    return TextSource(
         name=name,
         dataset=name,
         origin=path.name,
         files=tuple(files),
         text_column=text_column,
-        note=f"not read, being of other kinds: {counted}" if others else None,
+        note=f"not read (unknown kinds of files): {counted}" if others else None,
     )
 
 
 def _files_below(folder: Path) -> tuple[list[Path], Counter[str]]:
-    """Return the files of known kinds below a folder, also behind links, each folder once, and count the others.
+    """Return the files of known kinds below a folder, also through links, each folder once, and count the others.
 
-    Raises: DataError if a folder cannot be listed: without its texts the corpus would be another.
+    Raises: DataError if a folder cannot be listed: without its texts the data would differ.
     """
     found: list[Path] = []
     others: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""One group of files -> a folder of its shards, in one step, wherever it runs."""
+"""Prepare one group of files: a folder of its shards, committed by one rename."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ import numpy as np
 
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.data.prepare.encode import EncoderPool
-from gpt2lab.data.prepare.groups import Group
+from gpt2lab.data.prepare.groups import FileGroup
 from gpt2lab.data.prepare.readers import Stream, digest_of, read
-from gpt2lab.data.prepare.split import Divider, SplitRule
-from gpt2lab.data.prepare.write import ShardWriter
+from gpt2lab.data.prepare.write import Divider, ShardWriter, SplitRule
 from gpt2lab.errors import DataError
 from gpt2lab.files import sync_folder, write_durably
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -32,9 +31,9 @@ _BLOCK = 1 << 22  # tokens
 
 @dataclass(frozen=True)
 class Task:
-    """All that the shards of a group depend on besides its files."""
+    """What the shards of a group depend on, and its files."""
 
-    group: Group
+    group: FileGroup
     text_column: str
     shard_tokens: int
     rule: SplitRule
@@ -66,7 +65,7 @@ class Finished:
 def run_task(
     task: Task, staging: Path, pool: EncoderPool, on_tokens: Callable[[int], object]
 ) -> Finished:
-    """Read, tokenize and write a group below `staging`, unless that is done; `on_tokens` hears of progress.
+    """Read, tokenize and write a group below `staging`, unless that is done; `on_tokens` gets the tokens of each batch.
 
     Raises: DataError; OSError if nothing can be written.
     """
@@ -75,7 +74,7 @@ def run_task(
         if _is_current(task, final):
             return read_finished(final)
         shutil.rmtree(final)
-    # Of a name of its own: on a cluster a task that is taken for dead may still be running.
+    # A unique name: on a cluster a task that is believed dead may still be running.
     temporary = staging / f".{task.folder}.{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
@@ -86,7 +85,7 @@ def run_task(
         try:
             os.rename(temporary, final)
         except OSError:
-            if not final.is_dir():  # else another worker was faster, with the same bytes
+            if not final.is_dir():  # else another worker wrote the same bytes first
                 raise
         sync_folder(staging)
         faultpoint("data.after_group", task.group.number)
@@ -96,7 +95,7 @@ def run_task(
 
 
 def _is_current(task: Task, folder: Path) -> bool:
-    """Tell whether a group that is done has the text that its files have now; only files that are newer are read."""
+    """Tell whether a group that is done has the text that its files have now; only newer files are read."""
     finished = read_finished(folder)
     made = (folder / _FACTS).stat().st_mtime
     for share, (*_, digest) in zip(task.group.shares, finished.facts["shares"], strict=True):
@@ -211,6 +210,6 @@ class _Shuffler:
 
 
 def drop_unfinished(staging: Path) -> None:
-    """Delete what killed tasks left behind; only while no task runs."""
+    """Delete what killed tasks left; call it only while no task runs."""
     for path in staging.glob(".group_*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,164 @@
+"""One evaluation on its own: what to measure of which weights, with the settings of their run as defaults.
+
+Torch is imported when the weights are loaded, so that a wrong name is rejected without it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from gpt2lab.config.schema import Config, HellaSwagMetrics, SystemConfig
+from gpt2lab.errors import ConfigError, NonFiniteError
+
+if TYPE_CHECKING:
+    from gpt2lab.checkpoint.target import Target
+    from gpt2lab.data.shards import TokenData
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.evaluation.results import Results
+    from gpt2lab.evaluation.validation import MeasuresLoss, ValidationLoss
+    from gpt2lab.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to measure of one target, and where; None: as the run that trained the weights has it."""
+
+    target: str  # as find_target takes it
+    checkpoint_dir: Path  # the folder of the runs
+    hellaswag: bool = False
+    val: Path | None = None  # folder of shards; None: the run's own data
+    val_tokens: int | None = None
+    hellaswag_path: Path | None = None
+    hellaswag_limit: int | None = None  # 0: all items
+    hellaswag_metrics: HellaSwagMetrics | None = None
+    batch_size: int = 8  # validation windows per forward pass; only rounding depends on it
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"  # auto: the run's, if this device supports it
+    keep_token_losses: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Weights on the device that evaluates them, and what else a measurement needs."""
+
+    request: EvaluationRequest
+    target: Target
+    settings: Config  # of their run; the defaults where there is none
+    model: GPT
+    dtype: Literal["auto", "fp32", "bf16"]
+    strategy: Strategy
+    runtime: Runtime
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint, None for a Hugging Face folder."""
+        return self.target.checkpoint.step if self.target.checkpoint else None
+
+    @property
+    def val_tokens(self) -> int:
+        """How many tokens to validate on."""
+        return self.request.val_tokens or self.settings.eval.val_tokens
+
+
+def load_subject(
+    request: EvaluationRequest, target: Target, settings: Config, runtime: Runtime
+) -> Subject:
+    """Load the weights on every rank, on the device and in the dtype that the request or the run says.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    from gpt2lab.checkpoint.weights import load_weights
+    from gpt2lab.distributed.runtime import native_bf16, resolve_dtype
+    from gpt2lab.distributed.strategy import Strategy
+
+    runtime.use(SystemConfig(device=request.device))
+    dtype = request.dtype
+    if dtype == "auto":
+        dtype = settings.system.dtype
+        if dtype == "bf16" and not native_bf16(runtime.device):
+            dtype = "fp32"
+    system = SystemConfig(device=request.device, dtype=resolve_dtype(dtype, runtime.device))
+    model = runtime.on_all_ranks(lambda: load_weights(target)).to(runtime.device)
+    strategy = Strategy(runtime, system)
+    return Subject(request, target, settings, model, system.dtype, strategy, runtime)
+
+
+def open_shards(subject: Subject) -> tuple[TokenData, MeasuresLoss]:
+    """Return the folder of the request, or the run's own data, and the validation loss on it.
+
+    Raises: ConfigError, DataError: also for data of another tokenizer than the weights'.
+    """
+    from gpt2lab.config.mixture import read_sources
+    from gpt2lab.data.mixture import open_sources, require_folders, validation_orders
+    from gpt2lab.data.shards import open_data
+    from gpt2lab.evaluation.validation import open_validation
+    from gpt2lab.tokenizers.opening import require_same
+
+    request, target, shape = subject.request, subject.target, subject.model.config
+    if request.val is None:
+        require_folders(subject.settings, "--val")
+        data = open_sources(read_sources(subject.settings.data), vocab_size=shape.vocab_size)
+    else:
+        data = open_data(request.val, vocab_size=shape.vocab_size)
+    trained_on = target.checkpoint.manifest["data_fingerprint"] if target.checkpoint else None
+    if data.fingerprint != trained_on:
+        name, folder = target.name, str(data.folder)
+        require_same(target.tokenizer(), data.tokenizer, model=name, data=folder)
+    return data, open_validation(
+        data,
+        validation_orders(data, context_length=shape.context_length),
+        shape,
+        val_tokens=subject.val_tokens,
+        batch_size=request.batch_size,
+        strategy=subject.strategy,
+        runtime=subject.runtime,
+    )
+
+
+def measure_loss(subject: Subject, validation: MeasuresLoss) -> ValidationLoss:
+    """Return the loss of the weights.
+
+    Raises: DataError; NonFiniteError if the loss is not finite.
+    """
+    keep = subject.request.keep_token_losses
+    loss = validation.measure(subject.model, keep_token_losses=keep)
+    assert loss is not None  # nothing interrupts it
+    if not math.isfinite(loss.val_loss):
+        raise NonFiniteError(
+            f"{subject.target.folder}: validation loss {loss.val_loss}: broken weights"
+        )
+    return loss
+
+
+def measure_hellaswag(subject: Subject) -> Results:
+    """Score HellaSwag, with the items and metrics of the run where the request names none.
+
+    Raises: ConfigError if the weights' tokenizer cannot write the items; DataError.
+    """
+    from gpt2lab.evaluation.hellaswag import HellaSwag
+    from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, load_questions
+    from gpt2lab.tokenizers.opening import why_no_text
+
+    request, of_run = subject.request, subject.settings.eval
+    tokenizer = subject.target.tokenizer()
+    problem = why_no_text(tokenizer, subject.model.config.vocab_size)
+    if tokenizer is None or problem is not None:
+        raise ConfigError(f"{request.target}: {problem}: no HellaSwag")
+    limit, used = request.hellaswag_limit, of_run.hellaswag_path
+    limit = of_run.hellaswag_limit if limit is None else limit
+    path = request.hellaswag_path or (used if used and used.exists() else None)
+    results = HellaSwag(
+        subject.runtime.on_rank_zero(
+            lambda: load_questions(path or fetch_hellaswag(), tokenizer).subset(limit)
+        ),
+        context_length=subject.model.config.context_length,
+        strategy=subject.strategy,
+        runtime=subject.runtime,
+        metrics=request.hellaswag_metrics or of_run.hellaswag_metrics,
+    ).measure(subject.model)
+    assert results is not None  # nothing interrupts it
+    return results
