@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import time
 import uuid
@@ -19,11 +18,10 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import JsonFile, read_regular, replace_durably, sweep_temporaries, sync_folder
+from gpt2lab.files import read_regular, replace_durably, sweep_temporaries, sync_folder
 from gpt2lab.model.counts import count_adapters, count_parameters
 from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
-METRICS = "metrics.jsonl"
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
@@ -90,13 +88,15 @@ def list_checkpoints(
     infos, damaged = [], []
     for folder in _step_folders(run_dir):
         try:
-            infos.append(describe(folder, manifests.read_manifest(folder), labels))
+            infos.append(checkpoint_info(folder, manifests.read_manifest(folder), labels))
         except CheckpointError as error:
             damaged.append(error)
     return sorted(infos, key=lambda info: info.step), damaged
 
 
-def describe(folder: Path, manifest: dict[str, Any], labels: dict[str, str]) -> CheckpointInfo:
+def checkpoint_info(
+    folder: Path, manifest: dict[str, Any], labels: dict[str, str]
+) -> CheckpointInfo:
     """Return what a manifest says of the checkpoint in a folder; `labels` are the run's."""
     return CheckpointInfo(
         path=folder,
@@ -181,28 +181,8 @@ def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | No
             aside = bad.with_name(f"corrupt-{bad.name}-{uuid.uuid4().hex[:4]}")
             os.rename(bad, aside)
             damaged[bad] += f"; kept as {aside.name}"
-        return valid, [*damaged.values(), *_gone(run_dir, newest=valid.step)]
-    return None, [*damaged.values(), *_gone(run_dir, newest=None)]
-
-
-def _gone(run_dir: Path, *, newest: int | None) -> list[str]:
-    """Return a line if the checkpoint that the last start ended with was deleted since; `newest`: of those left.
-
-    A start that was killed leaves no such record.
-    """
-    file = JsonFile(run_dir / "status.json", CheckpointError)
-    try:
-        status = file.read()
-        name = Path(str(status["checkpoint"])).name
-    except (CheckpointError, KeyError):
-        return []
-    found = re.fullmatch(r"step_([0-9]{8,18})", name)
-    if found is None or status.get("state") == "running" or list(run_dir.glob(f"*{name}*")):
-        return []
-    if newest is not None and newest >= int(found[1]):
-        return []
-    left = "no other is left" if newest is None else f"step {newest} is used"
-    return [f"{run_dir}: its newest checkpoint, {name}, was deleted; {left}"]
+        return valid, [*damaged.values()]
+    return None, [*damaged.values()]
 
 
 def find(run_dir: Path, target: str) -> CheckpointInfo:
@@ -236,7 +216,7 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
             f"{folder}: a run; name one of its checkpoints, or continue it with "
             f"--run_name {folder.name} --resume latest"
         )
-    return describe(folder, manifests.verify(folder), read_labels(folder.parent))
+    return checkpoint_info(folder, manifests.verify(folder), read_labels(folder.parent))
 
 
 def supersede(run_dir: Path, step: int) -> list[str]:
@@ -373,7 +353,7 @@ class DiskBudget:
         )
 
 
-def look_for_room(run_dir: Path, needed: int) -> DiskBudget:
+def disk_budget(run_dir: Path, needed: int) -> DiskBudget:
     """Compare the bytes that a run keeps at once with what its disk has."""
     folder = run_dir.absolute()
     while not folder.is_dir():

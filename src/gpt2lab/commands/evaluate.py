@@ -23,7 +23,6 @@ from gpt2lab.errors import ConfigError, DataError, NonFiniteError, SaveError, sy
 from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
-    from gpt2lab.checkpoint.target import Target
     from gpt2lab.config.schema import Config, ModelConfig, SystemConfig
     from gpt2lab.data.shards import TokenData
     from gpt2lab.distributed.runtime import Runtime
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from gpt2lab.evaluation.validation import MeasuresLoss
     from gpt2lab.finetuning.rows import Rows
     from gpt2lab.lab.token_losses import TokenLosses
+    from gpt2lab.runs.target import Target
 
 _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
@@ -119,16 +119,15 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
 
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
-    from gpt2lab.checkpoint.target import find_target
     from gpt2lab.config.schema import Config
     from gpt2lab.interop.tasks import keep_tasks, measure_tasks, require_lm_eval
+    from gpt2lab.runs.target import find_target
 
     runs = paths.runs_folder(wanted.checkpoint_dir)
     # One rank asks nobody: a name that means nothing is rejected before torch is imported.
     named = find_target(wanted.target, runs) if "RANK" not in os.environ else None
     if wanted.tasks is not None:
         require_lm_eval(wanted.tasks_path)
-    from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.hellaswag import summarize
@@ -137,6 +136,7 @@ def evaluate(wanted: Evaluate) -> dict[str, Any] | None:
     from gpt2lab.finetuning.evaluation import require_rouge, rouge_l
     from gpt2lab.lab.token_losses import describe_losses
     from gpt2lab.runs.evaluations import file_of
+    from gpt2lab.runs.weights import load_weights
 
     runtime = Runtime()
     target = named or runtime.on_rank_zero(lambda: find_target(wanted.target, runs))
@@ -309,7 +309,7 @@ def _require_windows(wanted: Evaluate, target: Target, *, is_measured: bool) -> 
 
     Raises: ConfigError.
     """
-    from gpt2lab.checkpoint.target import is_run
+    from gpt2lab.runs.target import is_run
 
     if not is_measured:
         raise ConfigError(

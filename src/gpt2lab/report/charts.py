@@ -1,7 +1,7 @@
-"""Charts of a page, drawn as SVG that fits any width: geometry only, report.html writes it. No torch.
+"""Charts of a page, drawn as SVG that fits any width: geometry only, page.html writes it. No torch.
 
 Curves lie in an inner picture that is stretched to the chart's size; ticks and labels are placed in percent around it,
-so that text keeps its size on a narrow screen. report.js shows the values at the pointer, which come along as JSON.
+so that text keeps its size on a narrow screen. page.js shows the values at the pointer, which come along as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpt2lab import fmt
 from gpt2lab.report.curves import AXES, REFERENCES, Axis, Curve, Curves, Trace
 
 WIDTH, HEIGHT = 4000, 1000  # of the inner picture, in its own units
-_COLOURS = 7  # classes c0 ... c6 of report.css
+_COLOURS = 7  # classes c0 ... c6 of page.css
 _LARGEST = 1e30  # what a curve can show, and on a logarithmic scale its inverse is the least
 
 Kind = Literal["raw", "line", "points"]
@@ -29,7 +29,7 @@ class Line:
     """A curve of a chart; `name` is None for one that the legend and the pointer leave out."""
 
     name: str | None
-    colour: str  # class of report.css
+    colour: str  # class of page.css
     kind: Kind
     curve: Curve
 
@@ -52,7 +52,7 @@ class Picture:
     y_ticks: list[tuple[float, str]]
     notes: list[tuple[float, str]]  # height, text
     marks: list[Mark]
-    hover: str  # JSON for report.js
+    hover: str  # JSON for page.js
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Runs on one HTML page that needs no network and runs no script but its own, whatever text the models wrote. No torch.
 
-jinja2 fills report.html and escapes every value. The page's Content-Security-Policy allows only its own style sheet and
+jinja2 fills page.html and escapes every value. The page's Content-Security-Policy allows only its own style sheet and
 its own script, by their hashes.
 """
 
@@ -142,7 +142,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
         "damaged": [str(error) for error in damaged],
         "environment": _environment(facts),
-        "command": summary.command_to_go_on(run_dir, log) if log else None,
+        "command": summary.command_to_continue(run_dir, log) if log else None,
     }
 
 
@@ -160,15 +160,13 @@ def _title(config: Config, log: Log) -> str:
 def _tiles(log: Log) -> list[tuple[str, str, str]]:
     """Return (what, value, note) of the numbers at the top of the page."""
     evals, scores = log.current("eval"), log.current("hellaswag")
-    newest = log.last_step()
+    first, newest = log.first_step(), log.last_step()
     tiles = []
-    if newest is not None:
-        first = log.step(int(log.numbers[0])) or {}
+    if first is not None and newest is not None:
         note = f"{fmt.number(first.get('loss'))} at step {first['step']:,}"
         tiles.append(("training loss", fmt.number(newest.get("loss")), note))
-    measured = [event for event in evals.values() if event["val_loss"] is not None]
-    if measured:
-        last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
+    if (best := log.best_eval()) is not None:
+        last = [event for event in evals.values() if event["val_loss"] is not None][-1]
         note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
@@ -180,8 +178,10 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         goal = f" of {begin['max_steps']:,}" if (begin := log.last_begin) else ""
         shown = "n/a" if tokens is None else fmt.count(tokens)
         tiles.append(("tokens", shown, f"step {newest['step']:,}{goal}"))
-        rate, mfu = _median(log, "tokens_per_second"), _median(log, "mfu")
-        note = "median step" if mfu is None else f"median step; MFU {mfu:.1%}"
+        rate, note = _median(log, "tokens_per_second"), "median step"
+        if rate and newest.get("mfu") and newest.get("tokens_per_second"):
+            mfu = newest["mfu"] * rate / newest["tokens_per_second"]  # proportional on one machine
+            note += f"; MFU {mfu:.1%}"
         tiles.append(("tokens/s", fmt.number(rate, ",.0f"), note))
         starts = log.last_attempt
         trained = float(np.nansum(log.column("step_seconds")))

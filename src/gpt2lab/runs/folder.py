@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -19,7 +20,8 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError, FolderLostError, InUseError, system_errors_as
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
-from gpt2lab.runs.lock import LOCK, holder_of, lock
+
+LOCK = "run.lock"
 
 
 class RunFolder:
@@ -159,19 +161,43 @@ class RunFolder:
         self.write_status(**self._status)
 
 
+def lock(file: IO[str]) -> None:
+    """Lock a file; retry twice, because readers such as status.py hold the lock for a moment.
+
+    Raises: OSError if it stays locked.
+    """
+    for pause in (0.05, 0.2):
+        with contextlib.suppress(OSError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(pause)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def holder_of(run_dir: Path) -> str | None:
+    """Return who trains in a folder, as `process 17 on host`, None if nobody does."""
+    try:
+        with open(run_dir / LOCK) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "another process"
+    except OSError:
+        pass
+    return None
+
+
 def _device_and_inode(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def provenance() -> dict[str, Any]:
+def provenance(torch_version: str) -> dict[str, Any]:
     """Return the versions that a result depends on, and the commit where there is one."""
     import numpy
-    import torch
 
     return {
         "gpt2lab": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": torch_version,
         "numpy": numpy.__version__,
         "git": git_commit(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
