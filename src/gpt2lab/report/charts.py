@@ -10,28 +10,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from gpt2lab import fmt
-from gpt2lab.report.curves import AXES, REFERENCES, Axis, Curve, Curves, Trace
+from gpt2lab.report.curves import AXES, FEWEST_JOINED, Axis, Curves, Line, Panel, panels_of
 
 WIDTH, HEIGHT = 4000, 1000  # of the inner picture, in its own units
 _COLOURS = 7  # classes c0 ... c6 of page.css
 _LARGEST = 1e30  # what a curve can show, and on a logarithmic scale its inverse is the least
-
-Kind = Literal["raw", "line", "points"]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A curve of a chart; `name` is None for one that the legend and the pointer leave out."""
-
-    name: str | None
-    colour: str  # class of page.css
-    kind: Kind
-    curve: Curve
 
 
 @dataclass(frozen=True)
@@ -166,32 +154,7 @@ def _short(value: float, more: int) -> str:
 
 def charts_of(runs: Sequence[Curves]) -> list[Chart]:
     """Return the charts of one run, or of several over each other."""
-    several = len(runs) > 1
-    losses = [line for i, run in enumerate(runs) for line in _losses(run, i, several=several)]
-    by_run = [(colour_of(i), run.name) for i, run in enumerate(runs)] if several else None
-    title = f"loss, nats/token{'; dots: validation' if several else ''}"
-    charts = [_chart(title, losses, runs, legend=by_run, height=340)]
-    for metric, references in REFERENCES.items():
-        scores = [
-            Line(run.name if several else "accuracy", colour_of(i), "points", run.hellaswag[metric])
-            for i, run in enumerate(runs)
-            if metric in run.hellaswag
-        ]
-        if scores:
-            title = f"HellaSwag {metric} ± standard error"
-            charts.append(_chart(title, scores, runs, references=references))
-    rates = [line for i, run in enumerate(runs) for line in _rates(run, i, several=several)]
-    names = [run.name if several else "running median" for run in runs]
-    norms = [line for i, name in enumerate(names) for line in _trace(name, runs[i].grad_norm, i)]
-    speeds = [
-        line for i, name in enumerate(names) for line in _trace(name, runs[i].tokens_per_second, i)
-    ]
-    return [
-        *charts,
-        _chart("learning rate", rates, runs, low=0.0),
-        _chart("gradient norm", norms, runs, is_log=True),
-        _chart("tokens/s", speeds, runs, low=0.0),
-    ]
+    return [_chart(panel, runs) for panel in panels_of(runs)]
 
 
 def colour_of(number: int) -> str:
@@ -199,54 +162,26 @@ def colour_of(number: int) -> str:
     return f"c{number % _COLOURS}"
 
 
-def _losses(run: Curves, number: int, *, several: bool) -> list[Line]:
-    prefix, colour = f"{run.name}, " if several else "", colour_of(number)
-    training = colour if several else "grey"
-    return [
-        Line(None, training, "raw", run.loss.raw),
-        Line(f"{prefix}training, running median", training, "line", run.loss.smooth),
-        Line(f"{prefix}validation ± standard error", colour, "points", run.validation),
-    ]
+def _class_of(line: Line) -> str:
+    colour = "grey" if line.colour is None else colour_of(line.colour)
+    return f"{colour} dashed" if line.is_dashed else colour
 
 
-def _rates(run: Curves, number: int, *, several: bool) -> list[Line]:
-    lines = []
-    for (optimizer, rate), dash in zip(run.rates.items(), ("", " dashed"), strict=False):
-        parts = [run.name] if several else []
-        parts += [optimizer] if len(run.rates) > 1 or not several else []
-        lines.append(Line(", ".join(parts), colour_of(number) + dash, "line", rate))
-    return lines
-
-
-def _trace(name: str, trace: Trace, number: int) -> list[Line]:
-    colour = colour_of(number)
-    return [Line(None, colour, "raw", trace.raw), Line(name, colour, "line", trace.smooth)]
-
-
-def _chart(
-    title: str,
-    lines: list[Line],
-    runs: Sequence[Curves],
-    *,
-    references: Sequence[tuple[float, str]] = (),
-    legend: list[tuple[str, str]] | None = None,
-    height: int = 240,
-    is_log: bool = False,
-    low: float | None = None,
-) -> Chart:
-    lines = [line for line in lines if len(line.curve)]
-    values = [np.array([value for value, _ in references])]
+def _chart(panel: Panel, runs: Sequence[Curves]) -> Chart:
+    lines = [line for line in panel.lines if len(line.curve)]
+    values = [np.array([value for value, _ in panel.references])]
     for line in lines:
         error = 0.0 if line.curve.error is None else line.curve.error
         values += [line.curve.y - error, line.curve.y + error]
-    y = Scale.over(np.concatenate(values), is_log=is_log, low=low)
-    if legend is None:
-        legend = [(line.colour, line.name) for line in lines if line.name is not None]
-    shown = list(legend) if len(legend) > 1 else []
+    y = Scale.over(np.concatenate(values), is_log=panel.is_log, low=panel.low)
+    legend = [(_class_of(line), line.name) for line in lines if line.name is not None]
+    if panel.by_run:
+        legend = [(colour_of(i), run.name) for i, run in enumerate(runs)]
+    shown = legend if len(legend) > 1 else []
     if any(len(run.resumes["step"]) for run in runs):
-        shown.append(("dotted", "resumed"))
-    pictures = [_picture(axis, lines, runs, references, y) for axis in AXES]
-    return Chart(title, height, shown, pictures)
+        shown = [*shown, ("dotted", "resumed")]
+    pictures = [_picture(axis, lines, runs, panel.references, y) for axis in AXES]
+    return Chart(panel.title, 340 if panel.title.startswith("loss") else 240, shown, pictures)
 
 
 def _picture(
@@ -279,21 +214,20 @@ def _picture(
 
 
 def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[Mark]:
-    curve = line.curve
+    curve, colour = line.curve, _class_of(line)
     y = scale.at(curve.y)
     known = np.isfinite(x) & np.isfinite(y)
     across, down = (WIDTH * x[known]).round(), (HEIGHT * (1 - y[known])).round()
     places = [f"{a:.0f},{b:.0f}" for a, b in zip(across, down, strict=True)]
     path = "M" + "L".join(places) if places else ""
     if line.kind != "points":
-        return [Mark(f"{line.colour} {line.kind}", path)]
+        return [Mark(f"{colour} {line.kind}", path)]
     error = np.zeros(len(curve)) if curve.error is None else curve.error
     ends = [HEIGHT * (1 - scale.at(curve.y + s * error)[known]) for s in (-1, 1)]
     bars = zip(across, *ends, strict=True)
     errors = "".join(f"M{a:.0f},{low:.0f}V{high:.0f}" for a, low, high in bars)
-    marks = [Mark(f"{line.colour} error", errors), Mark(f"{line.colour} points", _dots(places))]
-    # A line between few points misleads.
-    return [Mark(f"{line.colour} line", path), *marks] if len(places) >= 5 else marks
+    marks = [Mark(f"{colour} error", errors), Mark(f"{colour} points", _dots(places))]
+    return [Mark(f"{colour} line", path), *marks] if len(places) >= FEWEST_JOINED else marks
 
 
 def _dots(places: Sequence[str]) -> str:
@@ -305,7 +239,7 @@ def _values(line: Line, axis: Axis) -> dict[str, Any]:
     """Return what the pointer shows of a line."""
     curve = line.curve
     known = np.isfinite(curve.x[axis]) & np.isfinite(curve.y)
-    values: dict[str, Any] = {"name": line.name, "colour": line.colour}
+    values: dict[str, Any] = {"name": line.name, "colour": _class_of(line)}
     values["x"] = [float(f"{x:.10g}") for x in curve.x[axis][known]]
     values["y"] = [float(f"{y:.5g}") for y in curve.y[known]]
     if curve.error is not None:

@@ -1,9 +1,12 @@
-"""What a run's log draws: few points of each curve, with their places by step, tokens and hours. No torch."""
+"""The curves of runs: few points of each, with their places by step, tokens and hours, and the panels that they share.
+
+The page (charts.py) and the pictures of `plot` (plots.py) draw the same panels. No torch.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +20,7 @@ Axis = Literal["step", "tokens", "hours"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 
 _POINTS = 400  # of a curve: more is noise on a page
+FEWEST_JOINED = 5  # measured points: a line between fewer misleads
 _WINDOW = 25  # a smoothed curve is a median over this part of a run
 _LOOKED_AT = 2000  # values of a window of it: more would not move it by a pixel
 
@@ -50,7 +54,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run recorded; only along the line of steps that its newest weights went through."""
+    """The curves of a run, along the steps that led to its newest weights."""
 
     name: str
     loss: Trace
@@ -60,6 +64,29 @@ class Curves:
     validation: Curve
     hellaswag: dict[str, Curve]  # {metric: accuracies}
     resumes: dict[Axis, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a panel; `name` is None for one that the legend and the pointer leave out."""
+
+    name: str | None
+    colour: int | None  # the place of its run among those drawn; None: grey
+    kind: Literal["raw", "line", "points"]
+    curve: Curve
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share a vertical axis."""
+
+    title: str
+    lines: list[Line]
+    references: Sequence[tuple[float, str]] = ()  # values to draw a level at, with their names
+    is_log: bool = False  # by default, the vertical axis
+    low: float | None = None  # the lower end of the vertical axis
+    by_run: bool = False  # whether the legend names runs instead of lines
 
 
 def read_curves(run_dir: Path) -> Curves:
@@ -91,6 +118,56 @@ def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curve
         hellaswag={metric: curve for metric, curve in measured.items() if len(curve)},
         resumes=places.of(event["step"] for event in log.of_kind("resume")),
     )
+
+
+def panels_of(runs: Sequence[Curves]) -> list[Panel]:
+    """Return the panels of one run, or of several over each other: loss, HellaSwag, learning rate, norm, speed."""
+    several = len(runs) > 1
+    numbered = list(enumerate(runs))
+    losses = [line for i, run in numbered for line in _loss_lines(run, i, several=several)]
+    title = f"loss, nats/token{'; dots: validation' if several else ''}"
+    panels = [Panel(title, losses, by_run=several)]
+    for metric, references in REFERENCES.items():
+        scores = [
+            Line(run.name if several else "accuracy", i, "points", run.hellaswag[metric])
+            for i, run in numbered
+            if metric in run.hellaswag
+        ]
+        if scores:
+            panels.append(Panel(f"HellaSwag {metric} ± standard error", scores, references))
+    rates = [
+        Line(
+            ", ".join([run.name] * several + [optimizer] * (len(run.rates) > 1 or not several)),
+            *(i, "line", rate),
+            is_dashed=place > 0,
+        )
+        for i, run in numbered
+        for place, (optimizer, rate) in enumerate(run.rates.items())
+    ]
+    names = [run.name if several else "running median" for run in runs]
+    norms = [line for i, run in numbered for line in _trace_lines(names[i], run.grad_norm, i)]
+    speeds = [
+        line for i, run in numbered for line in _trace_lines(names[i], run.tokens_per_second, i)
+    ]
+    return [
+        *panels,
+        Panel("learning rate", rates, low=0.0),
+        Panel("gradient norm", norms, is_log=True),
+        Panel("tokens/s", speeds, low=0.0),
+    ]
+
+
+def _loss_lines(run: Curves, number: int, *, several: bool) -> list[Line]:
+    prefix = f"{run.name}, " if several else ""
+    name = f"{prefix}training, running median"
+    return [
+        *_trace_lines(name, run.loss, number if several else None),
+        Line(f"{prefix}validation ± standard error", number, "points", run.validation),
+    ]
+
+
+def _trace_lines(name: str, trace: Trace, colour: int | None) -> list[Line]:
+    return [Line(None, colour, "raw", trace.raw), Line(name, colour, "line", trace.smooth)]
 
 
 class _Places:

@@ -18,7 +18,7 @@ import numpy as np
 from gpt2lab import fmt, paths
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
-from gpt2lab.report.curves import REFERENCES, Axis, Curve, Curves, Trace
+from gpt2lab.report.curves import FEWEST_JOINED, Axis, Curve, Curves, Panel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,13 +29,6 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 # Text and lines of an SVG that is read on a light and on a dark page.
 _INK, _INK_ON_DARK = "#656d76", "#9198a1"
 _GREY = "#8c959f"
-
-_Y_LABELS = {
-    "loss": "loss, nats/token",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "speed": "tokens/s",
-}
 
 # The label of each axis; hours leave out evaluations and the pauses between starts.
 X_LABELS: dict[Axis, str] = {"step": "step", "tokens": "tokens", "hours": "hours of steps"}
@@ -368,8 +361,7 @@ def _grid(figure: Figure, panels: int) -> list[Axes]:
 
 
 def _figure(runs: list[Curves], view: View, *, only_loss: bool = False) -> Figure:
-    metrics = [m for m in REFERENCES if any(m in run.hellaswag for run in runs)]
-    panels = ["loss"] if only_loss else ["loss", *metrics, "lr", "grad_norm", "speed"]
+    panels = panels_of(runs)[: 1 if only_loss else None]
     rows = (len(panels) + 1) // 2
     figure = _new_figure(9, 3) if only_loss else _new_figure(12, 3.4 * rows)
     for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
@@ -377,52 +369,34 @@ def _figure(runs: list[Curves], view: View, *, only_loss: bool = False) -> Figur
     return figure
 
 
-def _draw_panel(axes: Axes, panel: str, runs: list[Curves], view: View) -> None:
-    several, references = len(runs) > 1, REFERENCES.get(panel, [])
-    for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
-        label = run.name if several else None
-        if panel == "loss":
-            _draw_loss(axes, run, view.x, colour, several=several)
-        elif panel in REFERENCES:
-            if panel in run.hellaswag:
-                _draw_measured(axes, run.hellaswag[panel], view.x, color=colour, label=label)
-        elif panel == "lr":
-            for (optimizer, rate), dash in zip(run.rates.items(), ("-", "--"), strict=False):
-                name = " ".join(filter(None, [label, optimizer if len(run.rates) > 1 else None]))
-                axes.plot(rate.x[view.x], rate.y, dash, color=colour, lw=1.2, label=name or None)
+def _draw_panel(axes: Axes, panel: Panel, runs: list[Curves], view: View) -> None:
+    for line in panel.lines:
+        colour = _GREY if line.colour is None else _COLOURS[line.colour % len(_COLOURS)]
+        x, y = line.curve.x[view.x], line.curve.y
+        if line.kind == "points":
+            _draw_measured(axes, line.curve, view.x, color=colour, lw=1.5, label=line.name)
+        elif line.kind == "raw":
+            axes.plot(x, y, color=colour, lw=0.6, alpha=0.3)
         else:
-            trace = run.grad_norm if panel == "grad_norm" else run.tokens_per_second
-            _draw_trace(axes, trace, view.x, color=colour, label=label)
+            axes.plot(x, y, "--" if line.is_dashed else "-", color=colour, lw=1.2, label=line.name)
+    for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
         for resumed in run.resumes[view.x]:
             axes.axvline(resumed, color=colour, lw=0.8, ls=":", alpha=0.7)
     view.scale(axes)
-    axes.set_ylabel(_Y_LABELS.get(panel, f"HellaSwag {panel}"))
-    for value, name in references:
+    axes.set_ylabel(panel.title)
+    for value, name in panel.references:
         axes.axhline(value, color="#666666", lw=1, ls="--")
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
         axes.annotate(name, (0.01, value), fontsize=8, color="#444444", **place)
-    if panel == "speed" and axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=0)
+    if panel.low is not None and axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=panel.low)
     if any(len(run.resumes["step"]) for run in runs):
         axes.set_title("dotted: resumed", fontsize=8, loc="right", color="#666666")
-    if axes.get_legend_handles_labels()[1]:
+    if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(fontsize=8, frameon=False)
-
-
-def _draw_loss(axes: Axes, run: Curves, x: Axis, colour: str, *, several: bool) -> None:
-    name = f"{run.name}, " if several else ""
-    _draw_trace(axes, run.loss, x, color=colour if several else _GREY, label=f"{name}training")
-    label = f"{name}validation" if several else "validation, with its standard error"
-    _draw_measured(axes, run.validation, x, color=colour, lw=1.5, label=label)
-
-
-def _draw_trace(axes: Axes, trace: Trace, x: Axis, **style: Any) -> None:
-    """Draw medians over faint extremes."""
-    axes.plot(trace.raw.x[x], trace.raw.y, color=style["color"], lw=0.6, alpha=0.3)
-    axes.plot(trace.smooth.x[x], trace.smooth.y, lw=1.2, **style)
 
 
 def _draw_measured(axes: Axes, curve: Curve, x: Axis, **style: Any) -> None:
     """Draw evaluations with their standard errors."""
-    line = "-" if len(curve) >= 5 else "none"  # a line between few points misleads
+    line = "-" if len(curve) >= FEWEST_JOINED else "none"
     axes.errorbar(curve.x[x], curve.y, curve.error, marker="o", ms=3, ls=line, **style)

@@ -301,12 +301,14 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
         file.write(json.dumps(event) + "\n")
     found = curves.read_curves(run_dir)
     axes = Figure().add_subplot()
-    plots._draw_panel(axes, "acc_norm", [found], plots.View())
+    plots._draw_panel(axes, curves.panels_of([found])[1], [found], plots.View())
     lines = [line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"]
     assert lines == [0.3114, 0.337]
     panels = [axes.get_ylabel() for axes in plots._figure([found], plots.View()).axes]
-    assert "HellaSwag acc_norm" in panels
-    assert "HellaSwag acc_token_norm" not in panels  # the lineage's 0.2955 has no place here
+    assert "HellaSwag acc_norm ± standard error" in panels
+    assert not any(
+        "acc_token_norm" in panel for panel in panels
+    )  # the lineage's 0.2955 has no place here
     plots.draw([found], tmp_path / "x.png", plots.View())
 
 
