@@ -154,7 +154,8 @@ def _short(value: float, more: int) -> str:
 
 def charts_of(runs: Sequence[Curves]) -> list[Chart]:
     """Return the charts of one run, or of several over each other."""
-    return [_chart(panel, runs) for panel in panels_of(runs)]
+    panels = panels_of(runs)
+    return [_chart(p, runs, height=340 if p is panels[0] else 240) for p in panels]
 
 
 def colour_of(number: int) -> str:
@@ -167,7 +168,7 @@ def _class_of(line: Line) -> str:
     return f"{colour} dashed" if line.is_dashed else colour
 
 
-def _chart(panel: Panel, runs: Sequence[Curves]) -> Chart:
+def _chart(panel: Panel, runs: Sequence[Curves], *, height: int) -> Chart:
     lines = [line for line in panel.lines if len(line.curve)]
     values = [np.array([value for value, _ in panel.references])]
     for line in lines:
@@ -181,7 +182,7 @@ def _chart(panel: Panel, runs: Sequence[Curves]) -> Chart:
     if any(len(run.resumes["step"]) for run in runs):
         shown = [*shown, ("dotted", "resumed")]
     pictures = [_picture(axis, lines, runs, panel.references, y) for axis in AXES]
-    return Chart(panel.title, 340 if panel.title.startswith("loss") else 240, shown, pictures)
+    return Chart(panel.title, height, shown, pictures)
 
 
 def _picture(

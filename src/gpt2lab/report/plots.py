@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +30,9 @@ _GREY = "#8c959f"
 
 # The label of each axis; hours leave out evaluations and the pauses between starts.
 X_LABELS: dict[Axis, str] = {"step": "step", "tokens": "tokens", "hours": "hours of steps"}
+
+
+Table = Literal["speeds", "ablation", "compare", "ladder"]
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,30 @@ def draw(runs: list[Curves], path: Path, view: View, *, only_loss: bool = False)
     _write(_figure(runs, view, only_loss=only_loss), path)
 
 
-def draw_speeds(table: Path, path: Path) -> None:
-    """Draw measured tokens/s as bars, a panel per model size; `table` is JSON like docs/benchmarks.json.
+def draw_table(kind: Table, file: Path, path: Path, view: View) -> None:
+    """Draw what a JSON file holds: measured speeds, an ablation over seeds, `compare --json`, or a ladder.
 
-    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
+    Raises: ConfigError if matplotlib is missing, the file cannot be read or the picture cannot be written.
     """
-    _write(_figure_of(table, _speeds, "no table of speeds", "docs/benchmarks.json is one"), path)
+    draw, otherwise, fix = {
+        "speeds": (_speeds, "no table of speeds", "docs/benchmarks.json is one"),
+        "ablation": (_ablation, "no table of an ablation", f"{paths.script('ablate')} writes it"),
+        "compare": (
+            _comparison,
+            "no comparison with intervals",
+            f"{paths.script('compare')} --json prints one of groups of runs, or with --explain",
+        ),
+        "ladder": (_ladder, "no results of a ladder", f"{paths.script('ladder')} fit writes them"),
+    }[kind]
+    try:
+        figure = draw(json.loads(file.read_text()), view)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{file}: {otherwise} ({_reason(error)}); {fix}") from error
+    _write(figure, path)
 
 
-def _speeds(found: dict[str, Any]) -> Figure:
+def _speeds(found: dict[str, Any], view: View) -> Figure:
+    """Draw measured tokens/s as bars, a panel for each model size."""
     sizes = found["tokens_per_second"]
     panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
     figure = _new_figure(9, 2.2 * -(-len(panels) // 2))
@@ -91,30 +107,11 @@ def _speeds(found: dict[str, Any]) -> Figure:
     return figure
 
 
-def _figure_of(file: Path, draw: Callable[[Any], Figure], otherwise: str, fix: str) -> Figure:
-    """Draw what a JSON file holds.
-
-    Raises: ConfigError that says what it is `otherwise`, if it cannot be read or holds something else.
-    """
-    try:
-        return draw(json.loads(file.read_text()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"{file}: {otherwise} ({_reason(error)}); {fix}") from error
-
-
-def draw_ablation(table: Path, path: Path, view: View) -> None:
-    """Draw the validation loss of each setting of an ablation.json: mean and standard error over its seeds.
+def _ablation(found: dict[str, Any], view: View) -> Figure:
+    """Draw the validation loss of each setting, mean and standard error over its seeds.
 
     Beside it stand the differences to the baseline with their 95 % intervals, where the table has them.
-
-    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    fix = f"{paths.script('ablate')} writes it"
-    draw = functools.partial(_ablation, view=view)
-    _write(_figure_of(table, draw, "no table of an ablation", fix), path)
-
-
-def _ablation(found: dict[str, Any], view: View) -> Figure:
     settings, comparisons = found["settings"], found.get("comparisons", [])
     curves = {row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings}
     intervals = {row["setting"]: _intervals(row) for row in comparisons}
@@ -170,16 +167,7 @@ def _draw_differences(
         axes.legend(fontsize=8, frameon=False)
 
 
-def draw_comparison(answer: Path, path: Path) -> None:
-    """Draw what `compare --json` printed of groups of runs, or with --explain.
-
-    Raises: ConfigError if matplotlib is missing, the answer cannot be read or the file cannot be written.
-    """
-    fix = f"{paths.script('compare')} --json prints one of groups of runs, or with --explain"
-    _write(_figure_of(answer, _comparison, "no comparison with intervals", fix), path)
-
-
-def _comparison(found: dict[str, Any]) -> Figure:
+def _comparison(found: dict[str, Any], view: View) -> Figure:
     title = f"A  {found['a']}    B  {found['b']}"
     draw = _explanation if "explain" in found else _differences_of_groups
     return draw(found, title)
@@ -236,16 +224,8 @@ def _part(group: dict[str, Any], whole: float) -> tuple[float, ...]:
     return (part, *ends, float(group["tokens"]) * whole)
 
 
-def draw_ladder(table: Path, path: Path) -> None:
-    """Draw a ladder.json: each rung's seeds, the fitted law with its 80 % band by size, and the predicted top rung.
-
-    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
-    """
-    fix = f"{paths.script('ladder')} fit writes them"
-    _write(_figure_of(table, _ladder, "no results of a ladder", fix), path)
-
-
-def _ladder(ladder: dict[str, Any]) -> Figure:
+def _ladder(ladder: dict[str, Any], view: View) -> Figure:
+    """Draw each rung's seeds, the fitted law with its 80 % band by size, and the predicted top rung."""
     rungs, curves, top = ladder["rungs"], ladder["curves"], ladder["prediction"]
     score = ladder["score"]
     figure = _new_figure(9, 4.5)
