@@ -1,4 +1,4 @@
-"""The checkpoints of a run: list, choose, label, retire. Reads manifests and headers of weights; no torch."""
+"""The checkpoints of a run: list, choose, label, delete. Reads manifests and headers of weights; no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
-# Errors of an entry that is no label: deleted meanwhile, a folder, a circular link, a pipe, a device, too large.
+# Errors for an entry that is not a label: deleted meanwhile, a folder, a circular link, a pipe, a device, too large.
 _NO_LABEL = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG)
 
 
@@ -49,7 +49,7 @@ class CheckpointInfo:
         Raises: CheckpointError if they are invalid, or do not match the weights.
         """
         try:
-            # Before there was a choice, the residual stream was fp32.
+            # Older versions had an fp32 residual stream and no setting for it.
             config = read_settings({"residual_dtype": "fp32", **self.manifest["config"]})
         except ConfigError as error:
             raise CheckpointError(f"{self.path / manifests.MANIFEST}: {error}") from error
@@ -97,7 +97,7 @@ def list_checkpoints(
 def checkpoint_info(
     folder: Path, manifest: dict[str, Any], labels: dict[str, str]
 ) -> CheckpointInfo:
-    """Return what a manifest says of the checkpoint in a folder; `labels` are the run's."""
+    """Return a checkpoint as its manifest describes it; `labels` are those of the run."""
     return CheckpointInfo(
         path=folder,
         step=manifest["step"],
@@ -146,7 +146,7 @@ def set_label(run_dir: Path, label: str, step: int) -> None:
 
 
 def run_folders(checkpoint_dir: Path) -> list[Path]:
-    """Return the folders that may be runs, by name; those that this user may not read (lost+found) are left out."""
+    """Return the folders that may be runs, sorted by name, without those that this user cannot read (lost+found)."""
     if not checkpoint_dir.is_dir():
         return []
     return sorted(
@@ -165,17 +165,17 @@ def newest_run(checkpoint_dir: Path) -> Path | None:
 
 
 def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | None, list[str]]:
-    """Return the newest checkpoint whose every byte verifies, and one line for each damaged one passed over.
+    """Return the newest checkpoint of which every byte verifies, and one line for each damaged one that was skipped.
 
     With `set_aside`, damaged folders newer than a valid one are renamed to `corrupt-step_...` (never deleted).
-    If none is valid, nothing is renamed: a later start must not take the run for an empty one.
+    If none is valid, nothing is renamed: a later start must not mistake the run for an empty one.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(_step_folders(run_dir)):
         try:
             valid = open_checkpoint(folder)
         except CheckpointError as error:
-            damaged[folder] = f"damaged checkpoint passed over: {error}"
+            damaged[folder] = f"damaged checkpoint skipped: {error}"
             continue
         for bad in damaged if set_aside else ():
             aside = bad.with_name(f"corrupt-{bad.name}-{uuid.uuid4().hex[:4]}")
@@ -222,7 +222,7 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
 def supersede(run_dir: Path, step: int) -> list[str]:
     """Move checkpoints newer than `step` (and the labels on them) aside; return their names.
 
-    Otherwise retention by step number would delete the new checkpoints of a run that goes back first.
+    Otherwise retention by step number would delete the new checkpoints of a run that goes back to an earlier step.
     """
     newer = [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
     if not newer:
@@ -237,7 +237,7 @@ def supersede(run_dir: Path, step: int) -> list[str]:
             (run_dir / LABELS / label).unlink()
     for name in names:
         os.rename(run_dir / name, aside / name)
-    # Before the log says that the run goes on from an earlier step.
+    # Before the log says that the run continues from an earlier step.
     sync_folder(aside)
     sync_folder(run_dir)
     return names
@@ -323,11 +323,11 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class DiskBudget:
-    """The disk of a run before it starts, in bytes."""
+    """The disk space of a run before it starts, in bytes."""
 
     folder: Path  # the nearest existing one, on the same disk as the run
     free: int
-    held: int  # by the checkpoints that later ones replace
+    held: int  # by existing checkpoints, which later ones replace
     needed: int  # by all checkpoints that the retention plan keeps
 
     @property
@@ -354,7 +354,7 @@ class DiskBudget:
 
 
 def disk_budget(run_dir: Path, needed: int) -> DiskBudget:
-    """Compare the bytes that a run keeps at once with what its disk has."""
+    """Return the disk space of a run that needs this many bytes for its checkpoints."""
     folder = run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent

@@ -1,7 +1,7 @@
-"""Charts of a page, drawn as SVG that fits any width: geometry only, page.html writes it. No torch.
+"""The geometry of the charts on a page, which page.html writes as SVG. No torch.
 
-Curves lie in an inner picture that is stretched to the chart's size; ticks and labels are placed in percent around it,
-so that text keeps its size on a narrow screen. page.js shows the values at the pointer, which come along as JSON.
+Curves are drawn in an inner picture that is stretched to the size of the chart; ticks and labels are placed around it
+in percent, so that text keeps its size on a narrow screen. page.js shows the values at the pointer, from JSON.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from gpt2lab import fmt
 from gpt2lab.report.curves import AXES, FEWEST_JOINED, Axis, Curves, Line, Panel, panels_of
 
-WIDTH, HEIGHT = 4000, 1000  # of the inner picture, in its own units
+WIDTH, HEIGHT = 4000, 1000  # of the inner picture, in its units
 _COLOURS = 7  # classes c0 ... c6 of page.css
-_LARGEST = 1e30  # what a curve can show, and on a logarithmic scale its inverse is the least
+_LARGEST = 1e30  # value that is drawn; the smallest one on a logarithmic scale is its inverse
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A path of the inner picture, with its classes and what is said of it where the pointer rests."""
+    """A path of the inner picture, with its CSS classes and the tooltip."""
 
     classes: str
     path: str
@@ -33,7 +33,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart by one axis: places in percent of its width and height."""
+    """A chart over one axis; places are in percent of its width and height."""
 
     axis: Axis | None
     x_ticks: list[tuple[float, str]]
@@ -67,7 +67,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to shares of a length, 0 at its low end."""
+    """Maps values to shares of a length, 0 at its low end."""
 
     low: float
     high: float
@@ -82,7 +82,7 @@ class Scale:
         low: float | None = None,
         margin: float = 0.04,
     ) -> Scale:
-        """Return a scale on which all values lie, or all positive ones of a logarithmic scale; from `low`, if given."""
+        """Return a scale that covers all values (positive ones if logarithmic); it begins at `low`, if given."""
         known = values[np.isfinite(values) & (np.abs(values) < _LARGEST)]
         known = known[known > 1 / _LARGEST] if is_log else known
         least, most = (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
@@ -96,7 +96,7 @@ class Scale:
         return cls(least - margin * span if low is None else least, most + margin * span)
 
     def at(self, values: Any) -> np.ndarray:
-        """Return the shares; NaN for what has no place."""
+        """Return the shares; NaN for a value that cannot be drawn."""
         known = np.asarray(values, float)
         has_place = np.abs(known) < _LARGEST
         if self.is_log:
@@ -117,7 +117,7 @@ class Scale:
             values = [value for value in values if self.low <= value <= self.high]
             if len(values) > 1:
                 return _labelled(values)
-        # Also where a logarithmic scale is too short for two round values.
+        # A logarithmic scale that is too short for two round values has linear ticks.
         rough = (self.high - self.low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(f * unit for f in (1, 2, 2.5, 5, 10) if f * unit >= 0.999 * rough)
@@ -127,7 +127,7 @@ class Scale:
     def percent(
         self, labelled: Sequence[tuple[float, str]], *, down: bool = False
     ) -> list[tuple[float, str]]:
-        """Return labels with their places in percent, from the right or upper end if `down`."""
+        """Return labels with their places in percent; from the upper end if `down`."""
         shares = [float(self.at(value)) for value, _ in labelled]
         return [
             (round(100 * (1 - share if down else share), 2), text)
@@ -136,7 +136,7 @@ class Scale:
 
 
 def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
-    """Return values with their texts, of as many digits as tell them apart."""
+    """Return values with their texts, with the fewest digits that make the texts differ."""
     texts: list[str] = []
     for more in range(12):
         texts = [_short(value, more) for value in values]
@@ -146,7 +146,7 @@ def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
 
 
 def _short(value: float, more: int) -> str:
-    """Write a round number: 0.0005, 2.5, 2500, 12.5K, or with more digits than these; no sum of tenths shows."""
+    """Write a round number: 0.0005, 2.5, 2500, 12.5K; `more` digits than these. Rounding errors do not show."""
     if value < 10_000:
         return f"{value:.{6 + more}g}"
     return fmt.count(value, digits=3 + more)
@@ -159,7 +159,7 @@ def charts_of(runs: Sequence[Curves]) -> list[Chart]:
 
 
 def colour_of(number: int) -> str:
-    """Return the class that colours a run, by its place among the runs of a page."""
+    """Return the CSS class with the colour of a run, by its place among the runs of a page."""
     return f"c{number % _COLOURS}"
 
 
@@ -232,12 +232,12 @@ def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[Mark]:
 
 
 def _dots(places: Sequence[str]) -> str:
-    """Return lines of no length, which a round pen draws as circles however the picture is stretched."""
+    """Return lines of length 0: with round caps they are circles, however the picture is stretched."""
     return "".join(f"M{place}h0" for place in places)
 
 
 def _values(line: Line, axis: Axis) -> dict[str, Any]:
-    """Return what the pointer shows of a line."""
+    """Return the values of a line that page.js shows at the pointer."""
     curve = line.curve
     known = np.isfinite(curve.x[axis]) & np.isfinite(curve.y)
     values: dict[str, Any] = {"name": line.name, "colour": _class_of(line)}
@@ -251,7 +251,7 @@ def _values(line: Line, axis: Axis) -> dict[str, Any]:
 def interval_chart(
     title: str, intervals: Sequence[Interval], legend: list[tuple[str, str]]
 ) -> Chart | None:
-    """Return intervals below each other, each with its value, as multiples of 1; None if there are none."""
+    """Return a chart with one row for each interval and its value, in multiples of 1; None if there are none."""
     if not intervals:
         return None
     x = Scale.over(

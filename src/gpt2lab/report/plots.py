@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
+# The palette of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# Text and lines of an SVG that is read on a light and on a dark page.
+# The colours of text and axes in an SVG, on a light and on a dark page.
 _INK, _INK_ON_DARK = "#656d76", "#9198a1"
 _GREY = "#8c959f"
 
@@ -37,7 +37,7 @@ Table = Literal["speeds", "ablation", "compare", "ladder"]
 
 @dataclass(frozen=True)
 class View:
-    """How curves are drawn: by what, and which axes are logarithmic."""
+    """The horizontal axis of the curves, and which axes are logarithmic."""
 
     x: Axis = "step"
     log: Literal["x", "y", "xy"] | None = None
@@ -149,7 +149,7 @@ def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, floa
 def _draw_differences(
     axes: Axes, settings: dict[str, dict[str, tuple[float, float, float]]], label: str
 ) -> None:
-    """Draw each setting's difference to a baseline with its intervals, one below the other."""
+    """Draw the difference of each setting to a baseline with its intervals, one row a setting."""
     kinds = list(dict.fromkeys(kind for intervals in settings.values() for kind in intervals))
     for kind, colour in zip(kinds, itertools.cycle(_COLOURS), strict=False):
         shift = 0.2 * (kinds.index(kind) - (len(kinds) - 1) / 2)
@@ -174,7 +174,7 @@ def _comparison(found: dict[str, Any], view: View) -> Figure:
 
 
 def _differences_of_groups(found: dict[str, Any], title: str) -> Figure:
-    """Draw a panel a metric: units differ."""
+    """Draw one panel for each metric, because units differ."""
     intervals = {name: _intervals(one) for name, one in found["metrics"].items()}
     figure = _new_figure(9, 1 + 1.6 * len(intervals))
     for number, (name, of_metric) in enumerate(intervals.items(), start=1):
@@ -186,7 +186,7 @@ def _differences_of_groups(found: dict[str, Any], title: str) -> Figure:
 
 
 def _explanation(found: dict[str, Any], title: str) -> Figure:
-    """Draw a panel a split, each part of the difference with its interval."""
+    """Draw one panel for each split, with the parts of the difference and their intervals."""
     found = found["explain"]
     whole, unit = float(found["difference"]), found["unit"]
     splits = [(split["by"], split["groups"]) for split in found["splits"]]
@@ -300,7 +300,7 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Say for people why a file cannot be drawn."""
+    """Say why a file cannot be drawn."""
     if isinstance(error, OSError):
         return error.strerror or "cannot be read"
     if isinstance(error, KeyError):
@@ -310,7 +310,7 @@ def _reason(error: Exception) -> str:
 
 
 def _for_light_and_dark(svg: str) -> str:
-    """Let the reader's colour scheme decide how text and lines of an SVG look."""
+    """Let text and axes of an SVG follow the colour scheme of the reader."""
     style = (
         f"<style>svg{{color:{_INK}}}"
         f"@media(prefers-color-scheme:dark){{svg{{color:{_INK_ON_DARK}}}}}</style>"
@@ -330,7 +330,7 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _grid(figure: Figure, panels: int) -> list[Axes]:
-    """Return axes in two columns; a last one without a neighbour takes both."""
+    """Return axes in two columns; a last one alone in its row takes both."""
     grid = figure.add_gridspec((panels + 1) // 2, min(2, panels))
     return [
         figure.add_subplot(

@@ -30,7 +30,7 @@ COLUMNS = (
 )
 _COUNTS = ("tokens", "peak_memory_bytes")
 LIMIT = 2**32  # of step and attempt
-_LAST_DATE = 95_617_584_000  # Unix seconds of the year 5000; a much later moment has no local time
+_LAST_DATE = 95_617_584_000  # Unix seconds of the year 5000; much later times cannot be formatted
 
 _NUMBER = or_null(NUMBER)
 _NUMBERS = object_of(NUMBER, "an object of numbers")
@@ -45,7 +45,7 @@ _ALL: Rules = {"event": STRING, "time": _MOMENT, "step": _INTEGER, "attempt": _I
 _SECONDS = ("seconds", "stall_seconds")
 _SOME: Rules = dict.fromkeys(_SECONDS, _NUMBER)
 _SCORES = [name + end for name in ("acc", "acc_norm", "acc_token_norm") for end in ("", "_se")]
-# kind -> (what readers rely on, what they use where it is there); another kind's fields are free.
+# kind -> (required fields, optional fields); other kinds may have any fields.
 _FORMS: dict[str, tuple[Rules, Rules]] = {
     "begin": ({"max_steps": COUNT, "world_size": SIZE}, {"tokens_per_step": COUNT}),
     "resume": ({}, {"changes": _PAIRS, "level": STRING}),

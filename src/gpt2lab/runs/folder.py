@@ -99,12 +99,12 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             raise FolderLostError(
                 f"{self.path}: moved or deleted while training; nothing can be saved there, put it back (if it was "
-                f"moved) and go on with --resume latest"
+                f"moved) and continue with --resume latest"
             ) from None
         except OSError as error:
             raise FolderLostError(
                 f"{path}: deleted while training, and cannot be made again ({error.strerror}); "
-                f"this start ends, go on with --resume latest"
+                f"this start ends; continue with --resume latest"
             ) from error
         finally:
             if again is not None:
@@ -162,7 +162,7 @@ class RunFolder:
 
 
 def lock(file: IO[str]) -> None:
-    """Lock a file; retry twice, because readers such as status.py hold the lock for a moment.
+    """Lock a file; retry twice, because `gpt2lab status` holds the lock for a moment.
 
     Raises: OSError if it stays locked.
     """
@@ -174,7 +174,7 @@ def lock(file: IO[str]) -> None:
 
 
 def holder_of(run_dir: Path) -> str | None:
-    """Return who trains in a folder, as `process 17 on host`, None if nobody does."""
+    """Return the process that trains in a folder, as `process 17 on host`, None if none does."""
     try:
         with open(run_dir / LOCK) as file:
             try:

@@ -58,7 +58,7 @@ def _numbers(*names: str) -> Rule:
     return or_null(object_with(dict.fromkeys(names, NUMBER), words))
 
 
-# What is read of a file: keys that it has, and that it may have.
+# The keys that are read of a file: those that it must have, and those that it may have.
 _FORMS: dict[str, tuple[Rules, ...]] = {
     "status.json": (
         {"state": TEXT, "step": COUNT},
@@ -82,7 +82,7 @@ _FORMS: dict[str, tuple[Rules, ...]] = {
 
 
 def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
-    """Return the folder of a run given by its name in the typed `checkpoint_dir`, default checkpoints/, or by a path.
+    """Return the folder of a run, given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
 
     Raises: ConfigError if there is no such folder.
     """
@@ -256,16 +256,16 @@ class Log:
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the run came to the end that its last start had; later lines may be warnings."""
+        """Tell whether the run reached the last step of its last start; warnings may follow it."""
         begin = self.last_begin
         return begin is not None and begin["max_steps"] in self.current("done")
 
     def of_kind(self, *kinds: str) -> list[Event]:
-        """Return all events of these kinds but steps, in order."""
+        """Return all events of these kinds, other than steps, in order."""
         return [event for event in self.events if event["event"] in kinds]
 
     def current(self, kind: str) -> dict[int, Event]:
-        """Return {step: event} of one kind but steps along the steps that led to the newest weights."""
+        """Return {step: event} of the current events of one kind other than steps."""
         return current(self.events, kind)
 
     def best_eval(self) -> Event | None:
@@ -283,19 +283,19 @@ class Log:
         return self._columns[name][self._attempts == self.last_attempt]
 
     def farthest_step(self, attempt: int) -> int | None:
-        """Return the highest number of a step that a start took, None if it took none."""
+        """Return the highest step that a start trained, None if it trained none."""
         taken = self._steps[self._attempts == attempt]
         return int(taken.max()) if len(taken) else None
 
     def peak_memory(self) -> int | None:
-        """Return the largest memory of any step that was ever logged, bytes; None before the first."""
+        """Return the peak memory of all steps that were ever logged, in bytes; None before the first."""
         known = self._columns["peak_memory_bytes"]
         known = known[~np.isnan(known)]
         return int(known.max()) if len(known) else None
 
     @functools.cached_property
     def last_attempt(self) -> int:
-        """How many starts the run has had."""
+        """The number of starts that the run has had."""
         of_steps = int(self._attempts.max()) if len(self._attempts) else 0
         return max([of_steps, *(event["attempt"] for event in self.events)])
 
@@ -311,7 +311,7 @@ class Log:
             return self._step_at(int(self._current[place]), file)
 
     def recorded_after(self, step: int) -> dict[str, Event]:
-        """Return {kind: event} of exactly this step, along the steps that led to the newest weights."""
+        """Return {kind: event} of the current events at exactly this step."""
         taken = self.step(step)
         found: dict[str, Event] = {} if taken is None else {"step": taken}
         for event in self.events:
@@ -351,14 +351,14 @@ class Log:
         raise GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
 
     def spent_seconds(self) -> float:
-        """Return the seconds of all starts, each from its beginning, without the pauses between them."""
+        """Return the seconds that all starts took together, without the pauses between them."""
         spent: dict[int, float] = {}
         last_row: dict[int, int] = {}
         is_last = np.ones(len(self._attempts), bool)
         is_last[:-1] = self._attempts[1:] != self._attempts[:-1]
         for row in np.flatnonzero(is_last).tolist():
             attempt = int(self._attempts[row])
-            # The elapsed seconds of a step include everything before it in its start.
+            # elapsed_seconds counts from the beginning of the start.
             elapsed = float(self._columns["elapsed_seconds"][row])
             spent[attempt] = elapsed if elapsed > 0 else float(self._columns["step_seconds"][row])
             last_row[attempt] = row
@@ -390,14 +390,14 @@ class Log:
         else:
             rows = np.flatnonzero(is_current).astype(np.uint32)
             numbers = steps[rows]
-        if (numbers[1:] <= numbers[:-1]).any():  # twice without a start between: the later counts
+        if (numbers[1:] <= numbers[:-1]).any():  # logged twice by one start: the later counts
             numbers, from_end = np.unique(numbers[::-1], return_index=True)
             rows = rows[::-1][from_end]
         return numbers, rows
 
 
 def read_config(run_dir: Path) -> Config:
-    """Return the settings of a run's last start.
+    """Return the settings of the last start of a run.
 
     Raises: ConfigError if config.json is missing or not readable.
     """
@@ -412,9 +412,9 @@ def read_config(run_dir: Path) -> Config:
 
 
 def read_tokenizer(run_dir: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run; GPT-2's where run.json is older than other tokenizers, None for an unknown one.
+    """Return the tokenizer of a run; GPT-2's if run.json names none (older versions), None if it is unknown.
 
-    Raises: DataError if the tokenizer's files are missing or another's.
+    Raises: DataError if files of the tokenizer are missing or have another hash.
     """
     facts = read_json(run_dir / "run.json") or {}
     return of_record(facts.get("tokenizer", GPT2.record()), run_dir, "run.json")
@@ -435,13 +435,13 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
 
 
 def has_completed(run_dir: Path, step: int) -> bool:
-    """Tell whether a run came to its end at this step: its status is the last file that an end writes."""
+    """Tell whether a run was completed at this step, by status.json, the last file that a start writes."""
     status = read_json(run_dir / "status.json") or {}
     return status.get("state") == "completed" and status.get("step") == step
 
 
 def has_diverged(run_dir: Path) -> bool:
-    """Tell whether a run ended because its numbers were not finite: it has no last loss."""
+    """Tell whether a run ended because its loss or gradient was not finite."""
     status = read_json(run_dir / "status.json") or {}
     return bool(status.get("exit_code") == NonFiniteError.exit_code)
 
@@ -466,7 +466,7 @@ def deleted_newest(run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
 
 
 def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
-    """Return what a start of a run recorded of itself (environment, data, versions); {} if nothing is left of it."""
+    """Return what a start recorded about itself (environment, data, versions); {} if no record is left."""
     records = [
         read_json(run_dir / "run.json") or {},
         *(info.manifest for info in list_checkpoints(run_dir)[0]),
@@ -475,7 +475,7 @@ def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file of the run; None if it is missing, or damaged, which is warned of once."""
+    """Return the JSON object in a file of the run; None if it is missing or, with one warning, damaged."""
     file = JsonFile(path, ConfigError)
     try:
         found = file.read()

@@ -1,4 +1,4 @@
-"""TensorBoard as a mirror of metrics.jsonl: its tags, its writer, and how to rebuild its files. No torch at the top."""
+"""TensorBoard files, a copy of metrics.jsonl: their tags, their writer, and their rebuilding. No torch at the top."""
 
 from __future__ import annotations
 
