@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tyro.conf import Positional
-
 from gpt2lab import __version__, paths
-from gpt2lab.commands.command_line import option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "transformers")
 _GIB = 2**30
@@ -32,14 +31,14 @@ _GIB = 2**30
 class Env:
     """Print the versions and the hardware, and a run's facts, to paste into an issue."""
 
-    run: Positional[str | None] = option(None, "a run, by name or folder, whose facts to add")
+    run: str | None = argument("a run, by name or folder, whose facts to add", default=None)
     json: bool = option(False, "print one JSON object")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
 
 def main(argv: list[str]) -> int:
     """Print the facts, one a line, or as one JSON object."""
-    flags = run_tyro(Env, argv)
+    flags = parse_flags(Env, argv)
     facts: dict[str, Any] = {"versions": _versions(), "machine": _machine()}
     if flags.run is not None:
         facts["run"] = _run(flags.run, flags.checkpoint_dir)

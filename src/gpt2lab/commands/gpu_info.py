@@ -12,7 +12,8 @@ import shutil
 from dataclasses import dataclass
 
 from gpt2lab import fmt
-from gpt2lab.commands.command_line import option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import option
 from gpt2lab.distributed import processor
 from gpt2lab.planner import hardware, machine
 from gpt2lab.planner.machine import GpuState
@@ -30,7 +31,7 @@ class GpuInfo:
 
 def main(argv: list[str]) -> int:
     """Print the GPUs with the peak used for MFU, and the processor; or that there is no GPU."""
-    flags = run_tyro(GpuInfo, argv)
+    flags = parse_flags(GpuInfo, argv)
     found = machine.look().gpus
     available, cores, load = machine.available_memory(), processor.cores(), machine.load_average()
     if flags.json:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 
 from gpt2lab import fmt
-from gpt2lab.commands.command_line import run_tyro
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.planner import hardware, reports
 from gpt2lab.planner.ask import JobFlags, Predictor, check_job
 from gpt2lab.planner.memory import PARTS
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
 
     Raises: ConfigError for settings that cannot work.
     """
-    ask = run_tyro(JobFlags, argv, about=__doc__, common=_COMMON)
+    ask = parse_flags(JobFlags, argv, about=__doc__, common=_COMMON)
     check_job(ask)
     predictor = Predictor(ask, hardware.load())
     profile = hardware.find_profile(ask.profile, predictor.hardware)

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tyro.conf import Positional
-
 from gpt2lab import paths
-from gpt2lab.commands.command_line import argument, option, run_tyro
 from gpt2lab.commands.job_files import (
     Job,
     Output,
@@ -22,6 +19,8 @@ from gpt2lab.commands.job_files import (
     write_sky,
     write_slurm,
 )
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option
 from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.runs.console import say
@@ -45,7 +44,7 @@ class Continuation:
 class ResumeCommand:
     """Print the command that continues a run or a checkpoint; flags of the trainer are passed on."""
 
-    target: Positional[str] = argument("run, or folder of a checkpoint")
+    target: str = argument("run, or folder of a checkpoint")
     num_gpus: int | None = option(None, "world size; default as before", least=1)
     nodes: int = option(
         1, "with --output slurm, k8s or sky: machines that share the world size", least=1
@@ -71,7 +70,7 @@ class ResumeCommand:
 def main(argv: list[str]) -> int:
     """Print the command, and what it would change on stderr."""
     trainer_flags: list[str] = []
-    flags = run_tyro(ResumeCommand, argv, passed_on=trainer_flags)
+    flags = parse_flags(ResumeCommand, argv, passed_on=trainer_flags)
     _check(flags)
     found = plan_continuation(
         flags.target,

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
-
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import FORMAT, MANIFEST
-from gpt2lab.commands.command_line import argument, option, run_tyro
+from gpt2lab.commands.parser import parse_flags
+from gpt2lab.config.flags import argument, option, required
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.files import JsonFile, sync_folder
@@ -40,7 +39,7 @@ _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in n
 class Rm:
     """Delete runs, or single checkpoints given as RUN/step_00000250, with their labels."""
 
-    names: Positional[tuple[str, ...]] = argument("runs (names or folders), or checkpoints of them")
+    names: tuple[str, ...] = argument("runs (names or folders), or checkpoints of them")
     yes: bool = option(False, "do not ask")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
@@ -56,7 +55,7 @@ class Rm:
 class Archive:
     """Move runs into a folder where no list shows them; moved back they are runs again."""
 
-    names: Positional[tuple[str, ...]] = argument("runs (names or folders)")
+    names: tuple[str, ...] = argument("runs (names or folders)")
     to: Path | None = option(None, "folder to move them to; default archive/ beside the runs")
     yes: bool = option(False, "do not ask")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
@@ -82,8 +81,8 @@ class Archive:
 class Sync:
     """Send the metrics that a tracker lacks of runs, also while a run trains."""
 
-    names: Positional[tuple[str, ...]] = argument("runs (names or folders)")
-    to: Literal["wandb", "trackio", "mlflow"] = argument("tracker")
+    names: tuple[str, ...] = argument("runs (names or folders)")
+    to: Literal["wandb", "trackio", "mlflow"] = required("tracker")
     checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
 
     def execute(self) -> int:
@@ -104,12 +103,12 @@ class Sync:
         return 0
 
 
-Command = Rm | Archive | Sync  # tyro's verbs are the names in lower case
+VERBS = {"rm": Rm, "archive": Archive, "sync": Sync}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Command = run_tyro(Command, argv, about=__doc__)
+    verb: Rm | Archive | Sync = parse_flags(VERBS, argv)
     return verb.execute()
 
 

@@ -127,8 +127,8 @@ _PRECISIONS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
     **dict.fromkeys(("float32", "32-true", "32"), "fp32"),
     **dict.fromkeys(
-        ("float16", "16-mixed", "16-true"),
-        "bf16 or fp32 (fp16 needs loss scaling, which is not there)",
+        ("fp16", "float16", "16-mixed", "16-true"),
+        "bf16 or fp32 (fp16 needs loss scaling, whose state would make a resumed run differ)",
     ),
 }
 # Of flags that are ours: their values elsewhere.

@@ -16,6 +16,7 @@ import launch
 from gpt2lab import __version__, paths
 from gpt2lab.commands import help_page, verbs
 from gpt2lab.commands.verbs import VERBS
+from gpt2lab.config.flags import flags_of
 from gpt2lab.errors import ConfigError
 from launch import REPOSITORY, SCRIPTS
 from tiny import CONTEXT, write_shards
@@ -99,20 +100,6 @@ def test_the_help_of_a_verb_within_a_verb(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_help_calls_a_program_as_it_was_typed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SOURCE / "train.py")])
-    text = shown(capsys, "train", "--help")
-    assert text.startswith("usage: python src/train.py [flags]\n")
-    assert "  torchrun --nproc_per_node=4 src/train.py --model gpt2\n" in text
-    assert "gpt2lab train" not in text
-    monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "data.py")])
-    assert shown(capsys, "data", "--help").startswith(
-        "usage: python scripts/data.py VERB [flags]\n"
-    )
-
-
 def test_arguments_come_before_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "ablate", "--help")
     assert re.search(r"\n\nSETTINGS is a file with one setting a line", text)
@@ -121,7 +108,8 @@ def test_arguments_come_before_flags(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_help_shows_what_a_flag_takes() -> None:
     module = importlib.import_module("gpt2lab.commands.sample")
-    text = help_page.page(module.Sample, [], module.__doc__ or "", everything=True)
+    flags = list(flags_of(module.Sample))
+    text = help_page.page("gpt2lab sample", flags, module.__doc__ or "", everything=True)
     assert "usage: gpt2lab sample TARGET [flags]" in text
     assert re.search(
         r"--device auto\|cpu\|cuda +auto = cuda if there is one \(default auto\)", text
@@ -184,7 +172,7 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
         (["sample"], "TARGET is missing: a run (name or folder), a checkpoint's folder"),
         (
             ["export", "x"],
-            "--out is missing: folder to write, or file.gguf; must not exist; see python",
+            "--out is missing: folder to write, or file.gguf; must not exist; see gpt2lab",
         ),
         (["runs"], "give a verb: rm, archive or sync"),
         (["runs", "delete", "x"], "unknown verb 'delete': rm, archive or sync"),
