@@ -45,8 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_is_replayed_from_its_own_conversations(folder: Path, tmp_path: Path) -> None:
     finetune(flags_of(folder, tmp_path, "run", "--checkpoint_freq=2", "--stop_after_steps=3"))
-    assert "every bit as logged" in launch.call("replay.py", tmp_path / "run", "--steps=3").stdout
-    for words in (("replay.py", "--steps=3"), ("data.py", "show", "--step=3", "--run")):
+    assert "every bit as logged" in launch.call("replay", tmp_path / "run", "--steps=3").stdout
+    for words in (("replay", "--steps=3"), ("data", "show", "--step=3", "--run")):
         done = launch.call(*words, tmp_path / "run", f"--data_dir={folder}")
         line = "--data_dir: the run was fine-tuned on --instructions; leave it out"
         assert (done.returncode, line in done.stderr) == (2, True)
@@ -228,7 +228,7 @@ def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
         (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
         (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
         (("--data_dir=data",), ("--data_dir is for pretraining",)),
-        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to src/train.py",)),
+        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to gpt2lab train",)),
         (("--mini_batch_size=auto",), ("auto is for pretraining",)),
     ],
 )
@@ -259,7 +259,7 @@ def test_the_command_lists_plans_and_rejects(folder: Path, tmp_path: Path) -> No
         "error: unknown flag --lora: did you mean --lora_r?\n",
     )
     theirs = launch.call(launch.TRAIN, "--lora_r=8")
-    assert theirs.stderr == "error: unknown flag --lora_r: it belongs to src/finetune.py\n"
+    assert theirs.stderr == "error: unknown flag --lora_r: it belongs to gpt2lab finetune\n"
     assert not (tmp_path / "runs").exists()
 
 

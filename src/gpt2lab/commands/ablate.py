@@ -219,7 +219,7 @@ def _words_of(name: str) -> int | None:
     if name.startswith("no_") and name[3:] in LEAVES:
         return 0
     known = [*_OWN, *LEAVES, *Actions.__dataclass_fields__]
-    hint = fmt.did_you_mean(name, known, f"see {paths.command('ablate')} --help", flag="--")
+    hint = fmt.did_you_mean(name, known, "see gpt2lab ablate --help", flag="--")
     raise ConfigError(f"unknown flag --{name}: {answer(name) or hint}")
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.sample import load, typed_lines
 from gpt2lab.config.flags import TARGET, argument, option
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> int:
         how = ", line by line: its tokenizer cannot write the chat template" if plain else ""
         say(
             f"warning: {flags.target} was not fine-tuned on conversations: it continues text{how}, so its answers "
-            f"mean little; see {paths.script('finetune')}",
+            f"mean little; see gpt2lab finetune",
         )
     say(HELP)
     _converse(Chat(completer, plain, flags.system.strip()))

@@ -92,7 +92,7 @@ class _Flags:
 _PRETRAINING = frozenset({"import_checkpoint", "trust", "fit_schedule"})
 _SIZES = ("n_layer", "n_head", "n_embd", "context_length")
 _PLACE = ("run_name", "checkpoint_dir")
-Page = Literal["train", "finetune", "list", "preflight", "import"]
+Page = Literal["train", "finetune", "list", "import"]
 # What the trainer is asked for: the head of its help, and the flags of its short page.
 _PAGES: dict[Page, tuple[str, tuple[str, ...]]] = {
     "train": (
@@ -121,22 +121,15 @@ gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8""",
     "list": (
         """List the checkpoints of all runs, or of one; reads manifests only.
 
-gpt2lab list
-gpt2lab list my_run --verify""",
+gpt2lab runs list
+gpt2lab runs list my_run --verify""",
         (*_PLACE, "verify", "json"),
-    ),
-    "preflight": (
-        """Check disk, memory, data, one small step and the network before a run, and answer GO or NO-GO.
-
-gpt2lab preflight --model gpt2
-torchrun --nproc_per_node=4 -m gpt2lab preflight --run_name my_run""",
-        ("model", "data_dir", *_PLACE, "resume", "mini_batch_size", "device", "json"),
     ),
     "import": (
         """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
 
-gpt2lab import ckpt.pt --run_name taken_over --data_dir data/my_texts
-gpt2lab import old/model.pt --trust --run_name old""",
+gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
+gpt2lab runs import old/model.pt --trust --run_name old""",
         ("trust", *_PLACE, "data_dir", "config", "max_steps"),
     ),
 }
@@ -153,7 +146,6 @@ _WORDS: dict[Page, dict[str, str]] = {
         "verify": "read every byte and compare its hash; exit code 1 if one is damaged",
         "json": "print one JSON object",
     },
-    "preflight": {"json": "print one JSON object"},
     "import": {"trust": "read a file whose settings are pickled objects"},
 }
 # Where a page's defaults differ from those of training; the recipe has them.
@@ -196,7 +188,7 @@ def parse(
     if (how := help_page.asked(words)) is not None:
         about, common = _PAGES[page]
         shown = help_page.page(
-            help_page.name_in(about),
+            "gpt2lab " + (f"runs {page}" if page in _TAKES else page),
             flags,
             about,
             everything=how == "long",

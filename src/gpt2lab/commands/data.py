@@ -5,6 +5,7 @@ gpt2lab data stats data/python_stdlib
 gpt2lab data show --run RUN --step 100 --text
 gpt2lab data import old_shards/
 gpt2lab data merge data/full data/part1 data/part2
+gpt2lab data tokenizer train python-stdlib --vocab_size 512 --out tok512
 """
 
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Merge:
         from gpt2lab.data.prepare.assemble import merge
 
         if not self.parts:
-            raise ConfigError(f"no parts given: {paths.command('data')} merge OUT PART1 PART2 ...")
+            raise ConfigError("no parts given: gpt2lab data merge OUT PART1 PART2 ...")
         out = paths.from_working_directory(self.out)
         manifest = merge(out, [paths.from_working_directory(part) for part in self.parts])
         print(_size(out, manifest))
@@ -159,7 +160,9 @@ VERBS = {"verify": Verify, "stats": Stats, "show": Show, "import": Import, "merg
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Verify | Stats | Show | Import | Merge = parse_flags(VERBS, argv)
+    from gpt2lab.commands.verbs import within
+
+    verb: Verify | Stats | Show | Import | Merge = parse_flags(VERBS, argv, others=within("data"))
     return verb.execute()
 
 

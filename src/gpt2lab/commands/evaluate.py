@@ -218,7 +218,7 @@ def _check(
         if conversations is None:
             raise ConfigError(
                 f"{request.target}: --eval_generate compares answers, and that needs a run of "
-                f"{paths.script('finetune')} and no --val"
+                f"gpt2lab finetune and no --val"
             )
         require_rouge()
     checkpoint = target.checkpoint

@@ -69,9 +69,10 @@ def page(
     return "\n".join(lines)
 
 
-def page_of_verbs(verbs: Mapping[str, type[Any]], about: str, *, others: Mapping[str, str]) -> str:
+def page_of_verbs(
+    name: str, verbs: Mapping[str, type[Any]], about: str, *, others: Mapping[str, str]
+) -> str:
     """Return the help of a command that takes one of several verbs; `others`: what verbs elsewhere do."""
-    name = name_in(about)
     rows = {verb: _first_line(target.__doc__) for verb, target in verbs.items()} | dict(others)
     lines = [f"usage: {name} VERB [flags]", "", *_about(about), ""]
     lines += [_row(verb, text) for verb, text in rows.items()]
@@ -91,7 +92,11 @@ def name_in(about: str) -> str:
 
 
 def _arguments(flags: Iterable[Flag]) -> list[str]:
-    return [flag.shown for flag in flags if flag.is_argument]
+    return [
+        flag.shown if flag.is_required or flag.is_list else f"[{flag.shown}]"
+        for flag in flags
+        if flag.is_argument
+    ]
 
 
 def _left(flag: Flag) -> str:

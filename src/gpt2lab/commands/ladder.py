@@ -150,8 +150,8 @@ def _open(file: str, out: Path | None) -> tuple[Family, Path]:
     needed = {str(settings.get("data_dir")) for settings in family.rungs.values()}
     if DATA in needed and not data.is_dir():
         raise DataError(
-            f"{paths.display_path(data)}: no such data folder; make it with: {paths.command('tokenizer')} train "
-            f"python-stdlib --vocab_size 512 --out tok512 && {paths.command('prepare')} python-stdlib "
+            f"{paths.display_path(data)}: no such data folder; make it with: gpt2lab data tokenizer train "
+            f"python-stdlib --vocab_size 512 --out tok512 && gpt2lab prepare python-stdlib "
             f"--tokenizer tok512 --val_tokens 900000 --out {DATA}"
         )
     default = paths.runs_folder(None) / family.name
@@ -317,11 +317,7 @@ def _losses(
         if curve is None or curve.tokens[-1] != tokens:
             holder = holder_of(out / run.name)
             again = fmt.command_line(["run", family.file, "--out", paths.display_path(out)])
-            fix = (
-                f"{holder} trains it; wait for it"
-                if holder
-                else f"{paths.command('ladder')} {again}"
-            )
+            fix = f"{holder} trains it; wait for it" if holder else f"gpt2lab ladder {again}"
             raise CheckError(f"{run.name} is not complete: {fix}")
         trained_on = (history.read_json(out / run.name / "run.json") or {}).get("data_fingerprint")
         if trained_on != data:

@@ -34,13 +34,15 @@ def parse_flags(
     argv: list[str],
     *,
     about: str | None = None,
+    name: str | None = None,
     common: Collection[str] = (),
     passed_on: list[str] | None = None,
     others: Mapping[str, str] | None = None,
 ) -> Any:
     """Fill the dataclass `target`, or that one of several which the first word names, from a command line.
 
-    `about` stands at the top of the help; default the docstring of the target's module. `common`: the flags of the
+    `about` stands at the top of the help; default the docstring of the target's module. `name`: how the command is
+    called; default as in the first example there. `common`: the flags of the
     short help, default all. Words from the first flag on that `target` does not know are appended to `passed_on`, where
     that is given. `others`: what verbs do that are not in `target`, for the help.
 
@@ -49,12 +51,12 @@ def parse_flags(
     verbs = target if isinstance(target, Mapping) else {}
     some = next(iter(verbs.values())) if isinstance(target, Mapping) else target
     about = about or sys.modules[some.__module__].__doc__ or ""
-    name, how = help_page.name_in(about), help_page.asked(argv)
+    name, how = name or help_page.name_in(about), help_page.asked(argv)
     words = argv
     if isinstance(target, Mapping):
         verb = next((word for word in argv if not word.startswith("-")), None)
         if how and verb not in verbs:
-            print(help_page.page_of_verbs(target, about, others=others or {}))
+            print(help_page.page_of_verbs(name, target, about, others=others or {}))
             raise SystemExit(0)
         if verb is None or verb not in verbs:
             raise ConfigError(_no_verb(verb, [*verbs, *(others or {})]))

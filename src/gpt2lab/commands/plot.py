@@ -107,9 +107,7 @@ def _draw_runs(flags: Plot, out: Path | None) -> Path:
     from gpt2lab.runs import history
 
     if not flags.runs:
-        raise ConfigError(
-            f"which run? {paths.command('plot')} RUN [RUN ...]; {paths.script('status')} lists them"
-        )
+        raise ConfigError("which run? gpt2lab plot RUN [RUN ...]; gpt2lab status lists them")
     folders = [history.find_run(name, checkpoint_dir=flags.checkpoint_dir) for name in flags.runs]
     if len(folders) > 1 and out is None:
         raise ConfigError("several runs: say where to write with --out FILE.png")

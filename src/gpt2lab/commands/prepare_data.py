@@ -118,7 +118,7 @@ def prepare(flags: PrepareData) -> Path:
         tokens = sum(file["tokens"] for file in manifest["files"])
         print(f"train with: {_command_to_train(folder, tokens)}")
     else:
-        print(f"join all {part[1]} parts with: {paths.command('data')} merge OUT PART1 PART2 ...")
+        print(f"join all {part[1]} parts with: gpt2lab data merge OUT PART1 PART2 ...")
     return folder
 
 

@@ -1,7 +1,7 @@
 """Make a run's TensorBoard files from its metrics.jsonl, also for a run without --use_tensorboard.
 
-gpt2lab rebuild-tensorboard gpt2-124m
-gpt2lab rebuild-tensorboard checkpoints/gpt2-124m
+gpt2lab runs rebuild-tensorboard gpt2-124m
+gpt2lab runs rebuild-tensorboard checkpoints/gpt2-124m
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Rebuild:
 
 def main(argv: list[str]) -> int:
     """Rebuild and say where."""
-    flags = parse_flags(Rebuild, argv)
+    flags = parse_flags(Rebuild, argv, name="gpt2lab runs rebuild-tensorboard")
     from gpt2lab.runs import history
 
     found = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)

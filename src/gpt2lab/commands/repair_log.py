@@ -1,7 +1,7 @@
 """Remove the damaged lines of a run's metrics.jsonl; the original stays beside it.
 
-gpt2lab repair-log gpt2-124m
-gpt2lab repair-log checkpoints/gpt2-124m
+gpt2lab runs repair-log gpt2-124m
+gpt2lab runs repair-log checkpoints/gpt2-124m
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Repair:
 
 def main(argv: list[str]) -> int:
     """Repair the log, and say what was removed."""
-    flags = parse_flags(Repair, argv)
+    flags = parse_flags(Repair, argv, name="gpt2lab runs repair-log")
     from gpt2lab.runs import history
     from gpt2lab.runs.events import METRICS
     from gpt2lab.runs.folder import RunFolder

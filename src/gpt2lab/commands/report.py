@@ -32,9 +32,7 @@ def main(argv: list[str]) -> int:
     from gpt2lab.runs import history
 
     if not flags.runs:
-        raise ConfigError(
-            f"which run? {paths.command('report')} RUN [RUN ...]; {paths.script('status')} lists them"
-        )
+        raise ConfigError("which run? gpt2lab report RUN [RUN ...]; gpt2lab status lists them")
     folders = [history.find_run(run, checkpoint_dir=flags.checkpoint_dir) for run in flags.runs]
     if len(folders) > 1 and flags.out is None:
         raise ConfigError("several runs: say where to write with --out FILE.html")

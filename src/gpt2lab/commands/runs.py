@@ -1,5 +1,6 @@
-"""Delete or archive runs that are not being trained, or single checkpoints; send runs to a tracker.
+"""List, delete, archive and repair runs, send them to a tracker, and continue or import them.
 
+gpt2lab runs list my_run
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
@@ -31,7 +32,7 @@ from gpt2lab.runs import history
 from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import LOCK, holder_of, lock
 
-_NO_RUN = f"no run named; {paths.script('status')} lists them"
+_NO_RUN = "no run named; gpt2lab status lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
 
 
@@ -108,7 +109,9 @@ VERBS = {"rm": Rm, "archive": Archive, "sync": Sync}
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Rm | Archive | Sync = parse_flags(VERBS, argv)
+    from gpt2lab.commands.verbs import within
+
+    verb: Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
     return verb.execute()
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2lab import paths
 from gpt2lab.commands.parser import parse_flags
 from gpt2lab.commands.sample import load
 from gpt2lab.config.flags import TARGET, argument, option
@@ -125,5 +124,5 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise ConfigError(
             f"port {port} of {host} cannot be used ({reason}); choose another with --port N: "
-            f"{paths.command('serve')} RUN --port {port + 1 if port < 65535 else 8000}"
+            f"gpt2lab serve RUN --port {port + 1 if port < 65535 else 8000}"
         ) from error

@@ -1,7 +1,7 @@
 """Train a tokenizer on text, and compare tokenizers on a text.
 
-gpt2lab tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
-gpt2lab tokenizer show data/std_4k gpt2 --source python-stdlib
+gpt2lab data tokenizer train python-stdlib --vocab_size 4096 --out data/std_4k
+gpt2lab data tokenizer show data/std_4k gpt2 --source python-stdlib
 """
 
 from collections.abc import Iterator
@@ -147,7 +147,7 @@ VERBS = {"train": Train, "show": Show}
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
-    verb: Train | Show = parse_flags(VERBS, argv)
+    verb: Train | Show = parse_flags(VERBS, argv, name="gpt2lab data tokenizer")
     return verb.execute()
 
 

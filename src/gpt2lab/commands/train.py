@@ -60,9 +60,9 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
     # From here on torch is imported: seconds that the actions above do not owe.
     if actions.preflight:
-        from gpt2lab.commands.preflight import preflight as check
+        from gpt2lab.commands.preflight import preflight
 
-        return check(request, recipe=recipe, as_json=actions.json)
+        return preflight(request, recipe=recipe, as_json=actions.json)
     if imported is not None:
         from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
 
@@ -136,11 +136,6 @@ def list_checkpoints(argv: list[str]) -> int:
     return main(["--list_checkpoints", *argv], page="list")
 
 
-def preflight(argv: list[str]) -> int:
-    """Check what a run will need."""
-    return main(["--preflight", *argv], page="preflight")
-
-
 def import_checkpoint(argv: list[str]) -> int:
     """Import the checkpoint of another program: FILE is the first word.
 
@@ -150,7 +145,7 @@ def import_checkpoint(argv: list[str]) -> int:
 
     if not help_page.asked(argv) and (not argv or argv[0].startswith("-")):
         raise ConfigError(
-            f"give the file: {paths.command('import')} ckpt.pt --run_name NAME --data_dir DATA"
+            "give the file: gpt2lab runs import ckpt.pt --run_name NAME --data_dir DATA"
         )
     return main(["--import_checkpoint", *argv], page="import")
 

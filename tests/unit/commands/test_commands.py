@@ -411,19 +411,19 @@ def test_a_listing_into_a_closed_pipe_is_no_error(runs: Path, tmp_path: Path) ->
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize("name", ["chat", "evaluate", "export_hf", "sample", "serve"])
+@pytest.mark.parametrize("name", ["chat", "evaluate", "export", "sample", "serve"])
 def test_help_of_a_target_names_the_hub(name: str) -> None:
-    assert "hf:NAME" in call(f"{name}.py", "--help").stdout
+    assert "hf:NAME" in call(name, "--help").stdout
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("status --watch inf", "at most a day"),
-        ("tokenizer train TEXT --out new --vocab_size 1e15", "must be at most 10,000,000"),
-        ("tokenizer train TEXT --out new --max_bytes 0", "max_bytes 0 must be at least 1"),
-        ("tokenizer train TEXT --out new --max_tokens 0", "max_tokens 0 must be at least 4"),
-        ("tokenizer train TEXT --out new --val_tokens -1", "val_tokens -1 must be at least 2"),
+        ("data tokenizer train TEXT --out new --vocab_size 1e15", "must be at most 10,000,000"),
+        ("data tokenizer train TEXT --out new --max_bytes 0", "max_bytes 0 must be at least 1"),
+        ("data tokenizer train TEXT --out new --max_tokens 0", "max_tokens 0 must be at least 4"),
+        ("data tokenizer train TEXT --out new --val_tokens -1", "val_tokens -1 must be at least 2"),
     ],
 )
 def test_a_number_that_cannot_be_is_rejected_before_any_work(

@@ -245,12 +245,12 @@ def test_a_model_too_large_names_a_few_cards_that_it_fits(
 
 def test_memory_check_rejects_what_it_does_not_answer(tmp_path: Path) -> None:
     words = ["--gpu=H100", "--deadline=12h", f"--report={tmp_path / 'r.json'}", "--explain"]
-    code, said, error = call("memory_check.py", *words)
+    code, said, error = call("doctor", *words)
     assert (code, said, error.count("\n")) == (2, "", 1)
     assert all(f"unknown flag --{name}" in error for name in ("deadline", "report", "explain"))
-    code, said, error = call("memory_check.py", "--nodes=2")
+    code, said, error = call("doctor", "--nodes=2")
     assert (code, said, error.count("\n")) == (2, "", 1)
-    assert call("memory_check.py", "--gpu=H100", "--price=3", "--json").returncode == 0
+    assert call("doctor", "--gpu=H100", "--price=3", "--json").returncode == 0
 
 
 @pytest.mark.parametrize("typed", [["--model=modern-small"], ["--model=gpt2", "--optimizer=muon"]])
