@@ -171,7 +171,7 @@ def test_other_conversations_are_rejected_on_resume(folder: Path, tmp_path: Path
 
 def test_each_program_continues_its_own_runs(folder: Path, tmp_path: Path) -> None:
     flags = [f"--checkpoint_dir={folder / 'runs'}", "--run_name=whole", "--resume=latest"]
-    with pytest.raises(ConfigError, match=r"run whole was begun by src/finetune\.py; continue it"):
+    with pytest.raises(ConfigError, match=r"run whole was begun by gpt2lab finetune; continue it"):
         pretrain(parse(flags))
     plan = plan_continuation(
         str(folder / "runs" / "whole"),
