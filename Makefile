@@ -93,7 +93,7 @@ resume: install  ## continue the newest run (or RUN=name)
 	$(START) --resume latest $(FLAGS)
 
 list: install  ## list the checkpoints of all runs
-	@$(LAB) runs list $(FLAGS)
+	@$(LAB) runs list $(RUN) $(ARGS)
 
 dry-run: install  ## print what a run would do and need
 	@$(LAB) train --dry_run $(FLAGS)

@@ -107,7 +107,7 @@ def commands(text: str) -> list[list[str]]:
 
 FAMILIES = {
     "data": ("verify", "stats", "show", "import", "merge", "tokenizer train", "tokenizer show"),
-    "runs": ("rm", "archive", "sync", *within("runs")),
+    "runs": ("list", "rm", "archive", "sync", *within("runs")),
     "ladder": ("plan", "run", "fit", "predict"),
     "benchmark": tuple(benchmark.VERBS),
 }
@@ -119,7 +119,9 @@ def flags_of(verb: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
         main([*verb.split(), "--help-all"])
     shown = set(re.findall(r"--([a-z]\w*)", capsys.readouterr().out))
     # These hand others to the trainer.
-    return shown | (set(LEAVES) if verb in ("ablate", "runs resume-command") else set())
+    return shown | (
+        set(LEAVES) if verb in ("ablate", "runs import", "runs resume-command") else set()
+    )
 
 
 def verb_of(words: list[str]) -> str | None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import launch
 from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
-from gpt2lab.commands.command_line import DEFAULTS
+from gpt2lab.commands.command_line import TUNING_DEFAULTS
 from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.commands.preflight import preflight
@@ -282,8 +282,8 @@ def test_help_shows_the_defaults_of_fine_tuning(model: str, small: bool) -> None
     preset = command.config
     found = to_flat(FINETUNING.defaults(command, preset))
     others = {name for name, value in to_flat(preset).items() if found[name] != value}
-    shown = DEFAULTS["finetune"]
-    assert others - {"mini_batch_size"} <= set(shown)
+    shown = TUNING_DEFAULTS
+    assert others <= set(shown)
     for name, text in shown.items():
         if text.isdecimal() or name in ("shuffle", "epoch_checkpoints"):
             value = found[name]

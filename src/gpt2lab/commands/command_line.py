@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from gpt2lab import paths
 from gpt2lab.commands import help_page
 from gpt2lab.commands.parser import fill, name_of, read_words, unknown_flag
-from gpt2lab.config.flags import flags_of, option
+from gpt2lab.config.flags import Flag, flags_of, option
 from gpt2lab.config.other_programs import answer, answer_value
 from gpt2lab.config.request import RunRequest, make_request
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName
@@ -88,82 +88,53 @@ class _Flags:
     config: Config = field(default_factory=Config)
 
 
-# Flags that are neither shown nor known where the recipe is another one.
+_AUTO = "auto"  # of --mini_batch_size: the setting itself is always a number
 _PRETRAINING = frozenset({"import_checkpoint", "trust", "fit_schedule"})
 _SIZES = ("n_layer", "n_head", "n_embd", "context_length")
-_PLACE = ("run_name", "checkpoint_dir")
-Page = Literal["train", "finetune", "list", "import"]
-# What the trainer is asked for: the head of its help, and the flags of its short page.
-_PAGES: dict[Page, tuple[str, tuple[str, ...]]] = {
-    "train": (
-        """Train a GPT on token shards, or continue a run.
+# Of the help of each recipe: its head, and the flags of its short page.
+_ABOUT: dict[RecipeName, str] = {
+    "pretrain": """Train a GPT on token shards, or continue a run.
 
 gpt2lab train --model gpt2-nano --max_steps 200
 gpt2lab train --run_name my_run --resume latest
 torchrun --nproc_per_node=4 -m gpt2lab.train --model gpt2""",
-        (
-            *("model", "data_dir", "run_name", "resume", "config", "init_from", "dry_run"),
-            *("max_steps", "max_tokens", "num_epochs", "max_hours", "total_batch_size"),
-            *("mini_batch_size", "max_lr", *_SIZES, "eval_freq", "checkpoint_freq"),
-            *("use_tensorboard", "device", "checkpoint_dir"),
-        ),
-    ),
-    "finetune": (
-        """Fine-tune a model on conversations.
+    "finetune": """Fine-tune a model on conversations.
 
 gpt2lab finetune --init_from my_run --instructions demo --run_name tuned
 gpt2lab finetune --init_from hf:gpt2 --instructions pairs.jsonl --lora_r 8""",
-        (
-            *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "lora_r"),
-            *("num_epochs", "max_steps", "max_lr", "mini_batch_size", "device", "checkpoint_dir"),
-        ),
+}
+_COMMON: dict[RecipeName, tuple[str, ...]] = {
+    "pretrain": (
+        *("model", "data_dir", "run_name", "resume", "config", "init_from", "dry_run"),
+        *("max_steps", "max_tokens", "num_epochs", "max_hours", "total_batch_size"),
+        *("mini_batch_size", "max_lr", *_SIZES, "eval_freq", "checkpoint_freq"),
+        *("use_tensorboard", "device", "checkpoint_dir"),
     ),
-    "list": (
-        """List the checkpoints of all runs, or of one; reads manifests only.
-
-gpt2lab runs list
-gpt2lab runs list my_run --verify""",
-        (*_PLACE, "verify", "json"),
-    ),
-    "import": (
-        """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
-
-gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
-gpt2lab runs import old/model.pt --trust --run_name old""",
-        ("trust", *_PLACE, "data_dir", "config", "max_steps"),
+    "finetune": (
+        *("init_from", "instructions", "run_name", "resume", "config", "dry_run", "lora_r"),
+        *("num_epochs", "max_steps", "max_lr", "mini_batch_size", "device", "checkpoint_dir"),
     ),
 }
-# Where a page's words for a flag differ from those of training.
-_WORDS: dict[Page, dict[str, str]] = {
-    "finetune": {
-        "init_from": "the model to fine-tune: a run, a checkpoint, a Hugging Face folder, or hf:NAME",
-        "num_epochs": "passes over the conversations; default 3",
-        "max_lr": "peak learning rate; default a tenth of the preset's, with adapters a half of the preset's",
-        "mini_batch_size": "rows of conversations per forward pass on each rank; default 16 at most, 4 if small",
-    },
-    "list": {
-        "run_name": "this run alone; default all",
-        "verify": "read every byte and compare its hash; exit code 1 if one is damaged",
-        "json": "print one JSON object",
-    },
-    "import": {"trust": "read a file whose settings are pickled objects"},
+# Where the help of fine-tuning differs from that of training.
+_TUNING_HELP = {
+    "init_from": "the model to fine-tune: a run, a checkpoint, a Hugging Face folder, or hf:NAME",
+    "num_epochs": "passes over the conversations",
+    "mini_batch_size": "rows of conversations per forward pass on each rank",
 }
-# Where a page's defaults differ from those of training; the recipe has them.
-DEFAULTS: dict[Page, dict[str, str]] = {
-    "finetune": {
-        "shuffle": "windows",
-        "total_batch_size": "16 rows of the context, 4 for small models",
-        "num_epochs": "3",
-        "max_lr": "a tenth of the preset's, with adapters a half",
-        "muon_lr": "a tenth of the preset's",
-        "weight_decay": "0",
-        **dict.fromkeys(("eval_freq", "sample_freq", "checkpoint_freq"), "50"),
-        "keep_checkpoints": "3",
-        "epoch_checkpoints": "off",
-        "sample_prompt": "the question Who are you?",
-    }
+# Where its defaults differ; the recipe has them.
+TUNING_DEFAULTS = {
+    "shuffle": "windows",
+    "total_batch_size": "16 rows of the context, 4 for small models",
+    "mini_batch_size": "16 at most, 4 for small models",
+    "num_epochs": "3",
+    "max_lr": "a tenth of the preset's, with adapters a half",
+    "muon_lr": "a tenth of the preset's",
+    "weight_decay": "0",
+    **dict.fromkeys(("eval_freq", "sample_freq", "checkpoint_freq"), "50"),
+    "keep_checkpoints": "3",
+    "epoch_checkpoints": "off",
+    "sample_prompt": "the question Who are you?",
 }
-_TAKES: dict[Page, str] = {"list": "[RUN]", "import": "FILE"}  # of the verb, before its flags
 
 
 @dataclass(frozen=True)
@@ -174,32 +145,20 @@ class TrainArguments:
     request: RunRequest
 
 
-def parse(
-    argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None = None
-) -> TrainArguments:
-    """Parse the trainer's command line, or that of another recipe; `page`: whose help is shown, default the recipe's.
+def parse(argv: list[str], recipe: RecipeName = "pretrain") -> TrainArguments:
+    """Parse the trainer's command line, or that of another recipe.
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
     """
-    words, finds_mini_batch = _take_auto(argv)
-    hidden = _PRETRAINING if recipe == "finetune" else TUNING
-    flags = [flag for flag in flags_of(_Flags) if flag.name not in hidden]
-    page = page or ("finetune" if recipe == "finetune" else "train")
-    if (how := help_page.asked(words)) is not None:
-        about, common = _PAGES[page]
-        shown = help_page.page(
-            "gpt2lab " + (f"runs {page}" if page in _TAKES else page),
-            flags,
-            about,
-            everything=how == "long",
-            common=common,
-            takes=_TAKES.get(page, ""),
-            words=_WORDS.get(page, {}),
-            defaults=DEFAULTS.get(page, {}),
-        )
-        print(shown)
+    flags = _flags_of(recipe)
+    if (how := help_page.asked(argv)) is not None:
+        about = _ABOUT[recipe]
+        name, everything = help_page.name_in(about), how == "long"
+        print(help_page.page(name, flags, about, everything=everything, common=_COMMON[recipe]))
         raise SystemExit(0)
-    given = read_words(flags, words, unknown=_unknown, elsewhere=_elsewhere)
+    given = read_words(flags, argv, unknown=_unknown, elsewhere=_elsewhere)
+    if finds_mini_batch := given.get("mini_batch_size") == _AUTO:
+        del given["mini_batch_size"]
     found = fill(_Flags, given)
     actions, flat = found.actions, to_flat(found.config)
     values = from_working_directory({name: flat[name] for name in LEAVES if name in given})
@@ -244,21 +203,19 @@ def names_of_flags(words: Sequence[str]) -> set[str]:
     return {name_of(word) for word in words if word.startswith("--")}
 
 
-def _take_auto(argv: list[str]) -> tuple[list[str], bool]:
-    """Take `--mini_batch_size auto` out of a command line: the setting itself is always a number."""
-    words: list[str] = []
-    found = False
-    for word in argv:
-        name, _, value = word.partition("=")
-        is_flag = name.replace("-", "_") == "__mini_batch_size"
-        if is_flag and value == "auto":
-            found = True
-        elif word == "auto" and words and words[-1].replace("-", "_") == "__mini_batch_size":
-            words.pop()
-            found = True
-        else:
-            words.append(word)
-    return words, found
+def _flags_of(recipe: RecipeName) -> list[Flag]:
+    """Return the flags of a recipe, with its own help; those of the other one are neither shown nor known."""
+    flags = []
+    for flag in flags_of(_Flags):
+        about, name = flag.about, flag.name
+        if recipe == "finetune":
+            about = _TUNING_HELP.get(name, about)
+            if name in TUNING_DEFAULTS:
+                about = f"{about.partition('; default')[0]} (default {TUNING_DEFAULTS[name]})"
+        words = {**flag.words, _AUTO: _AUTO} if name == "mini_batch_size" else flag.words
+        if name not in (_PRETRAINING if recipe == "finetune" else TUNING):
+            flags.append(replace(flag, about=about, words=words))
+    return flags
 
 
 def _reject_idle_actions(actions: Actions) -> None:

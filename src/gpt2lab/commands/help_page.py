@@ -20,14 +20,9 @@ _EXAMPLE = ("gpt2lab ", "torchrun ", "printf ", "python ")
 
 def asked(argv: list[str]) -> Literal["short", "long"] | None:
     """Tell which help a command line asks for."""
-    words = set(argv)
-    return (
-        "long"
-        if words & {"--help-all", "--help_all"}
-        else "short"
-        if words & {"-h", "--help"}
-        else None
-    )
+    if {"--help-all", "--help_all"} & set(argv):
+        return "long"
+    return "short" if {"-h", "--help"} & set(argv) else None
 
 
 def page(
@@ -37,31 +32,23 @@ def page(
     *,
     everything: bool,
     common: Collection[str] = (),
-    takes: str = "",
-    words: Mapping[str, str] | None = None,
-    defaults: Mapping[str, str] | None = None,
 ) -> str:
     """Return the help of a command that is called by `name`.
 
-    `about`: what the command does, and examples. `common`: the flags of the short page; empty: all. `takes`: what the
-    command takes before its flags, other than arguments among them. `words`: the help of flags on the short page, where
-    it is another. `defaults`: those that are other than those of the flags.
+    `about`: what the command does, and examples. `common`: the flags of the short page; empty: all.
     """
-    words, defaults = words or {}, defaults or {}
     shown = sorted(flags, key=lambda flag: not flag.is_argument)
-    usage = " ".join(["usage:", name, *filter(None, [takes]), *_arguments(shown), "[flags]"])
+    usage = " ".join(["usage:", name, *_arguments(shown), "[flags]"])
     lines = [usage, "", *_about(about)]
-    helps = {flag.name: _help(flag, defaults.get(flag.name)) for flag in shown}
     if common and not everything:
         by_name = {flag.name: flag for flag in shown}
         shown = [by_name[one] for one in common if one in by_name]
-        helps |= {one: text for one, text in words.items() if one in helps}
     sections = dict.fromkeys(flag.section if everything else "" for flag in shown)
     for section in sections:
         lines += ["", section] if section else [""]
         for flag in shown:
             if not everything or flag.section == section:
-                lines.append(_row(_left(flag), helps[flag.name]))
+                lines.append(_row(_left(flag), _help(flag)))
     if len(shown) < len(flags):
         lines += ["", f"{name} --help-all: all {len(flags)} flags"]
     elif any(flag.is_switch for flag in shown):
@@ -111,9 +98,7 @@ def _beside(flag: Flag) -> tuple[str, bool]:
     return f"{kind} ..." if flag.is_list else kind, is_long
 
 
-def _help(flag: Flag, default: str | None) -> str:
-    if default is not None:
-        return f"{flag.about.partition('; default')[0]} (default {default})"
+def _help(flag: Flag) -> str:
     text = flag.about
     if _beside(flag)[1]:
         text += f": {', '.join(flag.choices)}"

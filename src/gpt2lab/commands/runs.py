@@ -1,6 +1,7 @@
 """List, delete, archive and repair runs, send them to a tracker, and continue or import them.
 
-gpt2lab runs list my_run
+gpt2lab runs list
+gpt2lab runs list my_run --verify
 gpt2lab runs rm old_run
 gpt2lab runs rm old_run/step_00000250
 gpt2lab runs archive old_run --yes
@@ -34,6 +35,34 @@ from gpt2lab.runs.folder import LOCK, holder_of, lock
 
 _NO_RUN = "no run named; gpt2lab status lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
+
+
+@dataclass(frozen=True)
+class List:
+    """List the checkpoints of all runs, or of one; reads manifests only."""
+
+    run: str | None = argument("run (name or folder); default all", default=None)
+    verify: bool = option(
+        False, "read every byte and compare its hash; exit code 1 if one is damaged"
+    )
+    json: bool = option(False, "print one JSON object")
+    checkpoint_dir: Path | None = option(None, "folder of the runs; default checkpoints/")
+
+    def execute(self) -> int:
+        """Print the list and return the exit code."""
+        from gpt2lab.commands.train import list_checkpoints
+
+        folder = paths.runs_folder(self.checkpoint_dir)
+        return list_checkpoints(self.run, folder, as_json=self.json, verify=self.verify)
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a checkpoint of another program the first one of a run; flags of the trainer are passed on."""
+
+    file: str = argument("the .pt file")
+    run_name: str | None = option(None, "folder of the run; default MODEL_YYYYmmdd-HHMMSS")
+    trust: bool = option(False, "read a file whose settings are pickled objects")
 
 
 @dataclass(frozen=True)
@@ -104,15 +133,32 @@ class Sync:
         return 0
 
 
-VERBS = {"rm": Rm, "archive": Archive, "sync": Sync}
+_IMPORT = """Make a checkpoint of nanoGPT, or of this project's predecessor, the first one of a run.
+
+gpt2lab runs import ckpt.pt --run_name taken_over --data_dir data/my_texts
+gpt2lab runs import old/model.pt --trust --run_name old
+
+Flags of the trainer are passed on."""
+VERBS = {"list": List, "rm": Rm, "archive": Archive, "sync": Sync}
 
 
 def main(argv: list[str]) -> int:
     """Run the verb that the first word names."""
     from gpt2lab.commands.verbs import within
 
-    verb: Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
+    verb: List | Rm | Archive | Sync = parse_flags(VERBS, argv, others=within("runs"))
     return verb.execute()
+
+
+def import_checkpoint(argv: list[str]) -> int:
+    """Import the checkpoint of another program."""
+    from gpt2lab.commands.train import main as train
+
+    more: list[str] = []
+    name = "gpt2lab runs import"
+    flags = parse_flags(Import, argv, about=_IMPORT, name=name, passed_on=more)
+    named = [] if flags.run_name is None else ["--run_name", flags.run_name]
+    return train(["--import_checkpoint", flags.file, *["--trust"] * flags.trust, *named, *more])
 
 
 def delete(folder: Path) -> None:

@@ -72,8 +72,7 @@ if (paths.REPOSITORY / "benchmarks" / "command.py").is_file():  # not shipped
 # Verbs within a verb that have a module of their own.
 WITHIN = {
     "data tokenizer": Verb("learn a tokenizer from text, or show one", f"{_HERE}.tokenizer"),
-    "runs list": Verb("list the checkpoints", f"{_HERE}.train", "list_checkpoints"),
-    "runs import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.train", "import_checkpoint"),
+    "runs import": Verb("import a checkpoint of nanoGPT", f"{_HERE}.runs", "import_checkpoint"),
     "runs resume-command": Verb(
         "print the command that continues a run", f"{_HERE}.resume_command"
     ),
@@ -86,7 +85,12 @@ WITHIN = {
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 GONE = {
     **{name.partition(" ")[2]: name for name in WITHIN},
-    **{"preflight": "train --preflight", "gpu-info": "doctor", "env": "doctor [RUN]"},
+    **{
+        "list": "runs list",
+        "preflight": "train --preflight",
+        "gpu-info": "doctor",
+        "env": "doctor [RUN]",
+    },
     "memory-check": "doctor --model NAME",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -56,7 +56,7 @@ class Flag:
     is_argument: bool
     is_list: bool
     length: int | None  # words of a list that takes so many
-    is_optional: bool  # the word None is a value
+    words: Mapping[str, Any]  # that stand for values: None where it is optional
     adds: bool  # given twice, its words add up
 
     @property
@@ -92,8 +92,8 @@ class Flag:
         return values if self.is_list else values[0]
 
     def _read_word(self, word: str) -> Any:
-        if self.is_optional and word == "None":
-            return None
+        if word in self.words:
+            return self.words[word]
         wrong = f"{self.shown} {word}: "
         if self.choices:
             if word not in self.choices:
@@ -113,12 +113,12 @@ def flags_of(target: type, section: str = "") -> Iterator[Flag]:
     for leaf in dataclasses.fields(target):
         if leaf.metadata.get("is_hidden"):
             continue
-        kind, is_optional, length = hints[leaf.name], False, None
+        kind, words, length = hints[leaf.name], {}, None
         if dataclasses.is_dataclass(kind):
             yield from flags_of(kind, (kind.__doc__ or "").partition("\n\n")[0].replace("\n", " "))  # type: ignore[arg-type]
             continue
         if get_origin(kind) in (Union, UnionType):
-            is_optional = True
+            words = {"None": None}
             (kind,) = (one for one in get_args(kind) if one is not NoneType)
         if is_list := get_origin(kind) is tuple:
             kind, *others = get_args(kind)
@@ -132,6 +132,6 @@ def flags_of(target: type, section: str = "") -> Iterator[Flag]:
             is_argument=leaf.metadata.get("is_argument", False),
             is_list=is_list,
             length=length,
-            is_optional=is_optional,
+            words=words,
             adds=leaf.metadata.get("adds", False),
         )

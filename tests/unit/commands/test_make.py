@@ -18,7 +18,7 @@ LINES = {
     "train": "src/train.py --run_name x",
     "train-tb": "src/train.py --use_tensorboard --run_name x",
     "resume": "src/train.py --resume latest --run_name x",
-    "list": "gpt2lab runs list --run_name x",
+    "list": "gpt2lab runs list x",
     "dry-run": "gpt2lab train --dry_run --run_name x",
     "check": "src/train.py --preflight --run_name x",
     "preflight": "src/train.py --preflight --run_name x",

@@ -142,8 +142,8 @@ def test_the_examples_of_jobs_start_the_trainer_with_flags_that_it_has() -> None
     sky = yaml.safe_load((REPOSITORY / "examples" / "skypilot.yaml").read_text())
     for text in (script, sky["run"]):
         words = shlex.split(text.replace("\\\n", " "))
-        command = parse(words[words.index("src/train.py") + 1 :])
-        assert (command.actions.resume, bool(command.given("run_name"))) == ("auto", True)
+        request = parse(words[words.index("src/train.py") + 1 :]).request
+        assert (request.resume, "run_name" in request.chosen) == ("auto", True)
         assert "torchrun" in words
 
 

@@ -23,7 +23,7 @@ from tiny import CONTEXT, write_shards
 
 SOURCE = REPOSITORY / "src"
 UNION = {"data", "ladder", "runs", "data tokenizer", "benchmark"}  # their verbs have the flags
-EVERY = {**VERBS, **verbs.WITHIN}
+EVERY = {**VERBS, **verbs.WITHIN, "runs list": VERBS["runs"]}
 
 
 def run(*argv: str, folder: Path, module: str = "gpt2lab") -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def test_there_are_22_verbs_and_those_that_went_name_the_new_form() -> None:
     for name, new in verbs.GONE.items():
         with pytest.raises(ConfigError, match=re.escape(f"{name}: this is now gpt2lab {new}")):
             verbs.main([name, "--help"])
-        assert " ".join(new.split()[:2]) in verbs.WITHIN or new.split()[0] in VERBS
+        assert " ".join(new.split()[:2]) in EVERY or new.split()[0] in VERBS
 
 
 def test_the_page_of_verbs_is_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,15 +160,13 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
 ) -> None:
     text = " ".join(shown(capsys, "runs", "list", "--help").split())
     assert text.startswith("usage: gpt2lab runs list [RUN] [flags]")
-    assert "--verify read every byte and compare its hash; exit code 1 if one is damaged" in text
-    assert "--run_name TEXT this run alone; default all" in text
     assert "--list_checkpoints" not in text
     text = " ".join(shown(capsys, "runs", "import", "--help").split())
     assert text.startswith("usage: gpt2lab runs import FILE [flags]")
     assert "--trust read a file whose settings are pickled objects" in text
     text = " ".join(shown(capsys, "finetune", "--help").split())
-    assert "--num_epochs FLOAT passes over the conversations; default 3 " in text
-    assert "default a tenth of the preset's, with adapters a half of the preset's" in text
+    assert "--num_epochs FLOAT passes over the conversations (default 3) " in text
+    assert "(default a tenth of the preset's, with adapters a half)" in text
     assert "random weights" not in text
 
 
@@ -180,11 +178,10 @@ def test_the_trainer_s_other_verbs_have_their_own_words_for_flags(
             ["export", "x"],
             "--out is missing: folder to write, or file.gguf; must not exist; see gpt2lab",
         ),
-        (["runs"], "give a verb: rm, archive, sync, list, import, resume-command, "),
-        (["runs", "delete", "x"], "unknown verb 'delete': rm, archive, sync, "),
+        (["runs"], "give a verb: list, rm, archive, sync, import, resume-command, "),
+        (["runs", "delete", "x"], "unknown verb 'delete': list, rm, archive, "),
         (["runs", "repairlog", "x"], "unknown verb 'repairlog': did you mean repair-log?"),
-        (["runs", "import"], "give the file: gpt2lab runs import ckpt.pt --run_name "),
-        (["runs", "import", "--run_name=a"], "give the file: "),
+        (["runs", "import", "--run_name=a"], "FILE is missing: the .pt file; see gpt2lab runs "),
         (
             ["runs", "tensorboard", "--port", "abc"],
             "--port abc: not a whole number like 5000, 100M or ",

@@ -409,7 +409,7 @@ _INTERVAL = {"mean": 1, "low": 0, "high": 2}
     [
         ("--speeds", "file.json", [], "no table of speeds (another shape); docs/"),
         ("--speeds", "file.json", {"tokens_per_second": {}}, "no table of speeds (another shape)"),
-        ("--ladder", "ladder.json", {}, "no results of a ladder (it lacks 'rungs'); scripts/"),
+        ("--ladder", "ladder.json", {}, "no results of a ladder (it lacks 'rungs'); gpt2lab "),
         (
             *("--ladder", "ladder.json"),
             {"rungs": [], "curves": 3, "prediction": None, "score": None},
