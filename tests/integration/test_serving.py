@@ -92,11 +92,11 @@ def test_sixteen_clients_at_once_get_what_each_gets_alone(
 
 def test_a_taken_port_is_one_line_with_the_fix(address: str) -> None:
     port = address.rpartition(":")[2]
-    done = launch.script("serve.py", "tuned", "--port", port)
+    done = launch.script("serve", "tuned", "--port", port)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another "
-        f"with --port N: python scripts/serve.py RUN --port {int(port) + 1}\n"
+        f"with --port N: gpt2lab serve RUN --port {int(port) + 1}\n"
     )
 
 

@@ -132,7 +132,7 @@ def _plan(
         problems.found.append(
             ConfigError(
                 f"--data_dir is missing: the folder data/{dataset} of nanoGPT, after "
-                f"`{paths.command('data')} import` of it"
+                f"`gpt2lab data import` of it"
             )
         )
     else:

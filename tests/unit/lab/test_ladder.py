@@ -266,7 +266,7 @@ def test_the_top_rung_is_predicted_before_it_is_trained(
 
     assert ladder.main(["predict", *words, "--parameters=1M", "--tokens=1M"]) == 0
     assert "1,000,000 parameters, 1,000,000 tokens: loss " in capsys.readouterr().out
-    done = launch.call("plot.py", "--ladder", str(out), "--out", str(tmp_path / "l.svg"))
+    done = launch.call("plot", "--ladder", str(out), "--out", str(tmp_path / "l.svg"))
     assert done.returncode == 0, done.stderr
     assert "top rung, trained" in (tmp_path / "l.svg").read_text()
 
