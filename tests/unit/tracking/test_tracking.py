@@ -417,7 +417,7 @@ def test_the_libraries_continue_their_runs_and_give_everything_back(
     for name in os.environ:
         if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
-    what = "--track and runs.py sync, read back, no server"
+    what = "--track and runs sync, read back, no server"
     works_with("wandb", version("wandb"), what)
     works_with("trackio", version("trackio"), what)
     works_with("mlflow", version("mlflow-skinny"), what)
