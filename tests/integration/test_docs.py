@@ -23,9 +23,25 @@ PAGES = {
         REPOSITORY / "README.md",
         REPOSITORY / "CONTRIBUTING.md",
         *sorted((REPOSITORY / "docs").glob("*.md")),
+        *sorted((REPOSITORY / "docs" / "log").glob("*.md")),
     ]
 }
-TRAINING = PAGES["docs/training.md"]
+TROUBLE = PAGES["docs/troubleshooting.md"]
+# The verbs of a verb.
+INNER: dict[str, list[str | None]] = {
+    "benchmark": [
+        *("cpu", "gpu", "codegen", "data", "hellaswag", "parallel", "planner", "sample", "save"),
+        *("codegen-parallel", "step-overhead"),
+    ],
+    "data": ["verify", "stats", "show", "import", "merge", "tokenizer train", "tokenizer show"],
+    "ladder": ["plan", "run", "fit", "predict"],
+    "runs": [
+        *("list", "rm", "archive", "sync", "import", "resume-command", "tensorboard"),
+        *("rebuild-tensorboard", "repair-log"),
+    ],
+}
+# Flags that the log names and the program has no more.
+GONE = {"kwh", "self_test"}
 # Flags of torchrun, pytest and ssh, which are not ours.
 FOREIGN = {
     *("nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "shutdown-timeout"),
@@ -55,7 +71,7 @@ def missing(line: str, texts: list[str]) -> list[str]:
 
 
 def test_every_quoted_message_is_in_the_source() -> None:
-    boxes = re.findall(r"```text\n(.*?)```", TRAINING, flags=re.S)
+    boxes = re.findall(r"```text\n(.*?)```", TROUBLE, flags=re.S)
     lines, texts = [line for box in boxes for line in box.splitlines()], texts_of_the_program()
     assert len(lines) >= 12
     for line in lines:
@@ -65,19 +81,30 @@ def test_every_quoted_message_is_in_the_source() -> None:
 
 
 def test_every_problem_quotes_a_message_and_names_a_flag() -> None:
-    problems = TRAINING.partition("## When something is wrong")[2].partition("\n## ")[0]
-    parts = re.split(r"^\*\*", problems, flags=re.M)[1:]
+    parts = re.split(r"^\*\*", TROUBLE, flags=re.M)[1:]
     assert len(parts) == 9
     for part in parts:
         assert "```text\n" in part, part
         assert re.search(r"`--\w+", re.sub(r"```.*?```", "", part, flags=re.S)), part
 
 
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page, flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_path_exists(page: str) -> None:
     folder = (REPOSITORY / page).parent
-    for link in re.findall(r"\]\(([^)#]+)\)", PAGES[page]):
-        assert "://" in link or (folder / link).is_file(), link
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (folder / path) if path else REPOSITORY / page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
     for path in re.findall(r"\b(?:scripts|tests|src|benchmarks)/[\w/]+\.(?:py|sh)\b", PAGES[page]):
         assert (REPOSITORY / path).is_file(), path
     makefile = (REPOSITORY / "Makefile").read_text()
@@ -111,13 +138,14 @@ def flags_of(script: str, verb: str | None, capsys: pytest.CaptureFixture[str]) 
     if script in ("src/train.py", "src/finetune.py"):
         return {*LEAVES, *Actions.__dataclass_fields__}
     name = Path(script).stem
-    main = benchmark.main
-    if script in VERBS:
+    if script == "benchmark":
+        main = benchmark.main
+    elif script in VERBS:
         main = VERBS[script].load()
-    elif name != "benchmark":
+    else:
         main = importlib.import_module(f"gpt2lab.commands.{name}").main
     with pytest.raises(SystemExit):
-        main([*([verb] if verb else []), "--help-all"])
+        main([*(verb or "").split(), "--help-all"])
     shown = set(re.findall(r"--([a-z]\w*)", capsys.readouterr().out))
     return shown | (set(LEAVES) if name == "ablate" else set())  # it hands others to the trainer
 
@@ -132,8 +160,9 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
         elif at is None or not words[at].startswith(("src/", "scripts/")):
             continue  # a module or a test, which takes no flags of ours
         script, verb = words[at], None
-        if Path(script).stem in ("benchmark", "data", "ladder", "runs", "tokenizer"):
+        if script in INNER and words[at + 1 :]:
             verb = words[at + 1]
+            verb = " ".join(words[at + 1 : at + 3]) if verb == "tokenizer" else verb
         if (script, verb) not in known:
             known[script, verb] = flags_of(script, verb, capsys)
         typed = {word.removeprefix("--") for word in words[at:] if word.startswith("--")}
@@ -143,24 +172,12 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
 
 def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> None:
     known = {*LEAVES, *Actions.__dataclass_fields__, *FOREIGN}
-    for path in (REPOSITORY / "scripts").glob("[a-z]*.py"):
-        name = path.stem
-        verbs: list[str | None] = [None]
-        if name == "data":
-            verbs = ["verify", "stats", "show", "import", "merge"]
-        if name == "runs":
-            verbs = ["rm", "archive"]
-        if name == "tokenizer":
-            verbs = ["train", "show"]
-        if name == "ladder":
-            verbs = ["plan", "run", "fit", "predict"]
-        if name == "benchmark":
-            verbs = ["cpu", "gpu", "codegen", "data", "hellaswag", "parallel", "planner", "sample"]
-            verbs += ["save", "codegen-parallel", "step-overhead"]
-        for verb in verbs:
-            known |= flags_of(f"scripts/{name}.py", verb, capsys)
+    for name in VERBS:
+        for verb in INNER.get(name, [None]):
+            known |= flags_of(name, verb, capsys)
     for page, text in PAGES.items():
-        unknown = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known
+        gone = GONE if "/log/" in page else set()
+        unknown = set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known - gone
         assert not unknown, f"{page}: {unknown}"
 
 
