@@ -45,7 +45,7 @@ COMMANDS: dict[str, str | None] = {
     "gpt2lab runs rm old_run": None,
     "gpt2lab runs rm old_run/step_00000250": None,
     "gpt2lab runs archive old_run": None,
-    # tests/unit/runs/test_tensorboard_rebuilt.py
+    # tests/unit/tracking/test_rebuild.py
     "gpt2lab runs rebuild-tensorboard RUN": None,
     "gpt2lab runs resume-command gpt2-124m --output slurm": "--num_gpus 1",
     "gpt2lab plot gpt2-124m": "",
@@ -79,7 +79,8 @@ def commands_of_a_newcomer() -> list[str]:
         blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
         found += [line for block in blocks for line in block.splitlines() if line]
         sentences = re.sub(r"```.*?```", "", text, flags=re.S)
-    XX
+        found += re.findall(r"`((?:python|make|torchrun|gpt2lab) [^`]+)`", sentences)
+        found += re.findall(r"\*\*((?:python|make|torchrun) [^*]+)\*\*", sentences)
     return list(dict.fromkeys(found))
 
 
