@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command as benchmark
+from gpt2lab.commands import verbs
 from gpt2lab.commands.command_line import Actions
 from gpt2lab.commands.verbs import VERBS
 from gpt2lab.config.settings import LEAVES
@@ -138,14 +138,12 @@ def flags_of(script: str, verb: str | None, capsys: pytest.CaptureFixture[str]) 
     if script in ("src/train.py", "src/finetune.py"):
         return {*LEAVES, *Actions.__dataclass_fields__}
     name = Path(script).stem
-    if script == "benchmark":
-        main = benchmark.main
-    elif script in VERBS:
-        main = VERBS[script].load()
+    if script in VERBS:
+        main, argv = verbs.main, [script]
     else:
-        main = importlib.import_module(f"gpt2lab.commands.{name}").main
+        main, argv = importlib.import_module(f"gpt2lab.commands.{name}").main, []
     with pytest.raises(SystemExit):
-        main([*(verb or "").split(), "--help-all"])
+        main([*argv, *(verb or "").split(), "--help-all"])
     shown = set(re.findall(r"--([a-z]\w*)", capsys.readouterr().out))
     return shown | (set(LEAVES) if name == "ablate" else set())  # it hands others to the trainer
 
