@@ -2,7 +2,7 @@
 
 PYTHONPATH=src python -m benchmarks.changes OUT.jsonl --changes untied_head --model modern-micro --optimizer muon
 
-All but NorMuon are not in the program; docs/ablations.md has what they brought. Flags that are not of this program
+All but NorMuon are not in the program; docs/log/2026.md has what they brought. Flags that are not of this program
 go to every run, as in `ablate`. Each run adds a line to OUT.jsonl as it ends; runs that are in it are not repeated. At
 the end all are compared with `none`, seed by seed. All is done in one process, so that what is compiled serves all
 seeds; nothing is saved but the losses.

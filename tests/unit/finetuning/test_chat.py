@@ -175,7 +175,7 @@ def test_answers_are_compared_where_asked(folder: Path) -> None:
         "error: hf: --eval_generate compares answers, and that needs a run of gpt2lab finetune and no --val",
     )
     pytest.importorskip("rouge_score", reason="rouge-score is not installed")
-    works_with("rouge-score", version("rouge-score"), "evaluate.py --eval_generate")
+    works_with("rouge-score", version("rouge-score"), "evaluate --eval_generate")
     scored = ask("evaluate.py", "tuned", "--eval_generate", "--json", folder=folder)
     assert scored["val_loss"] == plain["val_loss"]
     assert scored["generate"]["n"] == 1

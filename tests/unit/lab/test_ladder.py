@@ -289,7 +289,7 @@ def test_a_committed_prediction_follows_from_its_rungs_and_the_page_tells_the_ou
     score, at = json.loads(actual.read_text())["score"], written["loss"]
     assert score["seconds_after_prediction"] > 0
     assert score["inside_interval"] == (at["low"] <= statistics.mean(score["losses"]) <= at["high"])
-    page = (REPOSITORY / "docs" / "planning.md").read_text()
+    page = (REPOSITORY / "docs" / "scaling_laws.md").read_text()
     verdict = "inside" if score["inside_interval"] else "**outside**"
     assert f"| [{score['loss']:.3f}](ladders/{actual.name}), {verdict} |" in page
     width = score["half_width_percent"]
