@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.order import Order
 from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.finetuning.rows import Rows, open_instructions
 from gpt2lab.tokenizers.gpt2 import GPT2
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 CONTEXT = 64
 

@@ -9,9 +9,7 @@ from typing import Any
 import launch
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.commands.command_line import parse
-from gpt2lab.training.pretrain import pretrain
-from tiny import flags_of, write_items, write_shards
+from tiny import flags_of, parse, pretrain, write_items, write_shards
 
 LAST = 4
 # Of an evaluation and a sample, all but what a clock says.

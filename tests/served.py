@@ -17,10 +17,9 @@ from typing import Any
 
 import launch
 import tiny
-from gpt2lab.commands.command_line import parse
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.finetuning.recipe import FINETUNING
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 CONTEXT = 64
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from gpt2lab.commands import command_line
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import RecipeName
+from gpt2lab.training.recipe import PRETRAINING, Recipe
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.start import Start
 
 VOCAB = 256
 CONTEXT = 16
@@ -67,3 +76,40 @@ def flags_of(folder: Path, name: str, *more: str) -> list[str]:
         *(f"--hellaswag_path={folder / 'items.jsonl'}", "--hellaswag_freq=2", "--sample_tokens=2"),
         *(f"--run_name={name}", *more),
     ]
+
+
+def parse(argv: Sequence[str], recipe: RecipeName = "pretrain") -> RunRequest:
+    """Return what a command line of the trainer asks for."""
+    return command_line.parse(list(argv), recipe).request
+
+
+def pretrain(
+    request: RunRequest,
+    *,
+    recipe: Recipe = PRETRAINING,
+    actions: command_line.Actions | None = None,
+) -> None:
+    """Train in this process with all that surrounds a run, as far as it is there."""
+    from gpt2lab.training.pretrain import pretrain as train
+
+    if importlib.util.find_spec("gpt2lab.planner") is None:  # the core alone
+        return train(request, recipe=recipe)
+    from gpt2lab.commands.train import extensions, planner_of
+
+    planner = planner_of(actions or command_line.Actions())
+    return train(request, recipe=recipe, extensions=extensions(), planner=planner)
+
+
+def train(argv: Sequence[str]) -> None:
+    """Train as a command line says, with --preset and --fit_schedule too."""
+    arguments = command_line.parse(list(argv))
+    pretrain(arguments.request, actions=arguments.actions)
+
+
+def resolved(argv: Sequence[str], *, world_size: int = 1) -> Start:
+    """Return what a command line would start, with --preset too."""
+    from gpt2lab.commands.train import planner_of
+
+    arguments = command_line.parse(list(argv))
+    planner = planner_of(arguments.actions)
+    return resolve(arguments.request, world_size=world_size, set_aside=False, planner=planner)

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from gpt2lab.checkpoint import catalog, manifest
-from gpt2lab.commands import command_line
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
-from gpt2lab.training.pretrain import pretrain
-from tiny import TRAIN_SHARDS
+from tiny import TRAIN_SHARDS, parse, pretrain
 
 T, S, STEP_TOKENS = 16, 8, 128
 WINDOWS = [(tokens - 1) // T for tokens in TRAIN_SHARDS]  # 62, 48, 80: an epoch is 23.75 steps
@@ -46,7 +44,7 @@ class Run:
         ]
 
     def train(self, *more: str) -> None:
-        pretrain(command_line.parse([*self.flags, *more]))
+        pretrain(parse([*self.flags, *more]))
 
     def rejected(self, *more: str) -> GPT2LabError:
         """Return the rejection, without its traceback: the frames in it would keep the run locked."""

@@ -1,5 +1,6 @@
 """gpt2lab: train GPT-2 from scratch; predict the run, keep every step, prove that nothing was lost."""
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,7 @@ __all__ = ["LanguageModel", "Run", "estimate", "load", "open_run", "prepare", "t
 def __getattr__(name: str) -> Any:
     """Import a name of the API when it is first used: `import gpt2lab` alone costs nothing."""
     if name in __all__:
-        from gpt2lab.commands import api
-
-        return getattr(api, name)
+        return getattr(importlib.import_module("gpt2lab.commands.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -19,13 +19,12 @@ from harness import SHAPE, FaultRun
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.commands.command_line import parse
 from gpt2lab.model.gpt import build_model
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.tokenizers.huggingface import train_bpe
 from launch import call
 from ranks import run_ranks
-from tiny import write_shards
+from tiny import parse, write_shards
 
 pytestmark = pytest.mark.fault
 
@@ -146,7 +145,7 @@ def test_learning_a_tokenizer(tmp_path: Path) -> None:
 
 def test_import_of_a_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
     """A run that is there after the kill is the imported one; one that is not is begun again by the same line."""
-    model = build_model(parse([*SHAPE, "--max_steps=8"]).fresh().model, seed=1, device=CPU)
+    model = build_model(parse([*SHAPE, "--max_steps=8"]).config.model, seed=1, device=CPU)
     weights = {name.replace("blocks.", "h."): value for name, value in model.state_dict().items()}
     names = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 256}
     file = tmp_path / "nano.pt"

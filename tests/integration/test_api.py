@@ -111,7 +111,7 @@ def test_a_model_takes_one_text_that_fits(run: Run) -> None:
 
 
 def test_what_an_api_call_cannot_mean_is_rejected(tmp_path: Path) -> None:
-    before = to_flat(gpt2lab.commands.api.Command((), api.Actions(), {}).fresh())
+    before = to_flat(gpt2lab.commands.api.Command((), api.Actions(), {}).config)
     assert before["model"] == "gpt2"
     for call, says in (
         (lambda: gpt2lab.train({"n_leyer": 2}), "unknown setting n_leyer: did you mean n_layer"),

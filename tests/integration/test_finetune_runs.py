@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import launch
 from conversations import CONTEXT, finetune, flags_of, rows_of, write_model, write_pairs
-from gpt2lab.commands.command_line import DEFAULTS, parse
+from gpt2lab.commands.command_line import DEFAULTS
 from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.commands.preflight import preflight
@@ -28,7 +28,7 @@ from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.report.page import render
 from gpt2lab.tokenizers.chat_template import as_prompt
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 FINETUNE = launch.REPOSITORY / "src" / "finetune.py"
 
@@ -198,7 +198,7 @@ def test_a_run_that_no_longer_improves_stops_and_is_saved(folder: Path, tmp_path
 def test_rates_are_parts_of_the_presets_and_adapters_are_adamws() -> None:
     def begun(*more: str) -> dict[str, Any]:
         command = parse(["--init_from=x", "--instructions=demo", *more], "finetune")
-        return to_flat(FINETUNING.defaults(command, command.override(preset("modern-micro"))))
+        return to_flat(FINETUNING.defaults(command, command.over(preset("modern-micro"))))
 
     def optim(settings: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(settings[name] for name in ("optimizer", "max_lr", "muon_lr"))
@@ -279,7 +279,7 @@ def test_help_shows_no_flag_that_is_rejected(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(("model", "small"), [("gpt2", False), ("gpt2-nano", True)])
 def test_help_shows_the_defaults_of_fine_tuning(model: str, small: bool) -> None:
     command = parse([f"--model={model}", "--init_from=x", "--instructions=demo"], "finetune")
-    preset = command.fresh()
+    preset = command.config
     found = to_flat(FINETUNING.defaults(command, preset))
     others = {name for name, value in to_flat(preset).items() if found[name] != value}
     shown = DEFAULTS["finetune"]

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import SaveError
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.stop import Signals
 from last_step import LAST, after_last_step, assert_complete, straight_run
-from tiny import flags_of
+from tiny import flags_of, parse, pretrain
 
 BEFORE = [f"measure.{name}" for name in ("eval", "hellaswag", "sample")]
 

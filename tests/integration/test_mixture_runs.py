@@ -13,15 +13,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
-from gpt2lab.training.pretrain import pretrain
-from tiny import VOCAB, write_shards
+from tiny import VOCAB, parse, pretrain, write_shards
 
 T, S, LAST = 16, 8, 24
 CHANGE = "1700:0,0.2,0.8"  # tokens: in the middle of step 14
@@ -296,11 +294,11 @@ def test_the_plan_says_how_often_each_source_is_read(data: Path, tmp_path: Path)
 
 
 def test_measuring_trains_on_the_mixture_itself(data: Path, tmp_path: Path) -> None:
-    config = parse(flags_of(data, tmp_path, "run")).fresh()
-    assert parse(data_for(config, tmp_path)).fresh().data == config.data
+    config = parse(flags_of(data, tmp_path, "run")).config
+    assert parse(data_for(config, tmp_path)).config.data == config.data
     assert not list(tmp_path.iterdir())
-    elsewhere = parse(flags_of(tmp_path / "nowhere", tmp_path, "run")).fresh()
-    made = parse(data_for(elsewhere, tmp_path)).fresh().data
+    elsewhere = parse(flags_of(tmp_path / "nowhere", tmp_path, "run")).config
+    made = parse(data_for(elsewhere, tmp_path)).config.data
     assert made.data_dir == (str(tmp_path / "data"),)
     assert made.data_weights_at == ()
 

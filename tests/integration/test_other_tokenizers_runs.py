@@ -19,7 +19,6 @@ import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.schema import Config
@@ -36,9 +35,8 @@ from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import open_tokenizer
 from gpt2lab.tokenizers.plain import BYTES, CharactersTokenizer, characters_of
-from gpt2lab.training.pretrain import pretrain
 from launch import ask, call
-from tiny import CONTEXT, flags_of, write_items
+from tiny import CONTEXT, flags_of, parse, pretrain, write_items
 
 TEXT = [f"{text} é 你好 🙂" for text in TEXTS] * 3
 

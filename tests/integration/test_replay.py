@@ -16,14 +16,13 @@ import torch
 import launch
 from corpora import run_prepare, write_jsonl
 from gpt2lab.checkpoint import manifest
-from gpt2lab.commands.command_line import parse
 from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.shards import measure_shard
 from gpt2lab.data.verify import verify
 from gpt2lab.errors import NonFiniteError
 from gpt2lab.runs import history
 from gpt2lab.tokenizers.plain import BYTES
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 T, S, LAST = 64, 8, 24
 SPIKE, BAD = 14, 108  # the poisoned window is sample 108, of step 14

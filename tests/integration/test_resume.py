@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import CheckpointError
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
-from tiny import write_shards
+from tiny import parse, pretrain, write_shards
 
 # T = 16, S = 8 windows a step. The training shards of tiny_data have 62, 48 and 80 windows: shard ends after
 # 7.75, 13.75 and 23.75 steps, and the epoch ends within step 24.

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import resolve as resolve_module
 from gpt2lab.training.resolve import resolve
-from tiny import make_tokens, write_shards
+from tiny import make_tokens, parse, write_shards
 from whole_run import LAST, Run, S, T
 
 

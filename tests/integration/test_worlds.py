@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import launch
-from gpt2lab.commands.command_line import parse
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 STEPS = 50
 RANKS_AGREE = launch.WORKERS / "ranks_agree.py"

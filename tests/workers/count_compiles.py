@@ -18,10 +18,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import gpt2lab.training.trainer
-from gpt2lab.commands.command_line import parse
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.train_step import StepStats, train_step
+from tiny import parse, pretrain
 
 after_first: int | None = None
 

@@ -13,10 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import gpt2lab.distributed.runtime
 import gpt2lab.training.trainer
 from benchmarks.sharing_worker import Traffic
-from gpt2lab.commands.command_line import parse
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.train_step import StepStats, train_step
+from tiny import parse, pretrain
 
 traffic = Traffic()
 begun: list[dict[str, int]] = []  # calls so far, as each micro-batch begins

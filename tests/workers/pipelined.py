@@ -11,10 +11,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import gpt2lab.training.trainer
-from gpt2lab.commands.command_line import parse
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.model.gpt import GPT
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 plain_step, plain_forward, factor = gpt2lab.training.trainer.train_step, GPT.forward, [1.0]
 

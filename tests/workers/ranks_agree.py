@@ -12,9 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import torch.distributed as dist
 
 import gpt2lab.training.trainer
-from gpt2lab.commands.command_line import parse
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.train_step import StepStats, train_step
+from tiny import parse, pretrain
 
 compared = 0
 

@@ -180,7 +180,8 @@ _is_ours = False
 def is_offline() -> bool:
     """Tell whether the Hub cannot be reached now; its libraries then use only their cache, until it can be reached.
 
-    Without it the libraries would retry for most of a minute."""
+    Without it the libraries would retry for most of a minute.
+    """
     if not _is_ours and os.environ.get(_VARIABLE, "").upper() in _YES:
         return True
     offline = not _accepts_connections()

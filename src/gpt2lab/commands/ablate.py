@@ -33,7 +33,6 @@ from gpt2lab.commands import ablate_until
 from gpt2lab.commands.ablation_table import Run, write_table
 from gpt2lab.commands.command_line import (
     Actions,
-    Command,
     argument,
     names_of_flags,
     option,
@@ -41,6 +40,7 @@ from gpt2lab.commands.command_line import (
     run_tyro,
 )
 from gpt2lab.config.other_programs import answer
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import LEAVES, is_list, policy_of, to_flat
 from gpt2lab.errors import (
     CheckError,
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> int:
 
 def _reject_unequal_tokens(runs: Sequence[Run]) -> None:
     """Reject settings that end after other tokens than the baseline, whose last losses do not compare."""
-    tokens = [_start_of(run.command).plan.tokens for run in runs]
+    tokens = [_start_of(run.request).plan.tokens for run in runs]
     for run, count in zip(runs, tokens, strict=True):
         if count != tokens[0]:
             raise ConfigError(
@@ -311,10 +311,11 @@ def name_runs(
                 # A file of settings always has a seed; the ablation's own counts above it.
                 if ours := _OURS & names_of_flags([*shared, *flags]):
                     raise ConfigError(f"--{min(ours)} is set by the ablation itself")
-                command = parse([*shared, *flags, *place, "--resume=auto"])
-            runs.append(Run(name, seed, command))
+                argv = (*shared, *flags, *place, "--resume=auto")
+                request = parse(list(argv)).request
+            runs.append(Run(name, seed, request, argv))
     for flag in _SHARED:
-        found = {str(to_flat(run.command.fresh())[flag]): run.setting for run in runs}
+        found = {str(to_flat(run.request.config)[flag]): run.setting for run in runs}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
             raise ConfigError(
@@ -330,7 +331,7 @@ def check_runs(runs: Sequence[Run]) -> None:
     """
     for run in runs:
         with naming(run.setting):
-            _start_of(run.command)
+            _start_of(run.request)
 
 
 @contextlib.contextmanager
@@ -342,22 +343,22 @@ def naming(setting: str) -> Iterator[None]:
         raise type(error)(f"setting {setting}: {error}") from None
 
 
-def _start_of(command: Command) -> "Start":
+def _start_of(request: RunRequest) -> "Start":
     """Decide what the trainer would do; reject an old run that had other settings."""
     from gpt2lab.training.resolve import resolve
 
-    require_own_settings(command)
-    return resolve(command, world_size=1, set_aside=False)
+    require_own_settings(request)
+    return resolve(request, world_size=1, set_aside=False)
 
 
-def require_own_settings(command: Command) -> None:
+def require_own_settings(request: RunRequest) -> None:
     """Reject an old run of the same name that had other settings.
 
     Raises: ConfigError.
     """
     from gpt2lab.training.resolve import fresh_settings
 
-    fresh, _ = fresh_settings(command)
+    fresh, _ = fresh_settings(request)
     run_dir = fresh.checkpoint.checkpoint_dir / str(fresh.checkpoint.run_name)
     if not (run_dir / "config.json").exists():
         return
@@ -387,7 +388,7 @@ def run_all(
     Raises: CheckError if one fails or stops early; SavedInterrupt when what runs has saved and ended. Started again,
         the ablation goes on where it stood.
     """
-    devices = {run.command.fresh().system.device for run in runs}
+    devices = {run.request.config.system.device for run in runs}
     trainers = _Trainers(_places(jobs, on_cpu=devices == {"cpu"}))
     may_diverge = on_divergence == "go on"
 
@@ -502,7 +503,7 @@ def _carry_out_one(
     *,
     may_diverge: bool,
 ) -> None:
-    start = _start_of(run.command)
+    start = _start_of(run.request)
     if may_diverge and history.has_diverged(start.run_dir):
         say(f"{place}: diverged")
         return
@@ -510,14 +511,14 @@ def _carry_out_one(
         say(f"{place}: complete")
         return
     say(f"{place}: {start.plan.max_steps:,} steps, {start.plan.tokens:,} tokens")
-    code, stderr = trainers.run(run.command.argv, environment)
+    code, stderr = trainers.run(list(run.argv), environment)
     if code:
         reason = (stderr.strip() or "no message").splitlines()[-1]
         if may_diverge and history.has_diverged(start.run_dir):
             say(f"{place}: diverged: {reason.removeprefix('error: ')}")
             return
         raise CheckError(f"{run.name} failed with exit code {code}: {reason}")
-    if not _start_of(run.command).is_complete:
+    if not _start_of(run.request).is_complete:
         raise CheckError(f"{run.name} stopped before its end; start again to go on with it")
 
 
@@ -552,7 +553,7 @@ def progress(runs: Sequence[Run]) -> str:
     """Write where every run stands: its state, step and last validation loss."""
     rows = []
     for run in runs:
-        run_dir = run.command.fresh().checkpoint.checkpoint_dir / run.name
+        run_dir = run.request.config.checkpoint.checkpoint_dir / run.name
         status = history.read_json(run_dir / "status.json") or {}
         losses = history.read_log(run_dir).current("eval")
         last = losses[max(losses)]["val_loss"] if losses else None

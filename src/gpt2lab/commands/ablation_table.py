@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt
-from gpt2lab.commands.command_line import Command
+from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import CheckError, SaveError, system_errors_as
 from gpt2lab.evaluation.results import Results, file_of_step, read_results
 from gpt2lab.evaluation.uncertainty import t_half_width
@@ -27,7 +27,8 @@ class Run:
 
     setting: str
     seed: int
-    command: Command
+    request: RunRequest
+    argv: tuple[str, ...]  # the trainer's command line
 
     @property
     def name(self) -> str:
@@ -305,7 +306,7 @@ def write_table(
         curve = None if history.has_diverged(run_dir) else read_curve(run_dir)
         curves.setdefault(run.setting, []).append(curve)
     rows = compare(curves, target=target)
-    flags = {run.setting: list(run.command.argv) for run in reversed(runs)}  # of the first seed
+    flags = {run.setting: list(run.argv) for run in reversed(runs)}  # of the first seed
     settings = [
         asdict(row)
         | {

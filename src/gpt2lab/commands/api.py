@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import Actions, Command
+from gpt2lab.config.request import make_request
 from gpt2lab.config.schema import ModelConfig, RecipeName
 from gpt2lab.config.settings import to_flat, wrong_flags
 from gpt2lab.config.settings_file import read_dict, read_file, read_values
@@ -197,8 +197,8 @@ def train(
 
     Raises: GPT2LabError; ConfigError and DataError before anything is written.
     """
-    from gpt2lab.commands.train import recipe_named
-    from gpt2lab.training.resolve import resolve_to_train
+    from gpt2lab.commands.train import recipe_named, run
+    from gpt2lab.planner.extension import TrainingPlanner
 
     values, base = read_values(settings), config if isinstance(config, dict) else {}
     tunes = {**base, **values}.get("instructions")
@@ -206,13 +206,12 @@ def train(
     file = read_dict(base, recipe)
     if isinstance(config, str | Path):
         file = read_file(paths.from_working_directory(Path(config)), recipe)
-    actions = Actions(resume=resume, allow_change=allow_change)
-    command = Command((), actions, values, recipe=recipe, file=file)
-    start = resolve_to_train(command, recipe_named(recipe), world_size=1, free_memory=[None])
-    from gpt2lab.training.pretrain import pretrain
-
-    pretrain(command, recipe=recipe_named(recipe), start=start)
-    return Run(start.run_dir)
+    request = make_request(
+        values, file=file, recipe=recipe, resume=resume, allow_change=allow_change
+    )
+    run_dir = run(request, recipe_named(recipe), planner=TrainingPlanner())
+    assert run_dir is not None  # the only process
+    return Run(run_dir)
 
 
 def estimate(**flags: Any) -> dict[str, Any]:

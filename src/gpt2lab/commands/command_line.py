@@ -18,14 +18,11 @@ from gpt2lab import fmt, paths
 from gpt2lab.commands import help_page
 from gpt2lab.commands.mistakes import Mistakes
 from gpt2lab.config.other_programs import answer, answer_value
-from gpt2lab.config.presets import preset
+from gpt2lab.config.request import RunRequest, make_request
 from gpt2lab.config.schema import LENGTHS, Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import (
     LEAVES,
     from_working_directory,
-    is_path,
-    override,
-    resolved,
     to_flat,
 )
 from gpt2lab.config.settings_file import OF_SHARDS, PROGRAMS, TUNING, read_file
@@ -248,52 +245,16 @@ _PRETRAINING = frozenset(_TuningActions.__annotations__)  # those that it suppre
 
 
 @dataclass(frozen=True)
-class Command:
-    """A parsed command line, not yet combined with a preset or with saved settings."""
+class TrainArguments:
+    """A parsed command line of the trainer: what to do, and the run that it is done to."""
 
-    argv: tuple[str, ...]
     actions: Actions
-    values: dict[str, Any]  # the settings that the user typed, by flag name; paths are absolute
-    finds_mini_batch: bool = False  # `--mini_batch_size auto`
-    recipe: RecipeName = "pretrain"
-    file: dict[str, Any] = field(default_factory=dict)  # those of --config, in the same form
-
-    @property
-    def typed(self) -> frozenset[str]:
-        """Names of the settings that the user typed, on the command line or in a file."""
-        return frozenset(self.values) | frozenset(self.file)
-
-    def given(self, name: str) -> Any:
-        """Return what the user typed for a setting, on the command line or in a file; None if nothing."""
-        return self.values.get(name, self.file.get(name))
-
-    def override(self, base: Config) -> Config:
-        """Return `base` with the settings of --config on top, and on these what the user typed.
-
-        Typed paths were resolved against the working directory; all others are relative to the repository.
-        """
-        config = _on_top(self.values, _on_top(self.file, base))
-        files = {name: value for name, value in to_flat(config).items() if value and is_path(name)}
-        return override(
-            config, {n: resolved(n, value, paths.from_repository) for n, value in files.items()}
-        )
-
-    def fresh(self) -> Config:
-        """Return the settings of a fresh start: defaults, preset, file, flags."""
-        model = self.file.get("model", self.values.get("model", Config().model.model))
-        return self.override(preset(model, optimizer=self.given("optimizer")))
+    request: RunRequest
 
 
-def _on_top(given: dict[str, Any], base: Config) -> Config:
-    """Return `base` with given settings on top; another preset counts as giving each of its settings."""
-    if "model" in given and given["model"] != base.model.model:
-        base = preset(given["model"], base, optimizer=given.get("optimizer"))
-    if any(given.get(name) is not None for name in LENGTHS):  # one setting in three units
-        given = dict.fromkeys(LENGTHS) | given
-    return override(base, given)
-
-
-def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None = None) -> Command:
+def parse(
+    argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None = None
+) -> TrainArguments:
     """Parse the trainer's command line, or that of another recipe; `page`: whose help is shown, default the recipe's.
 
     Raises: ConfigError with one line; SystemExit(0) after printing help.
@@ -336,7 +297,25 @@ def parse(argv: list[str], recipe: RecipeName = "pretrain", *, page: Page | None
         )
     path = flags.actions.config
     file = read_file(paths.from_working_directory(path), recipe) if path else {}
-    return Command(tuple(argv), flags.actions, values, finds_mini_batch, recipe, file)
+    actions = flags.actions
+    given = values.keys() | file.keys()
+    left_open = {"mini_batch_size"} if finds_mini_batch else set()
+    if actions.preset is not None and "mini_batch_size" not in given:
+        left_open.add("mini_batch_size")
+    if actions.fit_schedule:
+        left_open.add("max_steps")
+    request = make_request(
+        values,
+        file=file,
+        recipe=recipe,
+        resume=actions.resume,
+        allow_change=actions.allow_change,
+        stop_after_steps=actions.stop_after_steps,
+        stop_at=actions.stop_at,
+        open_settings=left_open,
+        timeout_minutes=actions.pg_timeout_minutes,
+    )
+    return TrainArguments(actions, request)
 
 
 def names_of_flags(words: Sequence[str]) -> set[str]:

@@ -6,27 +6,34 @@ import json
 import os
 
 from gpt2lab import paths
-from gpt2lab.commands.command_line import Command
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import printable
 from gpt2lab.finetuning.rows import InstructionData
 from gpt2lab.planner.auto import NOT_COUNTED, describe_memory, memory_here
-from gpt2lab.planner.job import describe
 from gpt2lab.runs.console import Console
+from gpt2lab.training.extension import Planner
+from gpt2lab.training.plan import describe_plan
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve
 
 
-def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
+def print_plan(
+    request: RunRequest,
+    recipe: Recipe = PRETRAINING,
+    *,
+    planner: Planner | None = None,
+    as_json: bool = False,
+) -> int:
     """Print the resolved plan, as text or as one JSON object, and return the exit code."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    start = resolve(command, recipe, world_size=world_size, set_aside=False)
+    start = resolve(request, recipe, world_size=world_size, set_aside=False, planner=planner)
     if os.environ.get("RANK", "0") != "0":
         return 0
     plan = start.plan
     need = memory_here(start.config, plan, train_tokens=start.data.tokens("train"))
     offloaded = start.config.system.fsdp_offload
-    if command.actions.json:
+    if as_json:
         facts = {
             "run_dir": str(start.run_dir),
             "parameters": plan.parameters,
@@ -62,7 +69,7 @@ def print_plan(command: Command, recipe: Recipe = PRETRAINING) -> int:
     say(f"{'data':<14} {start.describe_data()}")
     for line in start.describe_sources():
         say(f"{'source':<14} {line}")
-    say(describe(plan, start.config))
+    say(describe_plan(plan, start.config))
     say(f"{'memory':<14} {NOT_COUNTED if offloaded else describe_memory(need)}")
     if start.initial:
         say(f"{'begins with':<14} {paths.display_path(start.initial.target.folder)}")

@@ -15,11 +15,11 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.commands.command_line import run_tyro
+from gpt2lab.config.request import default_warmup
 from gpt2lab.distributed import processor
 from gpt2lab.errors import ConfigError, system_errors_as
 from gpt2lab.files import replace_durably
-from gpt2lab.optim.schedule import default_warmup
-from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, reports, run_clock
+from gpt2lab.planner import alternatives, forecast, hardware, machine, measuring, remaining, reports
 from gpt2lab.planner.ask import EstimateRequest, Predictor, check, start_of, window_of
 from gpt2lab.planner.estimate import Estimate, verdict
 from gpt2lab.planner.hardware import Hardware
@@ -70,12 +70,12 @@ def _find_answer(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any],
     if ask.self_test:
         return measuring.self_test(ask.folder())
     if not ask.names_a_job:
-        run_dir = run_clock.last_written_run(ask.folder())
+        run_dir = remaining.last_written_run(ask.folder())
         if ask.run_name is not None:
             run_dir = find_run(ask.run_name, checkpoint_dir=ask.checkpoint_dir)
         if run_dir is not None:
-            now, left = time.time(), run_clock.estimate_remaining(run_dir)
-            return run_clock.as_json(left, now), run_clock.describe(left, now), 0
+            now, left = time.time(), remaining.estimate_remaining(run_dir)
+            return remaining.as_json(left, now), remaining.describe(left, now), 0
     if ask.compare is None:
         return _describe_job(ask, known)
     profile, window = hardware.find_profile(ask.profile, known), window_of(ask, time.time())
@@ -124,8 +124,8 @@ def _describe_job(ask: EstimateRequest, known: Hardware) -> tuple[dict[str, Any]
     extra.append(alternatives.learning_rate_line(job.config, ask.lr_rule, typed=typed))
     batch = job.config.batch.total_batch_size
     milestones = [
-        run_clock.milestone(at, found.seconds.scaled(share), tokens_per_step=batch, now=begins)
-        for share in run_clock.MILESTONES
+        remaining.milestone(at, found.seconds.scaled(share), tokens_per_step=batch, now=begins)
+        for share in remaining.MILESTONES
         if (at := round(share * job.max_steps)) > 0
     ]
     document = reports.as_json(

@@ -15,10 +15,10 @@ import torch
 from gpt2lab import paths
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.commands.command_line import Command
 from gpt2lab.config.mixture import read_sources
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import LENGTHS
-from gpt2lab.config.settings import ARCHITECTURE, to_flat
+from gpt2lab.config.settings import ARCHITECTURE, record, to_flat
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.shards import open_data
 from gpt2lab.distributed.runtime import Runtime
@@ -49,7 +49,7 @@ _NO_BF16 = (
 )
 
 
-def import_checkpoint(command: Command, path: Path) -> int:
+def import_checkpoint(request: RunRequest, path: Path, *, trust: bool = False) -> int:
     """Convert the file, evaluate it, commit it, and print what was taken from it and how to continue.
 
     Raises: CheckpointError for the file, ConfigError and DataError for the run it begins, with all that is wrong in one
@@ -59,7 +59,7 @@ def import_checkpoint(command: Command, path: Path) -> int:
     if runtime.world_size > 1:
         raise ConfigError("--import_checkpoint needs one process; resume with as many as you like")
     path = paths.from_working_directory(path)
-    foreign, start, entries = _plan(command, path)
+    foreign, start, entries = _plan(request, path, trust=trust)
     start = choose_hardware(start, runtime)
     rows = start.config.model.vocab_size - foreign.model.vocab_size
     model = _model(start, foreign.with_rows(rows))
@@ -69,7 +69,7 @@ def import_checkpoint(command: Command, path: Path) -> int:
     for warning in start.warnings:
         print(f"note: {warning}")
     if foreign.is_nanogpt:
-        print(_table(entries, start, foreign, command))
+        print(_table(entries, start, foreign, request))
     moments = "as in the file" if foreign.moments else "none in the file: its moments begin at zero"
     before = foreign.best_val_loss
     print(
@@ -107,25 +107,27 @@ class _Problems:
             raise first if len(texts) == 1 else type(first)("; ".join(texts))
 
 
-def _plan(command: Command, path: Path) -> tuple[ForeignCheckpoint, Start, list[Entry]]:
+def _plan(
+    request: RunRequest, path: Path, *, trust: bool
+) -> tuple[ForeignCheckpoint, Start, list[Entry]]:
     """Return the file, the run that it becomes, and what that takes from the file.
 
     Raises: GPT2LabError with everything that is wrong with both.
     """
     problems = _Problems()
-    foreign = problems.of(lambda: read_foreign(path, trust=command.actions.trust))
-    problems.of(lambda: _check_optimizer(command, path))
-    tokenizer = problems.of(lambda: _tokenizer(command))
+    foreign = problems.of(lambda: read_foreign(path, trust=trust))
+    problems.of(lambda: _check_optimizer(request, path))
+    tokenizer = problems.of(lambda: _tokenizer(request))
     if foreign is None:  # then what the run would be is not known, but its data may be looked at
-        if "data_dir" in command.typed:
-            problems.of(lambda: _open_data(command))
+        if "data_dir" in request.chosen:
+            problems.of(lambda: _open_data(request))
         problems.reject()
     assert foreign is not None
     entries = problems.of(lambda: _entries(foreign, tokenizer, path)) or []
-    problems.of(lambda: _check_shape(command, foreign, path))
-    command = _with_taken(command, foreign, entries, tokenizer)
+    problems.of(lambda: _check_shape(request, foreign, path))
+    request = _with_taken(request, foreign, entries, tokenizer)
     start = None
-    if foreign.is_nanogpt and "data_dir" not in command.typed:
+    if foreign.is_nanogpt and "data_dir" not in request.chosen:
         dataset = foreign.settings.get("dataset", "NAME")
         problems.found.append(
             ConfigError(
@@ -134,7 +136,7 @@ def _plan(command: Command, path: Path) -> tuple[ForeignCheckpoint, Start, list[
             )
         )
     else:
-        start = problems.of(lambda: resolve(command, world_size=1, set_aside=False))
+        start = problems.of(lambda: resolve(request, world_size=1, set_aside=False))
     if start is not None and foreign.step >= start.plan.max_steps:
         problems.found.append(
             ConfigError(
@@ -147,27 +149,27 @@ def _plan(command: Command, path: Path) -> tuple[ForeignCheckpoint, Start, list[
     return foreign, start, entries
 
 
-def _check_optimizer(command: Command, path: Path) -> None:
-    if command.fresh().optim.has_muon:
+def _check_optimizer(request: RunRequest, path: Path) -> None:
+    if request.config.optim.has_muon:
         raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
 
 
-def _tokenizer(command: Command) -> Tokenizer | None:
-    return tokenizer_of(read_sources(command.fresh().data).folders[0])
+def _tokenizer(request: RunRequest) -> Tokenizer | None:
+    return tokenizer_of(read_sources(request.config.data).folders[0])
 
 
-def _open_data(command: Command) -> None:
-    for folder in read_sources(command.fresh().data).folders:
+def _open_data(request: RunRequest) -> None:
+    for folder in read_sources(request.config.data).folders:
         open_data(folder, vocab_size=None)
 
 
-def _check_shape(command: Command, foreign: ForeignCheckpoint, path: Path) -> None:
-    typed = command.fresh().model
-    of_run = _VOCABULARY - command.values.keys() if "num_tokens" in command.file else set()
+def _check_shape(request: RunRequest, foreign: ForeignCheckpoint, path: Path) -> None:
+    typed = request.config.model
+    of_run = _VOCABULARY - request.typed if "num_tokens" in request.chosen else set()
     wrong = [
         f"--{name} {getattr(typed, name)}: {path.name} has {getattr(foreign.model, name)}"
         for name in ARCHITECTURE
-        if name in command.typed - of_run and getattr(typed, name) != getattr(foreign.model, name)
+        if name in request.chosen - of_run and getattr(typed, name) != getattr(foreign.model, name)
     ]
     if wrong:
         raise ConfigError("; ".join(wrong))
@@ -188,9 +190,12 @@ def _entries(foreign: ForeignCheckpoint, tokenizer: Tokenizer | None, path: Path
 
 
 def _with_taken(
-    command: Command, foreign: ForeignCheckpoint, entries: list[Entry], tokenizer: Tokenizer | None
-) -> Command:
-    """Return the command line as if the file's shape and settings were typed, where others were not, nor in --config.
+    request: RunRequest,
+    foreign: ForeignCheckpoint,
+    entries: list[Entry],
+    tokenizer: Tokenizer | None,
+) -> RunRequest:
+    """Return the request as if the file's shape and settings were chosen, where others were not.
 
     A run's config.json has the vocabulary of its own data; here the weights have theirs.
     """
@@ -201,27 +206,27 @@ def _with_taken(
     if tokenizer is not None and tokenizer.size - 1 == tokenizer.end_of_text == rows:
         # nanoGPT's characters have no end of text: it gets a row that may be read, but takes no part in the softmax.
         values |= {"vocab_size": -(-tokenizer.size // 128) * 128, "num_tokens": rows}
-    file = {name: value for name, value in command.file.items() if name not in _VOCABULARY}
     for entry in entries:
-        values |= {name: value for name, value in entry.settings.items() if name not in file}
-    if _given_length(command) is not None:
+        values |= entry.settings
+    if _given_length(request) is not None:
         values.pop("max_steps", None)
-    return dataclasses.replace(command, values=values | command.values, file=file)
+    kept = request.chosen - (_VOCABULARY - request.typed)
+    taken = {name: value for name, value in values.items() if name not in kept}
+    return dataclasses.replace(request.with_settings(**taken), typed=request.typed)
 
 
-def _given_length(command: Command) -> str | None:
-    """Return in which unit the run's length was typed or stands in --config; None if in neither."""
-    for given in (command.values, command.file):
-        for name in LENGTHS:
-            if given.get(name) is not None:
-                return name
-    return None
+def _given_length(request: RunRequest) -> str | None:
+    """Return the unit in which the run's length was chosen; None if it was not."""
+    flat = to_flat(request.config)
+    return next((n for n in LENGTHS if n in request.chosen and flat[n] is not None), None)
 
 
-def _table(entries: list[Entry], start: Start, foreign: ForeignCheckpoint, command: Command) -> str:
+def _table(
+    entries: list[Entry], start: Start, foreign: ForeignCheckpoint, request: RunRequest
+) -> str:
     """Write what was taken from nanoGPT's settings, and what is another here and why."""
     flat = to_flat(start.config)
-    length = _given_length(command)
+    length = _given_length(request)
     if foreign.next_rate is not None:
         rate = lr_at(foreign.step + 1, start.config.optim, max_steps=start.plan.max_steps)
         same = math.isclose(rate, foreign.next_rate, rel_tol=1e-6)
@@ -235,9 +240,9 @@ def _table(entries: list[Entry], start: Start, foreign: ForeignCheckpoint, comma
         names = [length if length and name == "max_steps" else name for name in entry.settings]
         here = ", ".join(f"{name} {flat[name]}" for name in names) or entry.here
         why = entry.why
-        if command.values.keys() & set(names):
+        if request.typed & set(names):
             why = "as typed"
-        elif command.file.keys() & set(names):
+        elif request.chosen & set(names):
             why = "as in the file of --config"
         elif entry.settings == {"dtype": "auto"} and flat["dtype"] == "fp32":
             why = "; ".join(filter(None, (why, _NO_BF16)))
@@ -306,7 +311,7 @@ def _commit(
     facts = facts_of(start, runtime)
     folder = RunFolder(start.run_dir)
     try:
-        folder.write_config(config, facts, start.tokenizer_files)
+        folder.write_config(record(config, start.chosen), facts, start.tokenizer_files)
         drafted = store.draft(
             start.run_dir,
             kind="rolling",

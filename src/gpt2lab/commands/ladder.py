@@ -39,10 +39,10 @@ from gpt2lab.planner.ladder import Ladder
 from gpt2lab.planner.machine import DetectedHardware, look
 from gpt2lab.planner.scaling_law import Rung, require_enough
 from gpt2lab.planner.scaling_law import fit as fit_law
-from gpt2lab.planner.timing import Interval
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
 from gpt2lab.runs.lock import holder_of
+from gpt2lab.training.progress import Interval
 
 if TYPE_CHECKING:
     from gpt2lab.training.start import Start
@@ -166,10 +166,8 @@ def _start(run: ablation_table.Run) -> Start:
     """Return how the trainer would begin a run, wherever it stands now."""
     from gpt2lab.training.resolve import resolve
 
-    command = run.command
-    values = {name: value for name, value in command.values.items() if name != "run_name"}
-    actions = dataclasses.replace(command.actions, resume=None)
-    fresh = dataclasses.replace(command, values=values, actions=actions)
+    request = run.request.with_settings(run_name=None)
+    fresh = dataclasses.replace(request, resume=None)
     with naming(run.setting):
         return resolve(fresh, world_size=1, set_aside=False)
 
@@ -312,7 +310,7 @@ def _losses(
     losses = []
     for run in runs:
         with naming(run.setting):
-            require_own_settings(run.command)
+            require_own_settings(run.request)
         try:
             curve = ablation_table.read_curve(out / run.name)
         except CheckError:  # nothing is measured yet

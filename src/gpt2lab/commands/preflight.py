@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from gpt2lab import fmt, paths
-from gpt2lab.commands.command_line import Command
 from gpt2lab.commands.trials import DISK_BYTES, try_disk, try_network, try_step
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import override
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.distributed.runtime import Runtime
@@ -45,24 +45,24 @@ class Check:
     numbers: dict[str, Any] = field(default_factory=dict)  # for --json
 
 
-def preflight(command: Command, *, recipe: Recipe = PRETRAINING) -> int:
+def preflight(request: RunRequest, *, recipe: Recipe = PRETRAINING, as_json: bool = False) -> int:
     """Try everything, print the checks and the verdict; return 0 for GO and 1 for NO-GO."""
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime(timeout_minutes=command.actions.pg_timeout_minutes)
-    checks = _check_all(command, recipe, runtime)
+    runtime = Runtime(timeout_minutes=request.timeout_minutes)
+    checks = _check_all(request, recipe, runtime)
     failed = [check.name for check in checks if check.result == "failed"]
     if runtime.rank == 0:
-        _print(checks, failed, command_to_start(checks), as_json=command.actions.json)
+        _print(checks, failed, command_to_start(checks), as_json=as_json)
     runtime.close()
     return 1 if failed else 0
 
 
-def _check_all(command: Command, recipe: Recipe, runtime: Runtime) -> list[Check]:
+def _check_all(request: RunRequest, recipe: Recipe, runtime: Runtime) -> list[Check]:
     """Run the checks in order; one that later ones rest on ends the list where it fails."""
     try:
         start = runtime.on_rank_zero(
-            lambda: resolve(command, recipe, world_size=runtime.world_size, set_aside=False)
+            lambda: resolve(request, recipe, world_size=runtime.world_size, set_aside=False)
         )
         start = choose_hardware(start, runtime)
     except GPT2LabError as error:

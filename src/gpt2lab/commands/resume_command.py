@@ -143,8 +143,8 @@ def plan_continuation(
         flags += ["--checkpoint_dir", str(run_dir.parent)]
     program = program_of(run_dir)
     name: RecipeName = "finetune" if program == "finetune" else "pretrain"
-    command = parse([*flags, *argv], name)
-    start = resolve(command, recipe_named(name), world_size=world, set_aside=False)
+    request = parse([*flags, *argv], name).request
+    start = resolve(request, recipe_named(name), world_size=world, set_aside=False)
     on_gpu = bool(checkpoint.manifest.get("on_gpu")) if gpus is None else gpus > 0
     threads = environment.get("threads")
     each = _CPUS_OF_A_GPU if on_gpu or type(threads) is not int else threads
@@ -165,7 +165,7 @@ def plan_continuation(
         shared=(*shared, *files.values()),
         places=places | {name: (str(file),) for name, file in files.items()},
     )
-    return Continuation(start, job, command.actions.resume or "latest")
+    return Continuation(start, job, request.resume or "latest")
 
 
 def files_of(start: "Start") -> dict[str, Path]:

@@ -12,7 +12,10 @@ from gpt2lab.config.schema import RecipeName
 from gpt2lab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gpt2lab.commands.command_line import Command, Page
+    from gpt2lab.commands.command_line import Actions, Page
+    from gpt2lab.config.request import RunRequest
+    from gpt2lab.planner.extension import TrainingPlanner
+    from gpt2lab.training.extension import Extension
     from gpt2lab.training.recipe import Recipe
 
 
@@ -24,11 +27,12 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
     """Do what the command line says and return the exit code; `page`: whose help is shown."""
     from gpt2lab.commands.command_line import parse
 
-    command = parse(argv, recipe_name, page=page)
-    if command.actions.list_checkpoints:
+    arguments = parse(argv, recipe_name, page=page)
+    actions, request = arguments.actions, arguments.request
+    if actions.list_checkpoints:
         from gpt2lab.checkpoint.listing import print_checkpoints
 
-        checkpoint = command.fresh().checkpoint
+        checkpoint = request.config.checkpoint
         folder, run_name = checkpoint.checkpoint_dir, checkpoint.run_name
         if run_name is not None:
             from gpt2lab.runs.history import find_run
@@ -38,46 +42,86 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
         return print_checkpoints(
             folder,
             run_name=run_name,
-            as_json=command.actions.json,
-            verify=command.actions.verify,
+            as_json=actions.json,
+            verify=actions.verify,
         )
     recipe = recipe_named(recipe_name)
-    if command.actions.save_config is not None:
-        return _save_config(command, recipe, command.actions.save_config)
-    if command.actions.dry_run:
+    if actions.save_config is not None:
+        return _save_config(request, recipe, actions.save_config)
+    from gpt2lab.mirror.extension import check_url
+
+    check_url(request)
+    if actions.dry_run:
         from gpt2lab.commands.dry_run import print_plan
 
-        return print_plan(command, recipe)
-    imported = command.actions.import_checkpoint
+        return print_plan(request, recipe, planner=planner_of(actions), as_json=actions.json)
+    imported = actions.import_checkpoint
     if imported is not None and not imported.expanduser().exists():
         raise ConfigError(f"--import_checkpoint: {imported}: no such file")
     # From here on torch is imported: seconds that the actions above do not owe.
-    if command.actions.preflight:
+    if actions.preflight:
         from gpt2lab.commands.preflight import preflight as check
 
-        return check(command, recipe=recipe)
+        return check(request, recipe=recipe, as_json=actions.json)
     if imported is not None:
         from gpt2lab.commands.import_checkpoint import import_checkpoint as take_over
 
-        return take_over(command, imported)
-    from gpt2lab.planner.run_clock import process_began
+        return take_over(request, imported, trust=actions.trust)
     from gpt2lab.runs.console import never_wait_for_stderr
-    from gpt2lab.training.resolve import resolve, resolve_to_train
 
     never_wait_for_stderr()
-    start = None
+    run(request, recipe, planner=planner_of(actions))
+    return 0
+
+
+def run(request: RunRequest, recipe: Recipe, *, planner: TrainingPlanner) -> Path | None:
+    """Train, with everything that surrounds a run; return the run's folder where this is the only process.
+
+    Raises: GPT2LabError.
+    """
+    from gpt2lab.training.extension import Extensions
+    from gpt2lab.training.progress import process_began
+    from gpt2lab.training.resolve import resolve, resolve_to_train
+
+    began, surroundings, start = process_began(), extensions(), None
     if "RANK" not in os.environ:
         # One rank asks nobody: what cannot work is rejected before torch is imported, which takes seconds.
-        if command.finds_mini_batch:  # which needs torch
-            resolve(command, recipe, world_size=1, set_aside=False)
+        if planner.measures(request):  # which needs torch
+            resolve(request, recipe, world_size=1, set_aside=False, planner=planner)
         else:
-            start = resolve_to_train(command, recipe, world_size=1, free_memory=[None])
+            start = resolve_to_train(
+                request,
+                recipe,
+                world_size=1,
+                planner=planner,
+                memory=[None],
+                extensions=Extensions(surroundings, warn=print),
+            )
         if sys.stdout.isatty():
             print("loading PyTorch", flush=True)
     from gpt2lab.training.pretrain import pretrain
 
-    pretrain(command, recipe=recipe, start=start, began=process_began())
-    return 0
+    pretrain(
+        request, recipe=recipe, extensions=surroundings, planner=planner, start=start, began=began
+    )
+    return None if start is None else start.run_dir
+
+
+def planner_of(actions: Actions) -> TrainingPlanner:
+    """Return the planner that decides what a command line leaves open."""
+    from gpt2lab.planner.extension import TrainingPlanner
+
+    return TrainingPlanner(preset=actions.preset, fits_schedule=actions.fit_schedule)
+
+
+def extensions() -> list[Extension]:
+    """Return what surrounds a run."""
+    from gpt2lab.lab.token_losses import TokenLossKeeper
+    from gpt2lab.mirror.extension import CheckpointMirror
+    from gpt2lab.planner.extension import Forecast
+    from gpt2lab.tracking.extension import TensorBoard, Trackers
+
+    return [TensorBoard(), Trackers(), CheckpointMirror(), Forecast(), TokenLossKeeper()]
 
 
 def finetune(argv: list[str]) -> int:
@@ -111,19 +155,19 @@ def import_checkpoint(argv: list[str]) -> int:
     return main(["--import_checkpoint", *argv], page="import")
 
 
-def _save_config(command: Command, recipe: Recipe, out: Path) -> int:
+def _save_config(request: RunRequest, recipe: Recipe, out: Path) -> int:
     """Write the settings of a fresh start to a file, and say how to start with it."""
     from gpt2lab.config.settings import find_problems
     from gpt2lab.config.settings_file import write_file
     from gpt2lab.training.resolve import fresh_settings
 
-    config, _ = fresh_settings(command, recipe)
+    config, _ = fresh_settings(request, recipe)
     if problems := find_problems(config):
         raise ConfigError("; ".join(problems))
     path = paths.from_working_directory(out)
     if os.environ.get("RANK", "0") == "0":
-        write_file(path, config, leave_out=_OF_THE_PLACE - command.typed)
-        verb = "finetune" if command.recipe == "finetune" else "train"
+        write_file(path, config, leave_out=_OF_THE_PLACE - request.chosen)
+        verb = "finetune" if request.recipe == "finetune" else "train"
         words = [*paths.command_words(verb), "--config", paths.display_path(path)]
         print(
             f"wrote {paths.display_path(path)}; nothing was trained. "

@@ -118,6 +118,11 @@ def count_steps(
     return steps
 
 
+def fitting_rows(num_tokens: int) -> int:
+    """Return the rows of the embedding for so many ids: the next multiple of 128."""
+    return -(-num_tokens // 128) * 128
+
+
 def fit_vocabulary(config: Config, num_tokens: int | None, *, is_typed: bool) -> Config:
     """Return the settings for a tokenizer of so many ids: its rows are the next multiple of 128, unless they are typed.
 
@@ -127,7 +132,7 @@ def fit_vocabulary(config: Config, num_tokens: int | None, *, is_typed: bool) ->
     if num_tokens is None:
         num_tokens = model.vocab_size
     elif not is_typed:
-        model = dataclasses.replace(model, vocab_size=-(-num_tokens // 128) * 128)
+        model = dataclasses.replace(model, vocab_size=fitting_rows(num_tokens))
     return dataclasses.replace(config, model=dataclasses.replace(model, num_tokens=num_tokens))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpt2lab.commands.command_line import Command
-from gpt2lab.config.schema import LENGTHS, Config
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import policy_of, to_flat
 from gpt2lab.errors import ConfigError
 
@@ -29,16 +29,14 @@ def describe_change(name: str, change: list[Any]) -> str:
 
 
 def reject_changes(
-    command: Command, config: Config, changes: dict[str, list[Any]], *, run: str
+    request: RunRequest, config: Config, changes: dict[str, list[Any]], *, run: str
 ) -> None:
     """Reject changes of what is fixed, and of what is guarded without --allow_change; other data count as guarded.
 
     Raises: ConfigError naming each setting, and the flag that allows it.
     """
-    allowed = {name.strip().lstrip("-") for name in (command.actions.allow_change or "").split(",")}
-    if allowed & set(LENGTHS):  # one setting in three units
-        allowed |= set(LENGTHS)
-    if "max_lr" in allowed and "min_lr" not in command.typed:
+    allowed = set(request.allowed_changes)
+    if "max_lr" in allowed and "min_lr" not in request.chosen:
         allowed.add("min_lr")  # it follows
     policies = {name: "guarded" if name == "data" else policy_of(name, config) for name in changes}
     fixed = [name for name, policy in policies.items() if policy == "fixed"]
@@ -54,17 +52,21 @@ def reject_changes(
             f"say how many with --max_steps N --allow_change max_steps,{','.join(recounted)}"
         )
     if fixed:
-        what = "with another architecture" if fixed != ["init_from"] else "from another beginning"
+        what = (
+            "with another architecture"
+            if fixed != ["init_from"]
+            else "from different initial weights"
+        )
         raise ConfigError(f"run {run} cannot continue {what}: {show(fixed)}; start a new run")
-    if "optimizer" in changes and "max_lr" not in command.typed:
+    if "optimizer" in changes and "max_lr" not in request.chosen:
         before, now = changes["optimizer"]
         raise ConfigError(
             f"run {run}: optimizer {before} -> {now}, and max_lr {config.optim.max_lr:g} was chosen for {before}; "
             f"give the rate for {now}, too: --max_lr RATE --allow_change optimizer,max_lr"
         )
     if guarded:
-        named = [name for name in guarded if name in command.typed or name == "data"] or guarded
+        named = [name for name in guarded if name in request.chosen or name == "data"] or guarded
         raise ConfigError(
-            f"run {run} would change its mathematics: {show(guarded)}; "
+            f"run {run} would change the training computation: {show(guarded)}; "
             f"leave it as it was, or add --allow_change {','.join(named)} to record the change"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -101,6 +101,11 @@ def to_flat(config: Config) -> dict[str, Any]:
     return flat
 
 
+def record(config: Config, chosen: Iterable[str]) -> dict[str, Any]:
+    """Return the settings as a run's files hold them: flat, with the names of those that a person chose."""
+    return {**to_flat(config), "chosen": sorted(chosen)}
+
+
 def override(config: Config, values: dict[str, Any]) -> Config:
     """Return `config` with flat values replaced.
 
@@ -165,10 +170,11 @@ def from_working_directory(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(values: dict[str, Any]) -> Config:
-    """Return the settings that a file holds, as `to_flat` wrote them; those that it lacks have their defaults.
+    """Return the settings that a file holds, as a run wrote them; those that it lacks have their defaults.
 
     Raises: ConfigError with every value of another type, or every one that cannot work.
     """
+    values = {name: value for name, value in values.items() if name != "chosen"}
     problems = list(wrong_types(values).values())
     if not problems:
         config = override(Config(), values)

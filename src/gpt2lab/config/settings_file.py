@@ -13,6 +13,7 @@ from typing import Any
 
 from gpt2lab import fmt, paths
 from gpt2lab.config.other_programs import answer, answer_value
+from gpt2lab.config.request import without_what_follows
 from gpt2lab.config.schema import Config, RecipeName, TuningConfig
 from gpt2lab.config.settings import LEAVES, from_working_directory, to_flat, wrong_types
 from gpt2lab.errors import ConfigError, system_errors_as
@@ -43,6 +44,7 @@ def read_file(path: Path, recipe: RecipeName) -> dict[str, Any]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     if values.get("run_name") == path.parent.name:
         del values["run_name"]
+    values = without_what_follows(values)
     if recipe == "pretrain" and values.get("instructions") is not None:
         raise ConfigError(f"{path}: has instructions, which belong to {PROGRAMS['finetune']}")
     unused = _of_other_recipe(recipe)
@@ -57,7 +59,7 @@ def read_values(values: dict[str, Any]) -> dict[str, Any]:
     plain = _with_none({n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
     if problems := _problems(plain):
         raise ConfigError("; ".join(problems.values()))
-    return from_working_directory(plain)
+    return from_working_directory(without_what_follows(plain))
 
 
 def read_dict(values: dict[str, Any], recipe: RecipeName) -> dict[str, Any]:
@@ -76,8 +78,15 @@ def _with_none(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problems(values: dict[str, Any]) -> dict[str, str]:
-    unknown = {n: _why_unknown(n, value) for n, value in values.items() if n not in LEAVES}
+    unknown = {
+        n: _why_unknown(n, value)
+        for n, value in values.items()
+        if n not in LEAVES and n != "chosen"
+    }
     wrong = wrong_types(values)
+    chosen = values.get("chosen", [])
+    if not (isinstance(chosen, list) and all(isinstance(name, str) for name in chosen)):
+        wrong["chosen"] = "chosen must be a list of names of settings"
     for name in wrong:
         if (here := answer_value(name, values[name])) is not None:
             wrong[name] = f"{name} {json.dumps(values[name])}: {here}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab.commands.command_line import Command
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.shards import TokenData
@@ -29,7 +29,7 @@ _SMALL = 20_000  # tokens a step of pretraining
 class FineTuning:
     """Next-token prediction on the answers of conversations."""
 
-    def defaults(self, command: Command, config: Config) -> Config:
+    def defaults(self, request: RunRequest, config: Config) -> Config:
         """Return the settings with fine-tuning's own defaults for what the user did not choose.
 
         The rate is a tenth of the pretraining preset's. Adapters begin at zero and get half of the rate of the matrices
@@ -46,15 +46,15 @@ class FineTuning:
             raise ConfigError(
                 "--instructions is missing: the conversations to train on, a .jsonl file, hf:NAME or demo"
             )
-        optim, typed = config.optim, command.typed
+        optim, chosen = config.optim, request.chosen
         if tuning.lora_r:
             check_lora_targets(config.model, tuning)
-            if optim.has_muon and "optimizer" in typed:
+            if optim.has_muon and "optimizer" in chosen:
                 raise ConfigError(
                     f"--optimizer {optim.optimizer}: is for the matrices of the blocks, which adapters leave frozen"
                     "adapters; leave it out"
                 )
-        elif idle := sorted({"lora_alpha", "lora_targets"} & command.values.keys()):
+        elif idle := sorted({"lora_alpha", "lora_targets"} & request.typed):
             raise ConfigError(f"--{idle[0]} needs --lora_r N: without it all weights are trained")
         matrices = optim.max_lr if optim.muon_lr is None else optim.muon_lr
         rows = _ROWS_OF_SMALL if config.batch.total_batch_size < _SMALL else _ROWS
@@ -73,9 +73,9 @@ class FineTuning:
             "epoch_checkpoints": "off",
             "sample_prompt": as_prompt("Who are you?"),
         }
-        if not typed & set(LENGTHS):
+        if not chosen & set(LENGTHS):
             values["num_epochs"] = 3.0
-        return override(config, {name: v for name, v in values.items() if name not in typed})
+        return override(config, {name: v for name, v in values.items() if name not in chosen})
 
     def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
         """Read, encode and split the conversations of --instructions.

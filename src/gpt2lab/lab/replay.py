@@ -21,7 +21,7 @@ import torch
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.commands.command_line import Actions, Command
+from gpt2lab.config.request import default_min_lr, make_request
 from gpt2lab.config.settings import LEAVES, override, policy_of, to_flat
 from gpt2lab.data.documents import Documents, find_documents
 from gpt2lab.data.loader import GlobalBatch
@@ -30,7 +30,6 @@ from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy, missing_for_compile
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.model import rng
-from gpt2lab.optim.schedule import default_min_lr
 from gpt2lab.runs import history
 from gpt2lab.runs.events import Event
 from gpt2lab.runs.history import Log
@@ -38,8 +37,8 @@ from gpt2lab.training.components import Components
 from gpt2lab.training.pretrain import build, check_attention, choose_hardware
 from gpt2lab.training.recipe import Recipe
 from gpt2lab.training.resolve import resolve
+from gpt2lab.training.steps import launch_step, state_after
 from gpt2lab.training.train_step import train_step
-from gpt2lab.training.trainer import launch_step, state_after
 
 # What is compared of a step, in the order in which one follows from the other: name, field of the event.
 QUANTITIES = (
@@ -217,10 +216,14 @@ def _open(
     if isinstance(threads := saved_on.get("threads"), int) and threads > 0:
         torch.set_num_threads(threads)  # sums depend on it
     # From here on as the trainer resumes.
-    actions = Actions(resume=str(info.path), allow_change=",".join([*LEAVES, "data"]))
     is_tuned = wanted["instructions"] is not None
-    command = Command((), actions, values, recipe="finetune" if is_tuned else "pretrain")
-    start = choose_hardware(resolve(command, recipe, world_size=1, set_aside=False), runtime)
+    request = make_request(
+        values,
+        recipe="finetune" if is_tuned else "pretrain",
+        resume=str(info.path),
+        allow_change=",".join([*LEAVES, "data"]),
+    )
+    start = choose_hardware(resolve(request, recipe, world_size=1, set_aside=False), runtime)
     model = recipe.build_model(start, runtime)
     start = check_attention(start, model, runtime)
     components = build(start, runtime, model, recipe, against_log="skip")
@@ -302,8 +305,8 @@ class Replay:
                 raise ConfigError(f"max_lr {change.max_lr} must be above 0")
             values["max_lr"] = change.max_lr
             optim = config.optim
-            follows = optim.min_lr == default_min_lr(optim.max_lr)  # as at a resume
-            values["min_lr"] = default_min_lr(change.max_lr) if follows else optim.min_lr
+            is_chosen = "min_lr" in self.start.chosen  # as at a resume
+            values["min_lr"] = optim.min_lr if is_chosen else default_min_lr(change.max_lr)
             if values["min_lr"] > change.max_lr:
                 raise ConfigError(
                     f"max_lr {change.max_lr} is below the run's min_lr {optim.min_lr}"

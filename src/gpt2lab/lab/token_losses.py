@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from gpt2lab.files import (
     replace_durably,
 )
 from gpt2lab.runs import evaluations, history
+from gpt2lab.training.extension import Extension, LiveRun
 
 if TYPE_CHECKING:
     from gpt2lab.evaluation.validation import ValidationLoss
@@ -182,3 +184,25 @@ def _places(folder: Path) -> list[Path]:
         return [folder]
     run_dir, only_step = of_run
     return evaluations.current_folders(run_dir, history.read_log(run_dir), FACTS, only_step)
+
+
+class TokenLossKeeper(Extension):
+    """Keeps the losses of single validation tokens of the last step, for `compare --explain`."""
+
+    def started(self, run: LiveRun) -> None:
+        """Note whose losses they are."""
+        self._start = run.start
+
+    def recorded(self, event: Mapping[str, Any], result: object) -> None:
+        """Write the losses of an evaluation that kept them."""
+        from gpt2lab.evaluation.validation import ValidationLoss
+
+        if not isinstance(result, ValidationLoss) or result.token_losses is None:
+            return
+        start, step = self._start, event["step"]
+        kept = describe_losses(result, start.data, step=step, attempt=start.attempt)
+        folder = evaluations.items_folder(start.run_dir, step)
+        try:
+            write_token_losses(folder, kept)
+        except OSError as error:
+            raise OSError(f"{folder}: not written ({error.strerror})") from error

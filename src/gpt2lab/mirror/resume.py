@@ -8,13 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2lab import fmt
+from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.catalog import CheckpointInfo
 from gpt2lab.checkpoint.manifest import read_manifest
-from gpt2lab.commands.command_line import Command
+from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
 from gpt2lab.files import replace_durably
 from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, describe_status, run_id
@@ -30,11 +31,49 @@ _GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL: torchrun's, Slurm's and Ku
 _MARGIN_SECONDS = 10.0  # to end in, of that
 
 
-def url_of(command: Command, typed: str | None, checkpoint: CheckpointInfo | None) -> str | None:
-    """Return the mirror of a resume: the typed one, else that of the settings saved here."""
-    if "checkpoint_mirror" in command.typed or checkpoint is None:
-        return typed
-    return checkpoint.config().checkpoint.checkpoint_mirror
+@dataclass(frozen=True)
+class MirroredRun:
+    """A run whose checkpoints are copied."""
+
+    url: str
+    run_dir: Path
+    is_resumed: bool
+
+
+def find_mirrored(request: RunRequest) -> MirroredRun | None:
+    """Return the run that a request means, if its checkpoints are copied: as was chosen, else as its newest one says.
+
+    Raises: ConfigError if the run to resume is not named.
+    """
+    asked, resume = request.config.checkpoint, request.resume
+    run_dir = asked.checkpoint_dir / (asked.run_name or "new")
+    if resume in ("latest", "auto", "best") or (resume or "").isdecimal():
+        found = run_dir if asked.run_name else catalog.newest_run(asked.checkpoint_dir)
+        if found is None and asked.checkpoint_mirror is not None:
+            raise ConfigError(
+                f"{asked.checkpoint_dir}: no run to resume; name the one to fetch from --checkpoint_mirror with "
+                f"--run_name"
+            )
+        run_dir = found or run_dir
+    elif resume is not None:
+        run_dir = paths.from_working_directory(Path(resume)).parent
+    infos = catalog.list_checkpoints(run_dir)[0] if resume is not None else []
+    url = asked.checkpoint_mirror
+    if infos and "checkpoint_mirror" not in request.chosen:
+        saved = infos[-1].manifest["config"].get("checkpoint_mirror")
+        url = saved if isinstance(saved, str) else None
+    return None if url is None else MirroredRun(url, run_dir, is_resumed=bool(infos))
+
+
+def fetch_before_start(run: MirroredRun, request: RunRequest) -> list[str]:
+    """Fetch the mirror's newest checkpoint where --resume asks for the newest one; return warnings.
+
+    Raises: ConfigError if the mirror is another run's; CheckpointError, see `fetch_newer`.
+    """
+    if request.resume not in ("latest", "auto"):
+        return []
+    newest, _ = catalog.newest_valid(run.run_dir, set_aside=True)
+    return fetch_newer(run.url, run.run_dir, newest)[1]
 
 
 def fetch_newer(
@@ -74,7 +113,7 @@ def fetch_newer(
             raise CheckpointError(
                 f"{said}, and {run_dir} has no checkpoint; try again, or start without --resume"
             ) from error
-        return newest, [f"{said}; the run goes on from its own step {newest.step}"]
+        return newest, [f"{said}; the run continues from its own step {newest.step}"]
     if newest is None and warnings:
         raise CheckpointError(f"{mirror.url}: no sound checkpoint: {warnings[0]}")
     return newest, warnings
@@ -132,24 +171,21 @@ def fetch_on_this_machine(start: Start) -> None:
     )
 
 
-def check_mirror(start: Start) -> tuple[str, ...]:
+def check_mirror(run: MirroredRun) -> str | None:
     """Reject a mirror that cannot be one of this run; return a warning if it does not answer: training does not wait.
 
     Raises: ConfigError.
     """
-    url = start.config.checkpoint.checkpoint_mirror
-    if url is None:
-        return ()
-    mirror = connect(url, start.run_dir.name)
+    mirror = connect(run.url, run.run_dir.name)
     try:
         # A run that begins afresh owns none: it would retire the copies of what it has forgotten.
-        own = run_id(start.run_dir) if start.checkpoint else None
+        own = run_id(run.run_dir) if run.is_resumed else None
         mirror.in_time(lambda: mirror.require_own(own))
     except ConfigError:
         raise
     except Exception as error:
-        return (f"{mirror.url}: not reached ({type(error).__name__}: {first_line(error)})",)
-    return ()
+        return f"{mirror.url}: not reached ({type(error).__name__}: {first_line(error)})"
+    return None
 
 
 def catch_up_after_end(start: Start, signals: Signals, *, most: float) -> None:

@@ -7,16 +7,6 @@ import math
 from gpt2lab.config.schema import OptimConfig
 
 
-def default_warmup(max_steps: int) -> int:
-    """Return 715 steps (GPT-3's 375M tokens at 524,288 a step), or a tenth of a shorter run."""
-    return min(715, max_steps // 10)
-
-
-def default_min_lr(max_lr: float) -> float:
-    """Return a tenth of the peak, rounded so that the value which people read, and type again, is the value."""
-    return float(f"{max_lr / 10:.12g}")
-
-
 def muon_scale(optim: OptimConfig) -> float:
     """Return by how much Muon's learning rate is larger than AdamW's, all along the schedule."""
     return 1.0 if optim.muon_lr is None else optim.muon_lr / optim.max_lr

@@ -28,10 +28,11 @@ from gpt2lab.planner.estimate import (
     steps_that_fit,
 )
 from gpt2lab.planner.hardware import Gpu, Hardware
-from gpt2lab.planner.job import Job, Plan
+from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, look, named, total_memory
 from gpt2lab.planner.reports import GIB
 from gpt2lab.runs.console import say
+from gpt2lab.training.plan import Plan
 
 MAX_BATCH = 128  # largest mini batch that a search tries
 NOT_COUNTED = "not counted: --fsdp_offload keeps weights and optimizer state in the CPU's memory"

@@ -19,7 +19,8 @@ from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import Machine
 from gpt2lab.planner.memory import Memory
-from gpt2lab.planner.timing import Interval, total, work
+from gpt2lab.planner.timing import work
+from gpt2lab.training.progress import Interval, total
 
 if TYPE_CHECKING:
     from gpt2lab.planner.ladder import Ladder

@@ -67,19 +67,6 @@ def write_forecast(
     say(f"forecast       {value} ({low} ... {high}, 80 %), from {document['throughput']['source']}")
 
 
-def forecast_seconds(run_dir: Path) -> float | None:
-    """Return the upper bound of a run's forecast in seconds, None without a forecast."""
-    predicted = (read_json(run_dir / FILE) or {}).get("estimate")
-    high = predicted.get("high_hours") if isinstance(predicted, dict) else None
-    return 3600 * high if isinstance(high, int | float) else None
-
-
-def compile_seconds(run_dir: Path) -> float | None:
-    """Return how long compiling was expected to take, None without a forecast."""
-    seconds = ((read_json(run_dir / FILE) or {}).get("breakdown") or {}).get("compile_s")
-    return seconds if isinstance(seconds, int | float) else None
-
-
 def score_forecast(
     run_dir: Path, config: Config, *, world_size: int, others: float | None, say: Say
 ) -> None:

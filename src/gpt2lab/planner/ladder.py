@@ -32,7 +32,7 @@ from gpt2lab.files import (
 )
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.scaling_law import Fit, Point, Rung, fit
-from gpt2lab.planner.timing import Interval
+from gpt2lab.training.progress import Interval
 
 FILE, PREDICTION = "ladder.json", "prediction.json"
 _FORMAT = "gpt2lab-ladder/1"

@@ -24,7 +24,8 @@ from gpt2lab.planner.estimate import (
 )
 from gpt2lab.planner.hardware import Hardware
 from gpt2lab.planner.memory import PARTS
-from gpt2lab.planner.timing import KINDS, Z80, Interval, muon_flops
+from gpt2lab.planner.timing import KINDS, muon_flops
+from gpt2lab.training.progress import Z80, Interval
 
 GIB = 2**30
 

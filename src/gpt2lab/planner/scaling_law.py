@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner.timing import Interval
+from gpt2lab.training.progress import Interval
 
 PARAMETERS = 5  # of the law
 SAMPLES = 500  # of the bootstrap

@@ -23,39 +23,6 @@ MUON_ROUNDS = 5  # muon.py's ROUNDS; a test compares
 # blocks run (a constant cost of many small calls)
 KINDS = ("matmul", "attention", "stream", "logits", "update", "calls")
 
-Z80 = 1.2816  # standard deviations to either side that hold 80 % of a normal distribution
-
-
-@dataclass(frozen=True)
-class Interval:
-    """`value`, and its 80 % bounds: the actual number lies between them in four of five cases."""
-
-    value: float
-    low: float
-    high: float
-
-    @staticmethod
-    def log_normal(value: float, sigma: float) -> Interval:
-        """Return value times and divided by e^(1.28 sigma): `sigma` is the deviation of the logarithm."""
-        factor = math.exp(Z80 * sigma)
-        return Interval(value, value / factor, value * factor)
-
-    def scaled(self, factor: float) -> Interval:
-        """Return all three times a positive factor."""
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
-
-    def inverse_of(self, amount: float) -> Interval:
-        """Return amount / this: seconds of a step -> tokens a second."""
-        return Interval(amount / self.value, amount / self.high, amount / self.low)
-
-
-def total(parts: list[Interval]) -> Interval:
-    """Add parts whose errors are independent: deviations add in quadrature, on each side separately."""
-    value = sum(part.value for part in parts)
-    below = math.hypot(*(part.value - part.low for part in parts))
-    above = math.hypot(*(part.high - part.value for part in parts))
-    return Interval(value, max(0.0, value - below), value + above)
-
 
 def work(
     model: ModelConfig,

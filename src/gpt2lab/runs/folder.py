@@ -16,8 +16,6 @@ from typing import IO, Any
 
 from gpt2lab import __version__
 from gpt2lab.checkpoint import catalog
-from gpt2lab.config.schema import Config
-from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, FolderLostError, InUseError, system_errors_as
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
@@ -121,12 +119,12 @@ class RunFolder:
         self._lock.close()
 
     def write_config(
-        self, config: Config, facts: dict[str, Any], files: Mapping[str, bytes]
+        self, settings: dict[str, Any], facts: dict[str, Any], files: Mapping[str, bytes]
     ) -> None:
-        """Write config.json (the settings of this start), run.json (what it runs on) and the tokenizer's files."""
+        """Write config.json (the settings of this start, see `settings.record`), run.json (what it runs on) and the tokenizer's files."""
         for name, content in files.items():
             replace_durably(self.path / name, content)
-        replace_durably(self.path / "config.json", json.dumps(to_flat(config), indent=1) + "\n")
+        replace_durably(self.path / "config.json", json.dumps(settings, indent=1) + "\n")
         replace_durably(self.path / "run.json", json.dumps(facts, indent=1) + "\n")
 
     def write_status(

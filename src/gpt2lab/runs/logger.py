@@ -1,4 +1,4 @@
-"""Write a run's events to metrics.jsonl (the truth), console, log.txt, TensorBoard and trackers.
+"""Write a run's events to metrics.jsonl (the truth), console and log.txt.
 
 Only rank 0 writes; the other ranks hold a MetricsLogger without a folder. A full disk does not end a run: lines that
 metrics.jsonl cannot take stay in memory until it can, and no checkpoint is written before.
@@ -18,25 +18,17 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from time import monotonic
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
 from gpt2lab.runs import log_index
 from gpt2lab.runs.console import Console, beats, silence_ends
-from gpt2lab.tracking.followers import FINISH_SECONDS, TrackerProcess, open_trackers
-from gpt2lab.tracking.tensorboard import mirror, open_tensorboard
-
-if TYPE_CHECKING:
-    import torch
-    from torch.utils.tensorboard import SummaryWriter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors after which a write is tried again later. A kernel makes a damaged file system read-only until it is repaired.
 _RETRIED = (*_FULL, errno.EIO, errno.EROFS)
 _BLOCK = 1 << 20
-_BINS = 64  # of a histogram, of equal width
 
 
 class MetricsLogger:
@@ -47,12 +39,13 @@ class MetricsLogger:
         run_dir: Path | None,
         *,
         attempt: int,
-        tensorboard_from: int | None = None,
-        hparams: dict[str, Any] | None = None,
-        trackers: tuple[str, ...] = (),
+        recorded: Callable[[dict[str, Any], object], None] = lambda event, result: None,
     ) -> None:
-        """Open the files of `run_dir` (None: write nothing); replace TensorBoard events after `tensorboard_from`."""
-        self._attempt = attempt
+        """Open the files of `run_dir` (None: write nothing). `recorded` is called with every event once it is written,
+        and with what was measured, see `event`.
+        """
+        self._attempt, self._recorded = attempt, recorded
+        self.newest_step = 0  # of the newest event
         self._console: Console | None = Console()
         self._lock = threading.RLock()  # of say: long work is told of by another thread
         self._metrics: FileIO | None = None
@@ -64,8 +57,6 @@ class MetricsLogger:
         self._last_flush_failed = False
         self._log: IO[str] | None = None
         self._began = self._last_line = monotonic()
-        self._tensorboard: SummaryWriter | None = None
-        self._trackers: list[TrackerProcess] = []
         if run_dir is None:
             return
         self._run_dir = run_dir
@@ -75,14 +66,9 @@ class MetricsLogger:
         self._log = open(  # noqa: SIM115
             run_dir / "log.txt", "a", encoding="utf-8", errors="backslashreplace"
         )
-        if tensorboard_from is not None:
-            self._tensorboard = open_tensorboard(
-                run_dir, after_step=tensorboard_from, hparams=hparams or {}
-            )
-        self._trackers = open_trackers(run_dir, trackers, settings=hparams or {})
 
-    def event(self, event: str, step: int, /, **fields: Any) -> None:
-        """Append one event to metrics.jsonl and mirror its numbers to TensorBoard.
+    def event(self, event: str, step: int, /, *, result: object = None, **fields: Any) -> None:
+        """Append one event to metrics.jsonl; `result`: what the event's numbers were taken from, for extensions.
 
         Raises: SaveError if metrics.jsonl cannot be written for another reason than a disk that is full or fails.
         """
@@ -98,16 +84,11 @@ class MetricsLogger:
         }
         encoded = json.dumps(line, allow_nan=False).encode() + b"\n"
         self._held_back += encoded
+        self.newest_step = step
         self._not_indexed += len(encoded)
         if self.catch_up() is None and log_index.update(self._run_dir, self._not_indexed):
             self._not_indexed = 0
-        with self._tensorboard_or_none() as tensorboard:
-            if tensorboard is not None:
-                mirror(tensorboard, event, step, values)
-        for tracker in self._trackers:
-            if (problem := tracker.problem()) is not None:
-                self._trackers = [other for other in self._trackers if other is not tracker]
-                self.warn(problem, step)
+        self._recorded(line, result)
 
     def catch_up(self) -> str | None:
         """Append the lines held back to metrics.jsonl; return why not if the disk is full or fails.
@@ -167,29 +148,6 @@ class MetricsLogger:
             file.seek(self._flushed)
             while block := os.pread(file.fileno(), _BLOCK, file.tell()):
                 file.write(block)
-
-    @contextlib.contextmanager
-    def _tensorboard_or_none(self) -> Iterator[SummaryWriter | None]:
-        """Yield the writer if there is one; an error of its files ends the mirror, not the run."""
-        try:
-            yield self._tensorboard
-        except OSError as error:
-            self._tensorboard = None
-            self.say(
-                f"warning: no more TensorBoard files ({error.strerror or error}); "
-                f"{paths.script('rebuild-tensorboard')} makes them again"
-            )
-
-    @property
-    def takes_histograms(self) -> bool:
-        """Tell whether histograms are written."""
-        return self._tensorboard is not None
-
-    def histogram(self, tag: str, step: int, values: torch.Tensor) -> None:
-        """Write the histogram of finite values on the CPU to TensorBoard, the only place for it."""
-        with self._tensorboard_or_none() as tensorboard:
-            if tensorboard is not None:
-                tensorboard.add_histogram(tag, values, step, bins=_BINS)
 
     def say(self, text: str, *, short: str | None = None) -> None:
         """Print text and append it to log.txt; an error of either does not end a run.
@@ -261,14 +219,7 @@ class MetricsLogger:
         self.event("warning", step, message=text)
 
     def close(self) -> None:
-        """Flush and close every file; trackers may take some seconds to send the rest."""
-        for tracker in self._trackers:
-            tracker.end()
-        deadline = monotonic() + FINISH_SECONDS
-        for tracker in self._trackers:
-            if (problem := tracker.wait(deadline)) is not None:
-                self.say(f"warning: {problem}")
-        self._trackers = []
+        """Flush and close every file."""
         with contextlib.suppress(SaveError):
             self.flush()
         if self._held_back:
@@ -282,11 +233,11 @@ class MetricsLogger:
                 self._console.close()
             except OSError:
                 self._drop_console()
-        for sink in (self._metrics, self._log, self._tensorboard):
+        for sink in (self._metrics, self._log):
             if sink is not None:
                 with contextlib.suppress(OSError):  # a full disk; the metrics were flushed before
                     sink.close()
-        self._metrics = self._log = self._tensorboard = None
+        self._metrics = self._log = None
 
 
 def _finite(value: Any) -> Any:

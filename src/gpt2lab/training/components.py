@@ -11,13 +11,13 @@ from torch import nn
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
-from gpt2lab.mirror.upload import Uploader
 from gpt2lab.model.gpt import GPT
-from gpt2lab.planner.run_clock import RunClock
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.control import Control
+from gpt2lab.training.extension import Extensions
 from gpt2lab.training.heartbeat import Heartbeat
+from gpt2lab.training.progress import RunClock
 from gpt2lab.training.recipe import Batches
 from gpt2lab.training.resume_check import ResumeCheck
 from gpt2lab.training.start import Start
@@ -50,4 +50,5 @@ class Session:
     control: Control
     heartbeat: Heartbeat
     clock: RunClock
-    mirror: Uploader | None = None  # on rank 0, with --checkpoint_mirror
+    extensions: Extensions
+    peak_flops: float | None = None  # dense bf16, of all ranks together; None: MFU is n/a

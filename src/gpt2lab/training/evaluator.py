@@ -12,10 +12,8 @@ from gpt2lab.evaluation.generation import sample_text
 from gpt2lab.evaluation.hellaswag import HellaSwag, summarize
 from gpt2lab.evaluation.results import Results, keep_results
 from gpt2lab.evaluation.validation import ValidationLoss
-from gpt2lab.lab.token_losses import describe_losses, write_token_losses
 from gpt2lab.model import rng
 from gpt2lab.model.gpt import GPT
-from gpt2lab.runs.evaluations import items_folder
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.recipe import plain_ids
@@ -33,7 +31,6 @@ class Evaluator:
         self.runtime, self.strategy = components.runtime, components.strategy
         self.model, self.hellaswag = components.model, hellaswag
         self.tokenizer = components.start.tokenizer
-        self.data, self.attempt = components.start.data, components.start.attempt
         self.val_tokens = _tokens_to_evaluate(components.start)
         self.validation = components.batches.validation(components.strategy)
         self.prompt_ids = components.batches.prompt_ids
@@ -84,9 +81,8 @@ class Evaluator:
             )
         state = state.with_val_loss(result.val_loss)
         self.progress.record_event("eval", seconds)
-        self.logger.event("eval", state.step, **result.numbers(), seconds=seconds)
+        self.logger.event("eval", state.step, result=result, **result.numbers(), seconds=seconds)
         self.keep(result.results, state.step)
-        self.keep_token_losses(result, state.step)
         best = " | best so far" if state.best_step == state.step else ""
         self.logger.say(f"{self.place(state)} | {describe(result, seconds)}{best}")
         if self.is_over(state):
@@ -127,21 +123,10 @@ class Evaluator:
         return True
 
     def keep(self, results: Results, step: int) -> None:
-        """Have an evaluation kept unit by unit, for scripts/compare.py."""
+        """Have an evaluation kept unit by unit, for `gpt2lab compare`."""
         problem = keep_results(self.run_dir, results, step) if self.runtime.rank == 0 else None
         if problem:
             self.logger.warn(problem, step)
-
-    def keep_token_losses(self, result: ValidationLoss, step: int) -> None:
-        """Have the losses of single tokens kept, where they were asked for, for `compare --explain`."""
-        if result.token_losses is None or self.runtime.rank > 0:
-            return
-        kept = describe_losses(result, self.data, step=step, attempt=self.attempt)
-        folder = items_folder(self.run_dir, step)
-        try:
-            write_token_losses(folder, kept)
-        except OSError as error:
-            self.logger.warn(f"{folder}: not written ({error.strerror})", step)
 
     def sample(self, state: TrainState) -> bool:
         """Continue the run's prompt on rank 0, for which the other ranks wait; tell whether it came to an end."""

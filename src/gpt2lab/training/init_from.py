@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab.checkpoint.target import Target, find_folder, find_target
-from gpt2lab.commands.command_line import Command
 from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, ModelConfig, ModelName
 from gpt2lab.config.settings import ARCHITECTURE, options_of, override
 from gpt2lab.errors import CheckpointError, ConfigError
@@ -49,29 +49,30 @@ def _find(name: str, checkpoint_dir: Path) -> Target:
     return find_target(name, checkpoint_dir)
 
 
-def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]:
+def begin_from(request: RunRequest) -> tuple[Config, InitialWeights]:
     """Return the settings of a fresh start with the source's architecture, and the source.
 
-    `typed` is what the command line means without a source. A smaller context is allowed: the first positions are
-    kept. Rates, batch and data are those of the preset of this shape, where none was typed.
+    A smaller context is allowed: the first positions are kept. Rates, batch and data are those of the preset of this
+    shape, where none was chosen.
 
-    Raises: CheckpointError if there is no such model; ConfigError if another architecture was typed.
+    Raises: CheckpointError if there is no such model; ConfigError if another architecture was chosen.
     """
-    name = typed.init.init_from
+    asked = request.config
+    name = asked.init.init_from
     assert name is not None
-    target = _find(name, typed.checkpoint.checkpoint_dir)
+    target = _find(name, asked.checkpoint.checkpoint_dir)
     source = target.model_config()
-    tokenizer = target.tokenizer() if command.recipe == "finetune" else None
+    tokenizer = target.tokenizer() if request.recipe == "finetune" else None
     if tokenizer is not None and source.num_tokens < tokenizer.size <= source.vocab_size:
         # Answers end with the end of text, which nanoGPT's characters lack: its row becomes one of text.
         source = dataclasses.replace(source, num_tokens=tokenizer.size)
-    given = set(command.typed)
-    if "model" in command.typed:
-        given |= set(PRESETS[typed.model.model])
-        config = typed
+    given = set(request.chosen)
+    if "model" in given:
+        given |= set(PRESETS[asked.model.model])
+        config = asked
     else:
-        known = _preset_of(target, source)
-        config = command.override(preset(known, optimizer=command.given("optimizer")))
+        optimizer = asked.optim.optimizer if "optimizer" in given else None
+        config = request.over(preset(_preset_of(target, source), optimizer=optimizer))
     config = override(config, {n: getattr(source, n) for n in ARCHITECTURE if n not in given})
     for field in ARCHITECTURE:
         here, there = getattr(config.model, field), getattr(source, field)
@@ -79,7 +80,7 @@ def begin_from(command: Command, typed: Config) -> tuple[Config, InitialWeights]
             limit = " at most" if field == "context_length" else ""
             raise ConfigError(
                 f"{field} {here} does not fit --init_from {name}, which has{limit} {there}; leave out --"
-                f"{field if field in command.typed else 'model'}"
+                f"{field if field in request.chosen else 'model'}"
             )
     return config, InitialWeights(target, _hash(target))
 

@@ -1,4 +1,4 @@
-"""Run a training from the command line to its report: resolve, build, train, and say how it ended.
+"""Run a training from the request to its report: resolve, build, train, and say how it ended.
 
 Pretraining and fine-tuning both come through here; `recipe` is all in which they differ.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import time
+from collections.abc import Iterable
 from typing import Literal
+
+import torch
 
 from gpt2lab import paths
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import check_fsdp_param_dtype
-from gpt2lab.config.settings import to_flat
+from gpt2lab.config.request import RunRequest
 from gpt2lab.distributed.compile_cache import use_cache_folder
 from gpt2lab.distributed.runtime import (
     Runtime,
@@ -39,53 +42,43 @@ from gpt2lab.errors import (
 )
 from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_items import load_questions
-from gpt2lab.mirror.resume import (
-    catch_up_after_end,
-    fetch_on_this_machine,
-    open_uploader,
-    wait_limit,
-)
-from gpt2lab.mirror.upload import Uploader
 from gpt2lab.model import attention_backend, rng
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.planner import auto, forecast
-from gpt2lab.planner.machine import Watch
-from gpt2lab.planner.run_clock import RunClock
 from gpt2lab.runs import history, summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components, Session
 from gpt2lab.training.control import Control
 from gpt2lab.training.evaluator import Evaluator
+from gpt2lab.training.extension import Extension, Extensions, LiveRun, Planner
 from gpt2lab.training.health import why_host_decides
 from gpt2lab.training.heartbeat import EXIT_CODE, Heartbeat
+from gpt2lab.training.progress import RunClock, read_forecast
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.resolve import resolve_to_train
 from gpt2lab.training.resume_check import check_resume, facts_of, load_state, saved_environment
 from gpt2lab.training.run_log import announce
 from gpt2lab.training.saver import Saver
 from gpt2lab.training.start import Start
-from gpt2lab.training.stop import (
-    Signals,
-    end_with_parent,
-    more_to_abort,
-    show_stacks_on_request,
-)
+from gpt2lab.training.stop import Signals, end_with_parent, more_to_abort, show_stacks_on_request
 from gpt2lab.training.trainer import Trainer
 
 
 def pretrain(
-    command: Command,
+    request: RunRequest,
     *,
     recipe: Recipe = PRETRAINING,
+    extensions: Iterable[Extension] = (),
+    planner: Planner | None = None,
     start: Start | None = None,
     began: float | None = None,
 ) -> None:
-    """Train as the command line says; return when the run is complete, or has stopped and saved.
+    """Train as requested; return when the run is complete, or has stopped and saved.
 
-    `start`: the command line, already resolved on a single rank; default: rank 0 resolves it for all. `began`: reading
-    of the monotonic clock from which this start counts its time; default now.
+    `extensions` observe the run; `planner` decides what the request leaves open. `start`: the request, already resolved
+    on a single rank; default: rank 0 resolves it for all. `began`: reading of the monotonic clock from which this start
+    counts its time; default now.
 
     Raises: GPT2LabError with its exit code; the same on every rank.
     """
@@ -96,10 +89,11 @@ def pretrain(
     show_stacks_on_request()
     if "RANK" in os.environ:
         end_with_parent()
-    runtime = Runtime(timeout_minutes=command.actions.pg_timeout_minutes)
+    runtime = Runtime(timeout_minutes=request.timeout_minutes)
+    observers = Extensions(extensions, warn=_warn)
     folder: RunFolder | None = None
     try:
-        start = start or _resolve(command, recipe, runtime)
+        start = start or _resolve(request, recipe, runtime, planner, observers)
         if start.is_complete:
             if runtime.rank == 0:
                 steps = start.plan.max_steps
@@ -107,19 +101,16 @@ def pretrain(
                     f"{start.run_dir.name}: already complete after {steps} steps; nothing to do "
                     f"(--max_steps N --allow_change max_steps trains longer)"
                 )
-                # The other ranks wait in a barrier.
-                catch_up_after_end(start, signals, most=runtime.timeout_seconds / 2)
+            observers.resolved(start, runtime, signals)
         else:
             start = choose_hardware(start, runtime)
             model = recipe.build_model(start, runtime)
             start = check_attention(start, model, runtime)
-            runtime.on_all_ranks(
-                lambda: fetch_on_this_machine(start) if runtime.local_rank == 0 else None
-            )
+            observers.resolved(start, runtime, signals)
             folder = _open_folder(start, runtime)
             # What is rejected while building has written nothing.
             components = build(start, runtime, model, recipe)
-            _train(components, signals, folder, began)
+            _train(components, signals, folder, began, observers, planner)
     except Exception as error:
         # The first update makes the optimizer's state, so that a step may fit until then and not after.
         cause = error.__cause__ if isinstance(error, PartialUpdateError) else error
@@ -129,7 +120,7 @@ def pretrain(
         said = first_line(cause).rstrip(".")
         raise OutOfMemoryError(
             f"out of memory: {said}. A lower --mini_batch_size needs less and changes no loss; "
-            f"--mini_batch_size auto finds one that fits, {paths.script('memory-check')} shows what takes the room"
+            f"--mini_batch_size auto finds one that fits, {paths.command('doctor')} shows what takes the room"
         ) from error
     finally:
         signals.close()
@@ -142,12 +133,31 @@ def _answer_early(number: int, level: int) -> None:
     print(f"stopping before the next step{more_to_abort(number, level)}", flush=True)
 
 
-def _resolve(command: Command, recipe: Recipe, runtime: Runtime) -> Start:
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _resolve(
+    request: RunRequest,
+    recipe: Recipe,
+    runtime: Runtime,
+    planner: Planner | None,
+    extensions: Extensions,
+) -> Start:
     """Have rank 0 decide what this start does, with what the poorest rank has free."""
-    system = command.fresh().system
-    free = runtime.gather(auto.free_memory(system) if command.finds_mini_batch else None)
+    measures = planner is not None and bool(request.open_settings)
+    memory = runtime.gather(
+        planner.free_memory(request.config.system) if planner and measures else None
+    )
     return runtime.on_rank_zero(
-        lambda: resolve_to_train(command, recipe, world_size=runtime.world_size, free_memory=free)
+        lambda: resolve_to_train(
+            request,
+            recipe,
+            world_size=runtime.world_size,
+            planner=planner,
+            memory=memory,
+            extensions=extensions,
+        )
     )
 
 
@@ -273,103 +283,105 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 
 
 def _train(
-    components: Components, signals: Signals, folder: RunFolder | None, began: float
+    components: Components,
+    signals: Signals,
+    folder: RunFolder | None,
+    began: float,
+    extensions: Extensions,
+    planner: Planner | None,
 ) -> None:
-    start, runtime, config = components.start, components.runtime, components.start.config
+    """Train, and record how it ended; what is opened last is closed first."""
+    start, runtime = components.start, components.runtime
     logger = MetricsLogger(
-        start.run_dir if folder else None,
-        attempt=start.attempt,
-        tensorboard_from=components.state.step if config.log.use_tensorboard else None,
-        hparams=to_flat(config),
-        trackers=config.log.trackers,
+        start.run_dir if folder else None, attempt=start.attempt, recorded=extensions.recorded
     )
     heartbeat = Heartbeat(
         start.run_dir,
         rank=runtime.rank,
         world_size=runtime.world_size,
-        hang_seconds=config.system.hang_seconds,
+        hang_seconds=start.config.system.hang_seconds,
         tell=lambda report: _record_hang(report, folder, logger),
     )
-    trainer, watch = None, Watch()
-    mirror: Uploader | None = None
-    saver: Saver | None = None
-
-    def finish_mirror(*, has_failed: bool) -> None:
-        """Give the last copy some time to arrive, when all else is on disk."""
-        if mirror is not None and saver is not None:
-            most = runtime.timeout_seconds / 2  # the other ranks wait in a barrier
-            mirror.finish(wait_limit(signals, start.deadlines, most=most, has_failed=has_failed))
-            saver.report_mirror(trainer.state.step if trainer else components.state.step)
-
-    try:
-        runtime.on_rank_zero(lambda: announce(components, folder, logger))
-        mirror = open_uploader(start) if folder else None
-        components.strategy.warm_up_reducer(
-            components.trained,
-            batch_size=config.batch.mini_batch_size,
-            context_length=config.model.context_length,
-        )
-        control = Control(
-            signals,
-            runtime,
-            run_dir=folder.path if folder else None,
-            deadlines=start.deadlines,
-            save_every_seconds=60 * config.checkpoint.checkpoint_minutes,
-            heartbeat=heartbeat,
-        )
-        session = Session(
-            folder,
-            logger,
-            control,
-            heartbeat,
-            clock=_open_clock(components, folder, began),
-            mirror=mirror,
-        )
-        saver = Saver(components, session, signals)
-        trainer = Trainer(
-            components,
-            session,
-            saver=saver,
-            evaluator=Evaluator(components, session, _open_hellaswag(components)),
-        )
-        reason, step = trainer.fit(), trainer.state.step
-        saver.close(give_up=False)
-        runtime.on_rank_zero(lambda: _conclude(components, folder, logger, watch, reason, step))
-    except BaseException as error:
-        if saver is not None:
-            with contextlib.suppress(Exception):  # the first error is the one to report
-                saver.close(give_up=isinstance(error, FolderLostError))
-        if folder and not isinstance(error, FolderLostError):  # another start may write there now
-            step = trainer.state.step if trainer else components.state.step
-            ours = to_gpt2lab_error(error)
-            code = ours.exit_code if ours else 1
-            reason = f"{type(error).__name__}: {error}"
-            with contextlib.suppress(OSError, GPT2LabError):  # the first error is the one to report
-                folder.write_status("failed", step=step, reason=str(error), exit_code=code)
-                logger.event("stop", step, reason=reason, checkpoint=None)
-            heartbeat.close()
-            with contextlib.suppress(OSError, GPT2LabError):
-                finish_mirror(has_failed=True)
-        logger.close()
-        raise
-    finally:
-        heartbeat.close()
-    finish_mirror(has_failed=False)
-    if folder and signals.level < 2:  # who asks twice has no time for a report
+    logger.newest_step = components.state.step
+    with contextlib.closing(logger), contextlib.closing(heartbeat):
         try:
-            logger.say(summary.describe_run(start.run_dir))
-        except (GPT2LabError, OSError) as error:  # the run itself is complete
-            logger.say(f"warning: no summary of the run: {error}")
-    logger.close()
+            if folder:
+                extensions.started(
+                    LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
+                )
+            reason = _run_to_end(
+                components, signals, folder, began, extensions, planner, logger, heartbeat
+            )
+        except BaseException as error:
+            if folder and not isinstance(error, FolderLostError):  # another start may write there
+                _record_failure(folder, logger, error)
+            heartbeat.close()
+            extensions.ended(None, error)
+            raise
+        heartbeat.close()
+        extensions.ended(reason, None)
+        if folder and signals.level < 2:  # a second signal skips the report
+            try:
+                logger.say(summary.describe_run(start.run_dir))
+            except (GPT2LabError, OSError) as error:  # the run itself is complete
+                logger.say(f"warning: no summary of the run: {error}")
+
+
+def _run_to_end(
+    components: Components,
+    signals: Signals,
+    folder: RunFolder | None,
+    began: float,
+    extensions: Extensions,
+    planner: Planner | None,
+    logger: MetricsLogger,
+    heartbeat: Heartbeat,
+) -> str | None:
+    """Train to the last step or to a stop; return the reason of the stop, None at the end."""
+    start, runtime, config = components.start, components.runtime, components.start.config
+    runtime.on_rank_zero(lambda: announce(components, folder, logger))
+    components.strategy.warm_up_reducer(
+        components.trained,
+        batch_size=config.batch.mini_batch_size,
+        context_length=config.model.context_length,
+    )
+    control = Control(
+        signals,
+        runtime,
+        run_dir=folder.path if folder else None,
+        deadlines=start.deadlines,
+        save_every_seconds=60 * config.checkpoint.checkpoint_minutes,
+        heartbeat=heartbeat,
+    )
+    session = Session(
+        folder,
+        logger,
+        control,
+        heartbeat,
+        clock=_open_clock(components, folder, began),
+        extensions=extensions,
+        peak_flops=_peak_flops(runtime, planner),
+    )
+    saver = Saver(components, session, signals)
+    with saver:
+        evaluator = Evaluator(components, session, _open_hellaswag(components))
+        trainer = Trainer(components, session, saver=saver, evaluator=evaluator)
+        reason = trainer.fit()
+    step = trainer.state.step
+    runtime.on_rank_zero(lambda: _conclude(folder, logger, reason, step))
+    return reason
+
+
+def _peak_flops(runtime: Runtime, planner: Planner | None) -> float | None:
+    """Return the dense bf16 peak of all ranks' GPUs together in FLOP/s, None where it is not known."""
+    if planner is None or runtime.device.type != "cuda":
+        return None
+    peak = planner.peak_flops(torch.cuda.get_device_name(runtime.device))
+    return peak * runtime.world_size if peak else None
 
 
 def _conclude(
-    components: Components,
-    folder: RunFolder | None,
-    logger: MetricsLogger,
-    watch: Watch,
-    reason: str | None,
-    step: int,
+    folder: RunFolder | None, logger: MetricsLogger, reason: str | None, step: int
 ) -> None:
     """Write on rank 0 how the start ended, when all else is on disk: a `completed` run is never resumed.
 
@@ -377,20 +389,22 @@ def _conclude(
     """
     assert folder is not None
     faultpoint("end.after_done", step)
-    if reason is None:
-        if problem := logger.flush():  # a power cut that spares the status must spare them
-            raise SaveError(
-                f"{problem}; free space, or repair the disk, and resume, which does what is missing"
-            )
-        forecast.score_forecast(
-            components.start.run_dir,
-            components.start.config,
-            world_size=components.runtime.world_size,
-            others=watch.others(),
-            say=logger.say,
+    if reason is None and (problem := logger.flush()):
+        # A power cut that spares the status must spare them.
+        raise SaveError(
+            f"{problem}; free space, or repair the disk, and resume, which does what is missing"
         )
     faultpoint("end.before_status", step)
     folder.write_status("stopped" if reason else "completed", step=step, reason=reason, exit_code=0)
+
+
+def _record_failure(folder: RunFolder, logger: MetricsLogger, error: BaseException) -> None:
+    """Write the error that ends a start into its status and its log."""
+    ours, step = to_gpt2lab_error(error), logger.newest_step
+    code = ours.exit_code if ours else 1
+    with contextlib.suppress(OSError, GPT2LabError):  # the first error is the one to report
+        folder.write_status("failed", step=step, reason=str(error), exit_code=code)
+        logger.event("stop", step, reason=f"{type(error).__name__}: {error}", checkpoint=None)
 
 
 def _record_hang(report: str, folder: RunFolder | None, logger: MetricsLogger) -> None:
@@ -408,7 +422,7 @@ def _open_clock(components: Components, folder: RunFolder | None, began: float) 
         start.config,
         last_step=start.plan.max_steps,
         began=began,
-        expected_seconds=forecast.forecast_seconds(start.run_dir) if folder else None,
+        expected_seconds=read_forecast(start.run_dir).most_seconds if folder else None,
     )
     if start.checkpoint is not None and folder:
         saved = saved_environment(start)

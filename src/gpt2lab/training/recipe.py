@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import fit_vocabulary
 from gpt2lab.config.mixture import read_sources
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config
 from gpt2lab.data.manifest import tokenizer_of
 from gpt2lab.data.mixture import open_sources
@@ -50,8 +50,8 @@ class Batches:
 class Recipe(Protocol):
     """The five decisions of a kind of training."""
 
-    def defaults(self, command: Command, config: Config) -> Config:
-        """Return the settings of a fresh start where nothing was typed.
+    def defaults(self, request: RunRequest, config: Config) -> Config:
+        """Return the settings of a fresh start where nothing was chosen.
 
         Raises: ConfigError if something that this recipe needs is missing.
         """
@@ -81,24 +81,13 @@ class Recipe(Protocol):
 class Pretraining:
     """Next-token prediction on windows of token shards."""
 
-    def defaults(self, command: Command, config: Config) -> Config:
+    def defaults(self, request: RunRequest, config: Config) -> Config:
         """Return the settings with a vocabulary that suits the data's tokenizer; the others are pretraining's own."""
-        if config.init.init_from is not None or "num_tokens" in command.values:
-            return config
-        of_run = (
-            "num_tokens" in command.file
-        )  # a run's config.json: its vocabulary is that of its data
-        if of_run and "data_dir" not in command.values:
+        if config.init.init_from is not None or "num_tokens" in request.chosen:
             return config
         tokenizer = tokenizer_of(read_sources(config.data).folders[0])
-        if of_run and tokenizer is None:
-            return config
         num_tokens = None if tokenizer is None else tokenizer.size
-        is_typed = "vocab_size" in command.typed
-        if of_run and "vocab_size" not in command.values:
-            chosen = fit_vocabulary(config, config.model.num_tokens, is_typed=False)
-            is_typed = chosen.model.vocab_size != config.model.vocab_size
-        return fit_vocabulary(config, num_tokens, is_typed=is_typed)
+        return fit_vocabulary(config, num_tokens, is_typed="vocab_size" in request.chosen)
 
     def open_data(self, config: Config, tokenizer: Tokenizer | None) -> TokenData:
         """Open the folders of token shards."""

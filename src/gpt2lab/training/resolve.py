@@ -8,224 +8,346 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpt2lab import fmt, paths
-from gpt2lab.checkpoint import catalog
+from gpt2lab import paths
 from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
-from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.target import tokenizer_of
-from gpt2lab.commands.command_line import Command
-from gpt2lab.config.derived import check_fsdp_param_dtype, count_steps, mini_batch_sizes
+from gpt2lab.config.derived import check_fsdp_param_dtype, mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
+from gpt2lab.config.request import RunRequest, chosen_in, fill_in, follow_peak
 from gpt2lab.config.resume_policy import find_changes, reject_changes
 from gpt2lab.config.schema import LENGTHS, Config
 from gpt2lab.config.settings import find_problems, override, to_flat
-from gpt2lab.config.settings_file import PROGRAMS
 from gpt2lab.data.mixture import (
     MixedData,
+    Mixture,
     check_epochs,
     require_folders,
     training_order,
     validation_orders,
 )
-from gpt2lab.data.order import VERSION
+from gpt2lab.data.order import VERSION, Order
 from gpt2lab.data.shards import TokenData
-from gpt2lab.errors import CheckpointError, ConfigError, DataError, InUseError
+from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
-from gpt2lab.mirror.resume import check_mirror, fetch_newer, url_of
-from gpt2lab.mirror.storage import connect
-from gpt2lab.optim.schedule import default_min_lr, default_warmup
-from gpt2lab.planner.auto import OpenSettings, check_memory, choose_settings
-from gpt2lab.planner.job import Plan, make_plan
 from gpt2lab.runs import history
-from gpt2lab.runs.lock import holder_of
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
+from gpt2lab.training.extension import Extensions, Planner
 from gpt2lab.training.init_from import InitialWeights, begin_from
+from gpt2lab.training.locate import Place, fresh_folder, locate
+from gpt2lab.training.plan import Plan, make_plan
 from gpt2lab.training.recipe import PRETRAINING, Recipe
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import find_deadlines
 
-_NEWEST = ("latest", "auto", "best")  # words of --resume
 _HELLASWAG = ("hellaswag_freq", "hellaswag_limit")
 
 
-def fresh_settings(
-    command: Command, recipe: Recipe = PRETRAINING
-) -> tuple[Config, InitialWeights | None]:
-    """Return the settings of a start that resumes nothing, with what follows from --init_from and the data.
-
-    Raises: CheckpointError or DataError if those cannot be read; ConfigError if the command line contradicts them.
-    """
-    command = without_followers(command)
-    config, initial = command.fresh(), None
-    if config.init.init_from is not None:
-        config, initial = begin_from(command, config)
-    return recipe.defaults(command, config), initial
-
-
-def without_followers(command: Command) -> Command:
-    """Return the command without the floor and warm-up of --config that follow from the file's own peak and length,
-    where the start has another peak or length: a run's config.json holds them, and nobody chose them.
-    """
-    file = command.file
-    if not file:
-        return command
-    own, now = dataclasses.replace(command, values={}).fresh(), command.fresh()
-    peak, steps = own.optim.max_lr, _steps_of(own)
-    follow = set()
-    if "max_lr" in file and now.optim.max_lr != peak and own.optim.min_lr == default_min_lr(peak):
-        follow.add("min_lr")
-    is_other = steps is not None and _steps_of(now) != steps
-    if is_other and own.optim.warmup_steps == default_warmup(steps or 0):
-        follow.add("warmup_steps")
-    kept = {name: value for name, value in file.items() if name not in follow}
-    return dataclasses.replace(command, file=kept)
-
-
-def _without_warmup_of_epochs(
-    command: Command, config: Config, steps: int, windows_per_epoch: int
-) -> Config:
-    """Do for a --config whose length is in epochs what `without_followers` does for one in steps: the data is known."""
-    own, T = dataclasses.replace(command, values={}).fresh(), config.model.context_length
-    is_from_file = "warmup_steps" in (command.file or {}) and "warmup_steps" not in command.values
-    if not is_from_file or _steps_of(own) is not None:
-        return config
-    try:
-        own_steps = count_steps(
-            own.length, own.batch, context_length=T, windows_per_epoch=windows_per_epoch
-        )
-    except ConfigError:  # of other data, of which this start has too little
-        return config
-    if own_steps == steps or own.optim.warmup_steps != default_warmup(own_steps):
-        return config
-    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, warmup_steps=None))
-
-
-def _steps_of(config: Config) -> int | None:
-    """Return the length in steps, as far as the settings alone tell it; epochs need the data."""
-    if config.length.max_steps is not None or config.length.max_tokens is None:
-        return config.length.max_steps
-    return config.length.max_tokens // config.batch.total_batch_size
-
-
 def resolve(
-    command: Command,
+    request: RunRequest,
     recipe: Recipe = PRETRAINING,
     *,
     world_size: int,
     set_aside: bool,
-    free_memory: Sequence[float | None] | None = None,
+    planner: Planner | None = None,
+    memory: Sequence[float | None] | None = None,
 ) -> Start:
-    """Combine the command line with what is on disk.
+    """Combine a request with what is on disk.
 
-    `free_memory`: bytes on each rank, for `--mini_batch_size auto` and `--fit_schedule`, which measure; None leaves
-    both to the trainer.
+    `planner` decides what the request leaves open; `memory`: free bytes on each rank, None: nothing is measured.
 
     Raises: ConfigError, DataError or CheckpointError: everything that can be rejected is rejected here, before
     anything is written.
     """
-    command = without_followers(command)
-    typed = command.fresh()
-    _raise_problems(find_problems(override(Config(), {"run_name": typed.checkpoint.run_name})))
-    run_dir: Path | None = None
-    checkpoint: CheckpointInfo | None = None
-    warnings: list[str] = []
-    if command.actions.resume is not None:
-        run_dir, checkpoint, warnings = _choose(command, typed, set_aside=set_aside)
-    saved: Config | None = None
-    initial: InitialWeights | None = None
-    if checkpoint is not None and run_dir is not None:
-        saved = checkpoint.config()
-        config = _resumed_settings(command, saved, run_dir)
+    place = locate(request, set_aside=set_aside)
+    settings = merge_settings(request, recipe, place, world_size=world_size)
+    steps = plan_steps(
+        request, recipe, place, settings, world_size=world_size, planner=planner, memory=memory
+    )
+    return check_start(request, place, settings, steps)
+
+
+def resolve_to_train(
+    request: RunRequest,
+    recipe: Recipe,
+    *,
+    world_size: int,
+    planner: Planner | None = None,
+    memory: Sequence[float | None] | None = None,
+    extensions: Extensions | None = None,
+) -> Start:
+    """Resolve a start that is going to train: set damaged checkpoints aside, and download HellaSwag if it is wanted.
+
+    Raises: ConfigError, DataError, CheckpointError.
+    """
+    if extensions is not None:
+        extensions.requested(request)
+    start = resolve(
+        request, recipe, world_size=world_size, set_aside=True, planner=planner, memory=memory
+    )
+    return with_hellaswag(start)
+
+
+# -- merge the settings ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a start before its steps are planned."""
+
+    config: Config
+    run_dir: Path
+    saved: Config | None  # of the checkpoint, on a resume
+    chosen: frozenset[str]  # by a person, in this start or an earlier one
+    initial: InitialWeights | None  # of a fresh run with --init_from
+    notes: tuple[str, ...]
+
+
+def fresh_settings(
+    request: RunRequest, recipe: Recipe = PRETRAINING
+) -> tuple[Config, InitialWeights | None]:
+    """Return the settings of a start that resumes nothing, with what follows from --init_from and the data.
+
+    Raises: CheckpointError or DataError if those cannot be read; ConfigError if the request contradicts them.
+    """
+    config, initial = request.config, None
+    if config.init.init_from is not None:
+        config, initial = begin_from(request)
+    return recipe.defaults(request, config), initial
+
+
+def merge_settings(
+    request: RunRequest, recipe: Recipe, place: Place, *, world_size: int
+) -> Settings:
+    """Put the chosen settings on top of those of the checkpoint, or of the preset.
+
+    Raises: ConfigError with all that cannot work; CheckpointError, DataError of what the settings follow from.
+    """
+    run_name = request.config.checkpoint.run_name
+    _raise_problems(find_problems(override(Config(), {"run_name": run_name})))
+    saved, initial, chosen, notes = None, None, request.chosen, place.warnings
+    run_dir = place.run_dir
+    if place.checkpoint is not None and run_dir is not None:
+        saved = place.checkpoint.config()
+        chosen |= chosen_in(place.checkpoint.manifest["config"])
+        config = _resumed_settings(request, saved, chosen, run_dir)
     else:
-        config, initial = fresh_settings(command, recipe)
+        config, initial = fresh_settings(request, recipe)
         if initial is not None:
-            warnings = [*warnings, *initial.target.warnings]
+            notes += tuple(initial.target.warnings)
         if run_dir is None:
-            run_dir = _fresh_folder(config)
+            run_dir = fresh_folder(config)
             config = override(config, {"run_name": run_dir.name})
     _raise_problems(find_problems(config))
-    if config.checkpoint.checkpoint_mirror is not None:
-        connect(config.checkpoint.checkpoint_mirror, run_dir.name)
-    config, notes = _fit_parallel(command, config, world_size)
-    of_weights = _tokenizer_of(checkpoint, initial)
-    if saved is not None and "data_dir" not in command.typed:
-        require_folders(config, "--data_dir")
+    config, more = _fit_parallel(request, config, world_size)
+    return Settings(config, run_dir, saved, chosen, initial, notes + more)
+
+
+def _resumed_settings(
+    request: RunRequest, saved: Config, chosen: frozenset[str], run_dir: Path
+) -> Config:
+    """Return the saved settings, overridden by what was chosen.
+
+    Raises: ConfigError for a change that is not allowed, or if another program began the run.
+    """
+    begun_by = "pretrain" if saved.tuning.instructions is None else "finetune"
+    if begun_by != request.recipe:
+        program = paths.script("train" if begun_by == "pretrain" else "finetune")
+        raise ConfigError(
+            f"run {run_dir.name} was begun by {program}; continue it with that, "
+            f"or name another with --run_name"
+        )
+    config, before = request.over(saved), to_flat(saved)
+    # A typed `auto` means what the run already decided for itself.
+    decided = ("dtype", "residual_dtype", "compile")
+    kept = {name: before[name] for name in decided if to_flat(config)[name] == "auto"}
+    place = {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name}
+    config = follow_peak(override(config, kept | place), chosen)
+    reject_changes(request, config, find_changes(saved, config), run=run_dir.name)
+    return config
+
+
+def _fit_parallel(
+    request: RunRequest, config: Config, world_size: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Reject a typed --parallel that needs several ranks if there is one; a saved one becomes ddp, with a note.
+
+    Raises: ConfigError.
+    """
+    system, notes = config.system, []
+    if system.parallel != "ddp" and world_size == 1:
+        if "parallel" in request.typed:
+            raise ConfigError(
+                f"parallel {system.parallel}: shards state over several ranks, and there is one; "
+                f"start it with torchrun --nproc_per_node=N, or leave it out"
+            )
+        notes.append(f"parallel {system.parallel} -> ddp: there is one rank")
+        system = dataclasses.replace(system, parallel="ddp")
+    if system.fsdp_offload and system.parallel != "fsdp":
+        if "fsdp_offload" in request.typed:
+            raise ConfigError("--fsdp_offload goes with --parallel fsdp")
+        system = dataclasses.replace(system, fsdp_offload=False)
+    is_bf16 = "fsdp_param_dtype" in request.typed and system.fsdp_param_dtype == "bf16"
+    if is_bf16 and system.parallel != "fsdp":
+        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
+    check_fsdp_param_dtype(system)  # of another mode the setting is kept, without meaning
+    return dataclasses.replace(config, system=system), tuple(notes)
+
+
+# -- plan the steps --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The data of a start, and how its steps share them out."""
+
+    config: Config
+    plan: Plan
+    data: TokenData
+    order: Order | Mixture
+    notes: tuple[str, ...]
+
+
+def plan_steps(
+    request: RunRequest,
+    recipe: Recipe,
+    place: Place,
+    settings: Settings,
+    *,
+    world_size: int,
+    planner: Planner | None,
+    memory: Sequence[float | None] | None,
+) -> Steps:
+    """Open the data, divide a step over the ranks and count the steps; fill in what follows from that.
+
+    Raises: DataError, ConfigError, CheckpointError.
+    """
+    data = _open_data(request, recipe, place, settings)
+    config, checkpoint = settings.config, place.checkpoint
+    version = checkpoint.manifest.get("order_version", 1) if checkpoint else VERSION
+    if not 1 <= version <= VERSION:
+        raise CheckpointError(
+            f"{settings.run_dir}: its samples are in an order of version {version}, this program knows {VERSION}"
+        )
+    order = training_order(
+        data,
+        context_length=config.model.context_length,
+        shuffle=config.data.shuffle,
+        seed=config.data.seed,
+        version=version,
+    )
+    config, notes = _fit_mini_batch(request, config, world_size)
+
+    def plan_of(config: Config) -> Plan:
+        return make_plan(config, world_size=world_size, windows_per_epoch=order.windows_per_epoch)
+
+    plan, done = plan_of(config), checkpoint.step if checkpoint else None
+    if planner is not None and (done is None or done < plan.max_steps):
+        left_open = request.open_settings if done is None else frozenset()
+        decided = planner.choose(
+            dataclasses.replace(request, open_settings=left_open),
+            config,
+            plan,
+            run_dir=settings.run_dir,
+            train_tokens=data.tokens("train"),
+            memory=memory,
+        )
+        if decided:
+            lengths = dict.fromkeys(LENGTHS) if "max_steps" in decided else {}
+            config = override(config, lengths | decided)
+            plan, notes = plan_of(config), () if "mini_batch_size" in decided else notes
+    return Steps(fill_in(config, plan.max_steps), plan, data, order, notes)
+
+
+def _open_data(request: RunRequest, recipe: Recipe, place: Place, settings: Settings) -> TokenData:
+    """Open the data, and check that its tokens mean to the weights what they were trained on.
+
+    Raises: DataError, ConfigError.
+    """
+    config, initial, checkpoint = settings.config, settings.initial, place.checkpoint
+    of_weights: Tokenizer | None = None
+    if checkpoint is not None:
+        of_weights = tokenizer_of(checkpoint)
+        if "data_dir" not in request.chosen:
+            require_folders(config, "--data_dir")
+    elif initial is not None:
+        of_weights = initial.target.tokenizer()
     try:
         data = recipe.open_data(config, of_weights)
     except DataError as error:
-        if command.typed & {"data_dir", "instructions"} or config.tuning.instructions is not None:
+        named = request.chosen & {"data_dir", "instructions"}
+        if named or config.tuning.instructions is not None:
             raise
         raise DataError(f"{error}; other data: --data_dir data/NAME") from error
     origin = checkpoint or (initial.target.checkpoint if initial else None)
     trained_on = origin.manifest["data_fingerprint"] if origin else None
     if data.fingerprint != trained_on:
-        name = run_dir.name if initial is None else initial.target.name
+        name = settings.run_dir.name if initial is None else initial.target.name
         require_same(of_weights, data.tokenizer, model=name, data=paths.display_path(data.folder))
-    version = checkpoint.manifest.get("order_version", 1) if checkpoint else VERSION
-    if not 1 <= version <= VERSION:
-        raise CheckpointError(
-            f"{run_dir}: its samples are in an order of version {version}, this program knows {VERSION}"
-        )
-    T = config.model.context_length
-    order = training_order(
-        data,
-        context_length=T,
-        shuffle=config.data.shuffle,
-        seed=config.data.seed,
-        version=version,
+    return data
+
+
+def _fit_mini_batch(
+    request: RunRequest, config: Config, world_size: int
+) -> tuple[Config, tuple[str, ...]]:
+    """Lower a mini batch that nobody typed if this world size cannot share the batch otherwise.
+
+    Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
+    """
+    batch, T = config.batch, config.model.context_length
+    is_open = "mini_batch_size" in request.open_settings
+    typed = {"mini_batch_size", "total_batch_size"} & request.typed and not is_open
+    share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one rank
+    if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
+        return config, ()
+    fitting = max(mini_batch_sizes(share, at_most=batch.mini_batch_size))
+    note = (
+        f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
+        f"{world_size} ranks share {share * world_size} sequences a step"
     )
-    config, plan, cut = _divide(
-        command,
-        config,
-        order.windows_per_epoch,
-        world_size=world_size,
-        done=checkpoint.step if checkpoint else None,
-        run_dir=run_dir,
-        train_tokens=data.tokens("train"),
-        free_memory=free_memory,
-    )
-    if saved is None:
-        config = _without_warmup_of_epochs(command, config, plan.max_steps, order.windows_per_epoch)
-    config = _fill_in(config, plan.max_steps)
-    changes: dict[str, list[Any]] = {}
-    if saved is not None and checkpoint is not None:
-        changes = find_changes(saved, config)
-        trained_on = checkpoint.manifest["data_fingerprint"]
-        if trained_on != data.fingerprint and not _differs_only_later(data, saved, checkpoint):
-            changes["data"] = [trained_on, data.fingerprint]
-        reject_changes(command, config, changes, run=run_dir.name)
-    hellaswag, no_hellaswag = _choose_hellaswag(command, config, data.tokenizer)
+    return override(config, {"mini_batch_size": fitting}), (note,)
+
+
+# -- check -----------------------------------------------------------------------------------------------------------
+
+
+def check_start(request: RunRequest, place: Place, settings: Settings, steps: Steps) -> Start:
+    """Compare a start with the checkpoint, the log and the disk of its run, and return it.
+
+    Raises: ConfigError for a change that is not allowed or a length that cannot work; DataError.
+    """
+    config, data, run_dir, checkpoint = steps.config, steps.data, settings.run_dir, place.checkpoint
+    changes = _find_changes(request, checkpoint, settings, steps)
+    hellaswag, no_hellaswag = _choose_hellaswag(request, config, data.tokenizer)
     log = history.read_log(run_dir)
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
-    room = look_for_room(run_dir, plan.disk_bytes)
+    room = look_for_room(run_dir, steps.plan.disk_bytes)
+    notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *room.shortage())
     start = Start(
         config=config,
+        chosen=settings.chosen,
         run_dir=run_dir,
         checkpoint=checkpoint,
         changes=changes,
         attempt=log.last_attempt + 1,
         data=data,
-        order=order,
-        val_orders=validation_orders(data, context_length=T),
-        plan=plan,
+        order=steps.order,
+        val_orders=validation_orders(data, context_length=config.model.context_length),
+        plan=steps.plan,
         room=room,
         hellaswag=hellaswag,
-        stop_after_steps=command.actions.stop_after_steps,
-        deadlines=find_deadlines(
-            command.actions.stop_at, os.environ, max_hours=config.length.max_hours
-        ),
+        stop_after_steps=request.stop_after_steps,
+        deadlines=find_deadlines(request.stop_at, os.environ, max_hours=config.length.max_hours),
         last_save_seconds=saves[-1] if saves else None,
         recorded=log.recorded_after(checkpoint.step) if checkpoint else {},
         has_ended=checkpoint is not None and history.has_completed(run_dir, checkpoint.step),
-        initial=initial,
-        warnings=(*warnings, *notes, *cut, *data.warnings, *no_hellaswag, *room.shortage()),
+        initial=settings.initial,
+        warnings=notes,
     )
     if not start.is_complete:
         _check_length(start)
@@ -233,103 +355,40 @@ def resolve(
     return start
 
 
-def _tokenizer_of(
-    checkpoint: CheckpointInfo | None, initial: InitialWeights | None
-) -> Tokenizer | None:
-    """Return the tokenizer of the weights that a start begins with; None for random or unknown ones."""
-    if checkpoint is not None:
-        return tokenizer_of(checkpoint)
-    return initial.target.tokenizer() if initial is not None else None
+def _find_changes(
+    request: RunRequest, checkpoint: CheckpointInfo | None, settings: Settings, steps: Steps
+) -> dict[str, list[Any]]:
+    """Return {setting: [saved, now]} of a resume.
 
-
-def resolve_to_train(
-    command: Command,
-    recipe: Recipe,
-    *,
-    world_size: int,
-    free_memory: Sequence[float | None] | None,
-) -> Start:
-    """Resolve a start that is going to train: set damaged checkpoints aside, fetch a newer one from the mirror, and
-    download HellaSwag if it is wanted.
-
-    Raises: ConfigError, DataError, CheckpointError.
+    Raises: ConfigError for a change that is not allowed.
     """
-    start = resolve(command, recipe, world_size=world_size, set_aside=True, free_memory=free_memory)
-    start = dataclasses.replace(start, warnings=(*start.warnings, *check_mirror(start)))
-    check_memory(start.config, start.plan, train_tokens=start.data.tokens("train"))
-    return with_hellaswag(start)
+    if settings.saved is None or checkpoint is None:
+        return {}
+    changes = find_changes(settings.saved, steps.config)
+    trained_on, data = checkpoint.manifest["data_fingerprint"], steps.data
+    if trained_on != data.fingerprint and not _differs_only_later(data, settings.saved, checkpoint):
+        changes["data"] = [trained_on, data.fingerprint]
+    reject_changes(request, steps.config, changes, run=settings.run_dir.name)
+    return changes
 
 
-def _resumed_settings(command: Command, saved: Config, run_dir: Path) -> Config:
-    """Return the saved settings, overridden by what was typed.
+def _differs_only_later(data: TokenData, saved: Config, checkpoint: CheckpointInfo) -> bool:
+    """Tell whether a mixture differs from the saved one only in weights that begin after what was trained on.
 
-    Raises: ConfigError for a change that is not allowed, or if another program began the run.
+    Such a run continues where it stood: each sample so far is the same one in both.
     """
-    begun_by = "pretrain" if saved.tuning.instructions is None else "finetune"
-    if begun_by != command.recipe:
-        raise ConfigError(
-            f"run {run_dir.name} was begun by {PROGRAMS[begun_by]}; continue it with that, "
-            f"or name another with --run_name"
-        )
-    config, before = command.override(saved), to_flat(saved)
-    # A typed `auto` means what the run already decided for itself.
-    decided = ("dtype", "residual_dtype", "compile")
-    kept = {name: before[name] for name in decided if to_flat(config)[name] == "auto"}
-    if "min_lr" not in command.typed and before["min_lr"] == default_min_lr(before["max_lr"]):
-        kept["min_lr"] = default_min_lr(
-            config.optim.max_lr
-        )  # a floor that nobody chose follows its peak
-    config = override(config, kept | {"checkpoint_dir": run_dir.parent, "run_name": run_dir.name})
-    reject_changes(command, config, find_changes(saved, config), run=run_dir.name)
-    return config
-
-
-def _divide(
-    command: Command,
-    config: Config,
-    windows_per_epoch: int,
-    *,
-    world_size: int,
-    done: int | None,
-    run_dir: Path,
-    train_tokens: int,
-    free_memory: Sequence[float | None] | None,
-) -> tuple[Config, Plan, tuple[str, ...]]:
-    """Decide how a step is divided and how long the run is: as typed, by a preset, or by measuring.
-
-    Raises: ConfigError.
-    """
-
-    def plan_of(config: Config) -> Plan:
-        return make_plan(config, world_size=world_size, windows_per_epoch=windows_per_epoch)
-
-    config, notes = _fit_mini_batch(command, config, world_size)
-    plan, measures = plan_of(config), free_memory is not None and done is None
-    if done is not None and done >= plan.max_steps:
-        return config, plan, notes
-    wanted = OpenSettings(
-        preset=command.actions.preset,
-        find_mini_batch=command.finds_mini_batch and measures,
-        fit_schedule=command.actions.fit_schedule and measures,
-        typed=command.typed | ({"mini_batch_size"} if command.finds_mini_batch else set()),
+    before, manifest = read_sources(saved.data).phases, checkpoint.manifest
+    if not isinstance(data, MixedData) or len(before[0].weights) != len(data.sources):
+        return False
+    done = manifest.get("samples", 0) * saved.model.context_length
+    past = [[p for p in phases if p.from_tokens < done] for phases in (before, data.phases)]
+    return past[0] == past[1] and (
+        data.with_phases(before).fingerprint == manifest["data_fingerprint"]
     )
-    chosen = choose_settings(
-        wanted,
-        config,
-        plan,
-        run_dir=run_dir,
-        train_tokens=train_tokens,
-        memory=free_memory or (),
-    )
-    if not chosen:
-        return config, plan, notes
-    lengths = dict.fromkeys(LENGTHS) if "max_steps" in chosen else {}
-    config = override(config, lengths | chosen)
-    return config, plan_of(config), () if "mini_batch_size" in chosen else notes
 
 
 def _choose_hellaswag(
-    command: Command, config: Config, tokenizer: Tokenizer | None
+    request: RunRequest, config: Config, tokenizer: Tokenizer | None
 ) -> tuple[Literal["off", "on", "fetch"], tuple[str, ...]]:
     """Decide whether HellaSwag is evaluated, after checking its file if there is one, and say why not.
 
@@ -337,10 +396,10 @@ def _choose_hellaswag(
     """
     settings, defaults = to_flat(config), to_flat(Config())
     asked = [
-        name for name in _HELLASWAG if name in command.values or settings[name] != defaults[name]
+        name for name in _HELLASWAG if name in request.typed or settings[name] != defaults[name]
     ]
     path = config.eval.hellaswag_path
-    if path is None and (not asked or "hellaswag_path" in command.values):  # typed: None
+    if path is None and (not asked or "hellaswag_path" in request.typed):  # typed: None
         return "off", ()
     if problem := why_no_text(tokenizer, config.model.vocab_size):
         return "off", (f"{problem}: no HellaSwag",)
@@ -363,162 +422,6 @@ def with_hellaswag(start: Start) -> Start:
     return dataclasses.replace(start, hellaswag="on", config=config)
 
 
-def _fit_parallel(
-    command: Command, config: Config, world_size: int
-) -> tuple[Config, tuple[str, ...]]:
-    """Reject a typed --parallel that needs several ranks if there is one; a saved one becomes ddp, with a note.
-
-    Raises: ConfigError.
-    """
-    system, notes = config.system, []
-    if system.parallel != "ddp" and world_size == 1:
-        if "parallel" in command.values:
-            raise ConfigError(
-                f"parallel {system.parallel}: shards state over several ranks, and there is one; "
-                f"start it with torchrun --nproc_per_node=N, or leave it out"
-            )
-        notes.append(f"parallel {system.parallel} -> ddp: there is one rank")
-        system = dataclasses.replace(system, parallel="ddp")
-    if system.fsdp_offload and system.parallel != "fsdp":
-        if "fsdp_offload" in command.values:
-            raise ConfigError("--fsdp_offload goes with --parallel fsdp")
-        system = dataclasses.replace(system, fsdp_offload=False)
-    if command.values.get("fsdp_param_dtype") == "bf16" and system.parallel != "fsdp":
-        raise ConfigError("--fsdp_param_dtype bf16 goes with --parallel fsdp")
-    check_fsdp_param_dtype(system)  # of another mode the setting is kept, without meaning
-    return dataclasses.replace(config, system=system), tuple(notes)
-
-
-def _fit_mini_batch(
-    command: Command, config: Config, world_size: int
-) -> tuple[Config, tuple[str, ...]]:
-    """Lower a mini batch that nobody typed if this world size cannot share the batch otherwise.
-
-    Tokens per step and the loss curve stay. With dropout the micro-batches decide the masks, so nothing changes.
-    """
-    batch, T = config.batch, config.model.context_length
-    is_open = command.finds_mini_batch or (
-        command.actions.preset is not None and "mini_batch_size" not in command.typed
-    )
-    typed = {"mini_batch_size", "total_batch_size"} & command.values.keys() and not is_open
-    share, rest = divmod(batch.total_batch_size, T * world_size)  # sequences of one rank
-    if typed or config.model.dropout > 0 or rest or share % batch.mini_batch_size == 0:
-        return config, ()
-    fitting = max(mini_batch_sizes(share, at_most=batch.mini_batch_size))
-    note = (
-        f"mini_batch_size {batch.mini_batch_size} -> {fitting}: "
-        f"{world_size} ranks share {share * world_size} sequences a step"
-    )
-    return override(config, {"mini_batch_size": fitting}), (note,)
-
-
-def _differs_only_later(data: TokenData, saved: Config, checkpoint: CheckpointInfo) -> bool:
-    """Tell whether a mixture differs from the saved one only in weights that begin after what was trained on.
-
-    Such a run goes on where it stood: each sample so far is the same one in both.
-    """
-    before, manifest = read_sources(saved.data).phases, checkpoint.manifest
-    if not isinstance(data, MixedData) or len(before[0].weights) != len(data.sources):
-        return False
-    done = manifest.get("samples", 0) * saved.model.context_length
-    past = [[p for p in phases if p.from_tokens < done] for phases in (before, data.phases)]
-    return past[0] == past[1] and (
-        data.with_phases(before).fingerprint == manifest["data_fingerprint"]
-    )
-
-
-def _choose(
-    command: Command, config: Config, *, set_aside: bool
-) -> tuple[Path | None, CheckpointInfo | None, list[str]]:
-    """Return (run folder, checkpoint, warnings) for --resume; (None or folder, None, ...) for a fresh `auto`."""
-    target, name = command.actions.resume, config.checkpoint.run_name
-    folder = config.checkpoint.checkpoint_dir
-    assert target is not None
-    if target == "auto" and name is None:
-        raise ConfigError(
-            "--resume auto needs --run_name: without it, which run to continue would be a guess"
-        )
-    is_step = re.fullmatch(r"[0-9]+", target) is not None
-    if target not in _NEWEST and not is_step:
-        path = paths.from_working_directory(Path(target))
-        hint = fmt.did_you_mean(target, _NEWEST, flag="--resume ")
-        if hint and not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint folder; {hint}")
-        checkpoint = catalog.open_checkpoint(path)
-        run_dir = checkpoint.path.parent
-        in_place = checkpoint.path.name == folder_name(checkpoint.step)
-        if not in_place or run_dir.name.startswith(catalog.SUPERSEDED):
-            raise CheckpointError(
-                f"{checkpoint.path}: not in its run's folder under its own name; "
-                f"move it to RUN/{folder_name(checkpoint.step)} first"
-            )
-        for flag, typed, here in (
-            ("run_name", name, run_dir.name),
-            ("checkpoint_dir", folder.resolve(), run_dir.parent.resolve()),
-        ):
-            if flag in command.typed and typed != here:
-                raise ConfigError(
-                    f"--{flag} names another run than --resume {target}; leave one of them out"
-                )
-        return run_dir, checkpoint, []
-    found = folder / name if name else catalog.newest_run(folder)
-    if found is None and config.checkpoint.checkpoint_mirror is not None:
-        raise ConfigError(
-            f"{folder}: no run to resume; name the one to fetch from --checkpoint_mirror with --run_name"
-        )
-    if found is None:
-        raise CheckpointError(
-            f"{folder}: no checkpoint of any run to resume; start one without --resume"
-        )
-    run_dir = found
-    similar = catalog.similar_run(run_dir.name, folder, "--run_name ")
-    if similar and target != "auto" and not run_dir.is_dir():
-        raise CheckpointError(f"{run_dir}: no such run{similar}")
-    if target == "best" or is_step:
-        return run_dir, catalog.find(run_dir, target), []
-    existed = catalog.has_checkpoints(run_dir)
-    info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
-    url = url_of(command, config.checkpoint.checkpoint_mirror, info)
-    if url is not None and set_aside:
-        info, more = fetch_newer(url, run_dir, info)
-        warnings += more
-    if info is None and existed:
-        raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
-    if info is None and (holder := holder_of(run_dir)) is not None:
-        raise InUseError(
-            f"{run_dir}: in use by {holder}, which has not saved a checkpoint yet; wait for it, or stop it"
-        )
-    if info is None and target == "latest":
-        raise CheckpointError(
-            f"{run_dir}: no checkpoint to resume; start the run without --resume, or use --resume auto"
-        )
-    return run_dir, info, warnings
-
-
-def _fresh_folder(config: Config) -> Path:
-    name = config.checkpoint.run_name or f"{config.model.model}_{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = config.checkpoint.checkpoint_dir / name
-    if catalog.has_checkpoints(run_dir):
-        raise ConfigError(
-            f"{run_dir} holds checkpoints already; continue it with --run_name {name} --resume latest, "
-            f"or start another with --run_name {name}_2"
-        )
-    return run_dir
-
-
-def _fill_in(config: Config, max_steps: int) -> Config:
-    """Replace the defaults that depend on other settings by numbers, so that a resume cannot derive others."""
-    optim = config.optim
-    if optim.min_lr is None:
-        optim = dataclasses.replace(optim, min_lr=default_min_lr(optim.max_lr))
-    if optim.warmup_steps is None:
-        optim = dataclasses.replace(optim, warmup_steps=default_warmup(max_steps))
-    length = config.length
-    if (length.max_steps, length.max_tokens, length.num_epochs) == (None, None, None):
-        length = dataclasses.replace(length, num_epochs=1.0)
-    return dataclasses.replace(config, optim=optim, length=length)
-
-
 def _check_length(start: Start) -> None:
     warmup = start.config.optim.warmup_steps
     if warmup is not None and warmup > start.plan.max_steps:
@@ -535,7 +438,7 @@ def _check_length(start: Start) -> None:
 
 
 def _check_source_epochs(start: Start) -> None:
-    """Compare the whole run with --max_source_epochs and --data_weights_at.
+    """Compare the full run with --max_source_epochs and --data_weights_at.
 
     Raises: ConfigError if it reads a source too often, or ends before the weights change.
     """

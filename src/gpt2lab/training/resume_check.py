@@ -17,7 +17,7 @@ import torch
 from gpt2lab.checkpoint import store
 from gpt2lab.checkpoint.manifest import read_manifest, verify
 from gpt2lab.checkpoint.state import TrainState
-from gpt2lab.config.settings import policy_of, to_flat
+from gpt2lab.config.settings import policy_of, record
 from gpt2lab.data.loader import Loader
 from gpt2lab.distributed.processor import cpu_name
 from gpt2lab.distributed.runtime import Runtime
@@ -258,7 +258,7 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
     return {
         "run": start.run_dir.name,
         "attempt": start.attempt,
-        "config": to_flat(start.config),
+        "config": record(start.config, start.chosen),
         "data_fingerprint": start.data.fingerprint,
         "tokenizer": record_of(start.data.tokenizer),
         "order_version": start.order.version,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-
-import torch
+from dataclasses import asdict
 
 from gpt2lab import fmt, paths
 from gpt2lab.checkpoint import catalog
@@ -15,18 +11,17 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.checkpoint.state import TrainState
 from gpt2lab.config.derived import is_due
 from gpt2lab.config.resume_policy import describe_change
+from gpt2lab.config.settings import record
 from gpt2lab.data.loader import GlobalBatch
 from gpt2lab.data.mixture import Mixture
 from gpt2lab.distributed.compile_cache import compiled_so_far
-from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.schedule import muon_scale
-from gpt2lab.planner import forecast
-from gpt2lab.planner.hardware import peak_flops
-from gpt2lab.planner.job import Job, describe
 from gpt2lab.runs import summary
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.components import Components, Session
+from gpt2lab.training.plan import describe_plan
+from gpt2lab.training.progress import read_forecast
 from gpt2lab.training.resume_check import describe_other_environment
 from gpt2lab.training.train_step import StepStats
 
@@ -41,9 +36,7 @@ class StepLog:
         self._announced_epoch: int | None = None
         self._announced_phase: int | None = None
         self._tells_compiling = self._start.config.system.compile == "on"
-        device = self._runtime.device
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._peak_flops = peak * self._runtime.world_size if peak else None
+        self._peak_flops = session.peak_flops
         optim = self._start.config.optim
         self._muon_scale = muon_scale(optim) if optim.has_muon else None
 
@@ -116,7 +109,7 @@ class StepLog:
         """Say that a step takes long where it compiles: the first of a start."""
         if not self._tells_compiling:
             return nullcontext()
-        expected = forecast.compile_seconds(self._start.run_dir)
+        expected = read_forecast(self._start.run_dir).compile_seconds
         about = (
             ""
             if expected is None
@@ -173,43 +166,13 @@ class StepLog:
         )
 
 
-@dataclass(frozen=True)
-class Histograms:
-    """Histograms of every weight and gradient: every `freq` steps and after the last; freq 0 = never."""
-
-    model: GPT
-    logger: MetricsLogger
-    freq: int
-    last_step: int
-
-    def parameters(self, step: int) -> None:
-        """Record the weights after update `step`, if that is due."""
-        self._record("Parameters", step, self.model.named_parameters())
-
-    def gradients(self, step: int) -> float:
-        """Record the gradients of update `step`, clipped, if that is due; return the seconds that it took."""
-        began = time.monotonic()
-        found = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
-        self._record("Gradients", step, found)
-        return time.monotonic() - began
-
-    def _record(self, kind: str, step: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if not self.freq or not is_due(step, self.freq, self.last_step):
-            return
-        if not self.logger.takes_histograms:  # not rank 0
-            return
-        for name, tensor in tensors:
-            values = tensor.detach().float().cpu()
-            if torch.isfinite(values).all():  # others have no range
-                self.logger.histogram(f"{kind}/{name}", step, values)
-
-
 def announce(components: Components, folder: RunFolder | None, logger: MetricsLogger) -> None:
-    """Record and show this start, on rank 0: settings, plan, forecast, and on a resume where it goes on."""
+    """Record and show this start, on rank 0: settings, plan, and on a resume where it continues."""
     start, state, check = components.start, components.state, components.resume_check
     world_size = start.plan.batch.world_size
     assert folder is not None
-    folder.write_config(start.config, components.facts, start.tokenizer_files)
+    settings = record(start.config, start.chosen)
+    folder.write_config(settings, components.facts, start.tokenizer_files)
     folder.facts = {
         "attempt": start.attempt,
         "max_steps": start.plan.max_steps,
@@ -220,24 +183,6 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
     # First of all: the log must not leave the newer steps while a start could still go on from them.
     superseded = [] if check is None else catalog.supersede(start.run_dir, state.step)
     _describe_start(components, logger)
-    environment, tokens = components.facts["environment"], start.data.tokens("train")
-    dtype, compiled = environment["dtype"], environment["compile"] == "on"
-    forecast.write_forecast(
-        start.run_dir,
-        Job.of_run(
-            start.config,
-            start.plan,
-            train_tokens=tokens,
-            dtype=dtype,
-            compiled=compiled,
-            order=start.order,
-        ),
-        environment,
-        on_gpu=components.facts["on_gpu"],
-        is_resumed=start.checkpoint is not None,
-        from_pretrained=start.initial is not None,
-        say=logger.say,
-    )
     if check is None:
         return
     logger.event("resume", state.step, **asdict(check))
@@ -253,14 +198,6 @@ def announce(components: Components, folder: RunFolder | None, logger: MetricsLo
 
 def _describe_start(components: Components, logger: MetricsLogger) -> None:
     start, plan, step = components.start, components.start.plan, components.state.step
-    logger.event(
-        "begin",
-        step,
-        max_steps=plan.max_steps,
-        tokens_per_step=plan.batch.tokens,
-        world_size=plan.batch.world_size,
-        order_version=start.order.version,
-    )
     logger.say(f"run            {paths.display_path(start.run_dir)} (start {start.attempt})")
     logger.say(f"data           {start.describe_data()}")
     for line in start.describe_sources():
@@ -268,7 +205,7 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
     if start.initial is not None:
         source = paths.display_path(start.initial.target.folder)
         logger.say(f"begins with    {source}, sha256 {start.initial.sha256[:12]}")
-    logger.say(describe(plan, start.config))
+    logger.say(describe_plan(plan, start.config))
     trained = sum(p.numel() for p in components.model.parameters() if p.requires_grad)
     if trained < plan.parameters:
         logger.say(f"trains         {trained:,} parameters; the others are frozen")
@@ -285,6 +222,14 @@ def _describe_start(components: Components, logger: MetricsLogger) -> None:
         )
     for name, change in start.changes.items():
         logger.say(f"changed        {name}: {describe_change(name, change)}")
+    logger.event(
+        "begin",
+        step,
+        max_steps=plan.max_steps,
+        tokens_per_step=plan.batch.tokens,
+        world_size=plan.batch.world_size,
+        order_version=start.order.version,
+    )
     for warning in start.warnings:
         logger.warn(warning, step)
     if start.no_text is not None:

@@ -64,7 +64,6 @@ class Saver:
         start = components.start
         self.config, self.run_dir = start.config.checkpoint, start.run_dir
         self.folder, self.logger, self.signals = session.folder, session.logger, signals
-        self.mirror = session.mirror
         self.model, self.optimizers = components.model, components.optimizers
         self.runtime, self.facts = components.runtime, components.facts
         self.tokenizer_files = start.tokenizer_files
@@ -81,6 +80,19 @@ class Saver:
         self._longest = start.last_save_seconds
         self._lock = threading.RLock()  # of what is in flight: the heartbeat's thread rescues
         signals.is_writing = self.is_writing
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: Any
+    ) -> None:
+        """End the writer process: after its work, or after an error as far as possible."""
+        if error is None:
+            self.close(give_up=False)
+            return
+        with suppress(Exception):  # the first error is the one to report
+            self.close(give_up=isinstance(error, FolderLostError))
 
     def save(
         self, state: TrainState, kind: str, labels: list[str], *, must_succeed: bool
@@ -270,8 +282,6 @@ class Saver:
             states = [rng.capture(self.runtime.device)]
             store.save(self.run_dir, self._draft(save, content, states))
             catalog.set_label(folder.path, label, state.step)
-            if self.mirror is not None:
-                self.mirror.notify_saved()
         except (OSError, RuntimeError, MemoryError, GPT2LabError):
             return False  # the first error is the one to report
         finally:
@@ -281,22 +291,6 @@ class Saver:
             seconds = time.monotonic() - began
             self._report(state, "emergency", [label], seconds, seconds)
         return True
-
-    def report_mirror(self, step: int) -> None:
-        """Pass on what the mirror has to say: to status.json, and a warning of each kind of error."""
-        if (
-            self.mirror is None
-            or self.folder is None
-            or (news := self.mirror.take_report()) is None
-        ):
-            return
-        report, warnings = news
-        for warning in warnings:
-            self.logger.warn(warning, step)
-        try:
-            self.folder.add_to_status(mirror=report.to_dict())
-        except OSError as error:
-            self.logger.warn(f"status.json: {error.strerror}", step)
 
     def complete(self, state: TrainState, labels: list[str], *, is_recorded: bool) -> None:
         """Give the checkpoint resumed from the labels and the event that it lacks after a kill between them."""
@@ -382,8 +376,6 @@ class Saver:
         seconds = (ended or time.monotonic()) - save.began
         stalled = min(save.stalled, seconds) if ended else seconds
         self._report(state, save.kind, labels, seconds, stalled)
-        if self.mirror is not None:
-            self.mirror.notify_saved()
         try:
             # Asked twice: the disk can be tidied by the next start.
             if error is None and self.signals.level < 2:

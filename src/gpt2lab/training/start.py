@@ -11,10 +11,10 @@ from gpt2lab.config.schema import Config
 from gpt2lab.data.mixture import Mixture, describe_sources
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData
-from gpt2lab.planner.job import Plan
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import why_no_text
 from gpt2lab.training.init_from import InitialWeights
+from gpt2lab.training.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Start:
     """One start of a run: all that the ranks must agree on before they touch a tensor."""
 
     config: Config
+    chosen: frozenset[str]  # settings that a person chose, in this start or an earlier one
     run_dir: Path
     checkpoint: CheckpointInfo | None  # to resume from
     changes: dict[str, list[Any]]  # setting -> [saved, now], on a resume

@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.commands import dry_run
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.runs import logger
+from tiny import parse
 from whole_run import Run
 
 CORRUPTIONS = int(os.environ.get("CORRUPTIONS", "60"))

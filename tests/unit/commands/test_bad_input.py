@@ -24,7 +24,6 @@ import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.manifest import staged
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.data.shards import open_data
@@ -32,10 +31,9 @@ from gpt2lab.distributed import runtime
 from gpt2lab.errors import DataError, GPT2LabError
 from gpt2lab.model.gpt import empty_model
 from gpt2lab.runs.history import open_log, read_log
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from launch import TRAIN
-from tiny import CONTEXT, VOCAB, write_shards
+from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
 
 MESSAGES = Path(__file__).resolve().parents[2] / "golden" / "messages.json"
 

@@ -12,7 +12,6 @@ import pytest
 
 import launch
 from corpora import TEXTS, expected_stream, run_prepare, snapshot, write_jsonl
-from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.data import verify as verify_module
 from gpt2lab.data.shards import open_data
@@ -20,8 +19,7 @@ from gpt2lab.data.verify import measure, measure_overlap, verify
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.interop.import_shards import import_folder
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
-from gpt2lab.training.pretrain import pretrain
-from tiny import CONTEXT, VOCAB, write_shards
+from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
 
 
 def data(*words: object) -> tuple[int, str, str]:

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from gpt2lab.checkpoint import weights
-from gpt2lab.commands.command_line import parse
-from gpt2lab.training.pretrain import pretrain
 from launch import REPOSITORY, call
-from tiny import flags_of, write_items, write_shards
+from tiny import flags_of, parse, pretrain, write_items, write_shards
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ import pytest
 import tyro
 
 from gpt2lab import paths
-from gpt2lab.commands.command_line import Actions, parse
+from gpt2lab.commands import command_line
+from gpt2lab.commands.command_line import Actions
 from gpt2lab.config.other_programs import FLAGS, RENAMED, VALUES
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName, fixed
@@ -32,6 +33,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.planner.alternatives import learning_rates
 from gpt2lab.planner.ask import EstimateRequest, settings_of
 from gpt2lab.report import page as report
+from tiny import parse
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.txt"
 
@@ -160,7 +162,7 @@ def test_a_setting_keeps_its_help_and_policy_at_the_field() -> None:
 
 
 def fresh(*argv: str) -> dict[str, Any]:
-    return to_flat(parse(list(argv)).fresh())
+    return to_flat(parse(list(argv)).config)
 
 
 def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> None:
@@ -174,23 +176,23 @@ def test_a_typed_flag_beats_the_preset_and_the_preset_beats_the_default() -> Non
 
 
 def test_a_typed_flag_beats_the_saved_value_and_the_saved_value_beats_the_preset() -> None:
-    micro = parse(["--model=gpt2-micro"]).fresh()  # what is saved has absolute paths
+    micro = parse(["--model=gpt2-micro"]).config  # what is saved has absolute paths
     saved = override(micro, {"n_layer": 7, "max_lr": 0.5, "seed": 3})
-    over = to_flat(parse(["--max_lr=0.25"]).override(saved))
+    over = to_flat(parse(["--max_lr=0.25"]).over(saved))
     assert (over["n_layer"], over["max_lr"], over["seed"]) == (7, 0.25, 3)
     assert {name for name, value in to_flat(saved).items() if over[name] != value} == {"max_lr"}
 
 
 def test_typing_a_saved_value_again_changes_nothing() -> None:
-    micro = parse(["--model=gpt2-micro"]).fresh()
+    micro = parse(["--model=gpt2-micro"]).config
     saved = override(micro, {"n_layer": 7, "num_epochs": 2.0})
     command = parse(["--model=gpt2-micro", "--n_layer=7", "--num_epochs=2"])
-    assert to_flat(command.override(saved)) == to_flat(saved)
+    assert to_flat(command.over(saved)) == to_flat(saved)
 
 
 def test_another_typed_preset_counts_as_typing_each_of_its_settings() -> None:
     saved = override(preset("gpt2-micro"), {"n_layer": 7, "seed": 3})
-    over = to_flat(parse(["--model=gpt2-mini", "--n_embd=96"]).override(saved))
+    over = to_flat(parse(["--model=gpt2-mini", "--n_embd=96"]).over(saved))
     assert (over["model"], over["n_layer"], over["n_embd"], over["seed"]) == ("gpt2-mini", 6, 96, 3)
 
 
@@ -206,7 +208,7 @@ def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_pa
     file = tmp_path / "adamw.toml"
     file.write_text('model = "modern-micro"\noptimizer = "adamw"\n')
     assert rate(f"--config={file}") == theirs
-    over = parse(["--model=modern-mini", "--optimizer=adamw"]).override(preset("gpt2-micro"))
+    over = parse(["--model=modern-mini", "--optimizer=adamw"]).over(preset("gpt2-micro"))
     assert to_flat(over)["max_lr"] == rate("--model=gpt2-mini")
     asked = settings_of(EstimateRequest(model="modern-micro"), {"optimizer": "adamw"})
     assert learning_rates(asked)["reference_rate"] == asked.optim.max_lr == theirs
@@ -216,7 +218,7 @@ def test_adamw_for_all_weights_of_a_modern_model_has_the_rate_of_its_gpt2(tmp_pa
 
 def test_a_typed_length_replaces_a_saved_one_in_another_unit() -> None:
     saved = override(Config(), {"num_epochs": 1.0})
-    over = to_flat(parse(["--max_steps=10"]).override(saved))
+    over = to_flat(parse(["--max_steps=10"]).over(saved))
     assert (over["max_steps"], over["max_tokens"], over["num_epochs"]) == (10, None, None)
 
 
@@ -246,8 +248,8 @@ def test_a_switch_can_be_typed_off_again() -> None:
     saved = override(Config(), {"use_tensorboard": True})
     command = parse(["--no_use_tensorboard"])
     assert command.typed == {"use_tensorboard"}
-    assert command.override(saved).log.use_tensorboard is False
-    assert parse([]).override(saved).log.use_tensorboard is True
+    assert command.over(saved).log.use_tensorboard is False
+    assert parse([]).over(saved).log.use_tensorboard is True
 
 
 def test_a_default_path_is_at_the_repository_and_a_typed_one_at_the_working_directory(
@@ -271,16 +273,16 @@ def test_a_saved_path_stays_and_a_typed_one_over_it_is_at_the_working_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     saved = override(Config(), {"data_dir": "/corpora/a"})
-    assert to_flat(parse(["--seed=1"]).override(saved))["data_dir"] == "/corpora/a"
-    assert to_flat(parse(["--data_dir=a"]).override(saved))["data_dir"] == str(tmp_path / "a")
+    assert to_flat(parse(["--seed=1"]).over(saved))["data_dir"] == "/corpora/a"
+    assert to_flat(parse(["--data_dir=a"]).over(saved))["data_dir"] == str(tmp_path / "a")
 
 
 def test_actions_are_no_settings() -> None:
-    command = parse(["--resume=auto", "--stop_after_steps=5", "--dry_run", "--json"])
-    assert command.typed == frozenset()
+    command = command_line.parse(["--resume=auto", "--stop_after_steps=5", "--dry_run", "--json"])
+    assert command.request.typed == frozenset()
     actions = Actions(resume="auto", stop_after_steps=5, dry_run=True, json=True)
     assert command.actions == actions
-    assert parse([]).actions == Actions()
+    assert command_line.parse([]).actions == Actions()
 
 
 # -- what is rejected -------------------------------------------------------------------------------------------------

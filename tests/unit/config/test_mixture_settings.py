@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.mixture import Phase, read_sources
 from gpt2lab.config.schema import Config, DataConfig
 from gpt2lab.config.settings import data_name, find_problems, override, to_flat
 from gpt2lab.errors import ConfigError
+from tiny import parse
 
 SHARED = ("data_dir", "data_weights_at", "max_source_epochs")
 
@@ -24,7 +24,7 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def recorded(*argv: str) -> dict[str, Any]:
     """Return the three settings as config.json holds them, through JSON."""
-    config = parse(list(argv)).fresh()
+    config = parse(list(argv)).config
     flat = json.loads(json.dumps(to_flat(config)))
     assert override(Config(), flat) == config
     return {name: flat[name] for name in SHARED}
@@ -33,7 +33,7 @@ def recorded(*argv: str) -> dict[str, Any]:
 def problem(*argv: str) -> str:
     """Return the one line that the settings are rejected with."""
     try:
-        (found,) = find_problems(parse(list(argv)).fresh())
+        (found,) = find_problems(parse(list(argv)).config)
     except ConfigError as error:
         found = str(error)
     assert "\n" not in found
@@ -50,7 +50,7 @@ def test_one_folder_is_recorded_as_it_always_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["d:2", "with space", "a:b:c"])
 def test_a_single_word_is_a_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
-    config = parse(["--data_dir", name]).fresh()
+    config = parse(["--data_dir", name]).config
     assert to_flat(config)["data_dir"] == str(tmp_path / name)
     assert read_sources(config.data).folders == (tmp_path / name,)
     assert data_name(config) == name
@@ -76,12 +76,12 @@ def test_a_mixture_is_recorded_in_full_paths_and_plain_numbers(tmp_path: Path) -
 
 
 def test_typing_what_a_run_has_is_no_change(tmp_path: Path) -> None:
-    saved = parse(["--data_dir", "a:0.7", "b:0.3", "--data_weights_at", "1M:1,2"]).fresh()
+    saved = parse(["--data_dir", "a:0.7", "b:0.3", "--data_weights_at", "1M:1,2"]).config
     again = parse(
         ["--data_dir", "a:0.70", f"{tmp_path}/b:3e-1", "--data_weights_at", "1000k:1,2.0"]
     )
-    assert again.override(saved) == saved
-    assert parse([]).override(saved) == saved
+    assert again.over(saved) == saved
+    assert parse([]).over(saved) == saved
 
 
 def test_names_are_as_short_as_may_be() -> None:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import LEAVES, find_problems, is_path, override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.training.resolve import resolve
+from tiny import parse
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"n_head": 5}, "n_embd 768 is not a multiple of n_head 5"),

@@ -11,13 +11,13 @@ import pytest
 import gpt2lab
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.tokenizers.plain import BYTES
 from gpt2lab.training.resolve import fresh_settings, resolve
 from launch import TRAIN, losses, train_in_forks
+from tiny import parse
 from whole_run import Run
 
 
@@ -27,7 +27,7 @@ def write(folder: Path, text: str, name: str = "settings.toml") -> str:
 
 
 def fresh(*argv: str) -> dict[str, Any]:
-    return to_flat(parse(list(argv)).fresh())
+    return to_flat(parse(list(argv)).config)
 
 
 def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path: Path) -> None:
@@ -46,9 +46,9 @@ def test_a_file_stands_above_the_preset_and_below_what_is_typed(tmp_path: Path) 
 
 
 def test_a_file_stands_above_what_a_run_has_saved(tmp_path: Path) -> None:
-    saved = parse(["--model=gpt2-micro", "--seed=3", "--num_epochs=2"]).fresh()
+    saved = parse(["--model=gpt2-micro", "--seed=3", "--num_epochs=2"]).config
     file = write(tmp_path, "log_freq = 7\nmax_steps = 9\n")
-    flat = to_flat(parse([file, "--seed=4"]).override(saved))
+    flat = to_flat(parse([file, "--seed=4"]).over(saved))
     assert (flat["log_freq"], flat["seed"], flat["n_layer"]) == (7, 4, 4)
     assert (flat["max_steps"], flat["num_epochs"]) == (9, None)
 
@@ -57,7 +57,7 @@ def test_none_is_no_value_typed_in_a_file_and_on_a_resume(tmp_path: Path) -> Non
     had = {"track": "wandb", "checkpoint_mirror": "s3://a/b", "hellaswag_path": "x", "min_lr": 1e-5}
     saved, file = override(Config(), had), "".join(f'{name} = "None"\n' for name in had)
     for argv in ([f"--{name}=None" for name in had], [write(tmp_path, file)]):
-        flat = to_flat(parse(argv).override(saved))
+        flat = to_flat(parse(argv).over(saved))
         assert [flat[name] for name in had] == [None] * 4
     with pytest.raises(ConfigError, match="line 1: seed 'None' is not a whole number"):
         parse([write(tmp_path, 'seed = "None"\n')])
@@ -142,7 +142,7 @@ def test_a_run_s_config_json_starts_an_equal_run(run: Run, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     after = json.loads((again / "b" / "config.json").read_text())
     changed = {name for name in before if before[name] != after[name]}
-    assert changed == {"checkpoint_dir", "run_name"}
+    assert changed == {"checkpoint_dir", "run_name", "chosen"}
     assert len(losses(run.path)) == 6
     assert losses(again / "b") == losses(run.path)
 

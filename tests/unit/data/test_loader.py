@@ -23,7 +23,6 @@ from numpy.lib import format as npy
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.manifest import folder_name
-from gpt2lab.commands.command_line import parse
 from gpt2lab.data import windows as verifier_module
 from gpt2lab.data.order import Shuffle
 from gpt2lab.data.shards import Shard, open_data
@@ -31,9 +30,8 @@ from gpt2lab.data.windows import Verifier, WindowReader
 from gpt2lab.errors import DataError
 from gpt2lab.files import sha256_of
 from gpt2lab.runs import history
-from gpt2lab.training.pretrain import pretrain
 from loading import T, loader_over
-from tiny import VOCAB, write_shards
+from tiny import VOCAB, parse, pretrain, write_shards
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])

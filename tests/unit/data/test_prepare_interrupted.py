@@ -427,7 +427,9 @@ def test_merged_parts_are_the_work_of_one_machine_byte_for_byte(
 
 
 def test_more_parts_than_groups_are_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"part 1/3: corpus has 1 groups of files; use at most that many"):
+    with pytest.raises(
+        DataError, match=r"part 1/3: corpus has 1 groups of files; use at most that many"
+    ):
         run_prepare(corpus, tmp_path / "out", part=(1, 3))
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.derived import check_fsdp_param_dtype
 from gpt2lab.config.schema import ModelConfig, SystemConfig, TuningConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_residual_dtype
@@ -24,6 +23,7 @@ from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.training import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.resume_check import facts_of
+from tiny import parse
 
 SET = ("CUBLAS_WORKSPACE_CONFIG",)
 

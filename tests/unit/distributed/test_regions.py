@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, OptimConfig, SystemConfig
 from gpt2lab.data.loader import GlobalBatch, MicroBatch
@@ -21,9 +20,9 @@ from gpt2lab.lab.replay import open_replay
 from gpt2lab.lab.spike import contributions
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.optim.optimizers import build_optimizers
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.recipe import PRETRAINING
 from gpt2lab.training.train_step import train_step
+from tiny import parse, pretrain
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,16 +15,14 @@ import pytest
 import torch
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.data.manifest import fingerprint_of
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Results, read_results, write_results
 from gpt2lab.lab.compare import compare
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding, token_bytes
 from gpt2lab.tokenizers.plain import BYTES
-from gpt2lab.training.pretrain import pretrain
 from launch import SCRIPTS, ask
-from tiny import CONTEXT, flags_of, make_tokens, write_items, write_shards
+from tiny import CONTEXT, flags_of, make_tokens, parse, pretrain, write_items, write_shards
 
 
 @pytest.fixture(scope="module")

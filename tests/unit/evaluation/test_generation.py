@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.sample import compare_with_rerun, describe
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -22,9 +21,8 @@ from gpt2lab.evaluation.hellaswag import HellaSwag
 from gpt2lab.evaluation.hellaswag_items import load_questions
 from gpt2lab.model.gpt import GPT, attend, build_model
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
-from gpt2lab.training.pretrain import pretrain
 from launch import ask
-from tiny import VOCAB, write_items
+from tiny import VOCAB, parse, pretrain, write_items
 
 CONTEXT = 48
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation import hellaswag_items
 from gpt2lab.evaluation.hellaswag_items import (
@@ -25,9 +24,8 @@ from gpt2lab.evaluation.hellaswag_items import (
 )
 from gpt2lab.tokenizers.gpt2 import GPT2, gpt2_encoding
 from gpt2lab.training import resolve as starts
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve, with_hellaswag
-from tiny import write_items
+from tiny import parse, pretrain, write_items
 
 GOOD: dict[str, Any] = {
     "ind": 1,

@@ -247,7 +247,11 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         write(f"{DS}.metadata", b"bert-base|2\n5\n5 T"),
         r"ends at token|'bert-base'",
     ),
-    "datatrove with a loss mask": ("datatrove", write(f"{DS}.loss", b"\1"), "excludes tokens from the loss"),
+    "datatrove with a loss mask": (
+        "datatrove",
+        write(f"{DS}.loss", b"\1"),
+        "excludes tokens from the loss",
+    ),
     "datatrove neither beside": (
         "datatrove",
         remove(f"{DS}.index", f"{DS}.metadata"),

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.interop.nanogpt import entries_of
 from gpt2lab.optim.schedule import lr_at
 from launch import call
+from tiny import parse
 
 TEXT = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 60
 LETTERS = sorted(set(TEXT))

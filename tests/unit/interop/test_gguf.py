@@ -17,7 +17,6 @@ from corpora import TEXTS, run_prepare, write_jsonl
 from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.generation import draw
@@ -27,8 +26,8 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet
 from gpt2lab.tokenizers.plain import BYTES, characters_of
-from gpt2lab.training.pretrain import pretrain
 from launch import ask
+from tiny import parse, pretrain
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (requirements-dev.txt)")
 
@@ -180,7 +179,11 @@ def of(tokenizer: Tokenizer) -> ModelConfig:
         (SHAPE, None, "needs a tokenizer, but the tokenizer of the data is not known"),
         (dataclasses.replace(SHAPE, vocab_size=256), GPT2, "vocab_size 256 is below GPT-2's"),
         *(
-            (dataclasses.replace(SHAPE, **option), GPT2, "llama.cpp's GPT-2 does not have these layers")
+            (
+                dataclasses.replace(SHAPE, **option),
+                GPT2,
+                "llama.cpp's GPT-2 does not have these layers",
+            )
             for option in (
                 *({"positions": "rotary"}, {"norm": "rmsnorm"}),
                 *({"qk_norm": "rmsnorm"}, {"activation": "relu2"}),

@@ -19,8 +19,8 @@ import torch
 
 import launch
 from gpt2lab.commands import import_checkpoint
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import CheckpointError, ConfigError
+from tiny import parse
 from whole_run import Run
 
 DONE, LAST = 4, 8  # steps of the run that the files are made from, steps of the one they become

@@ -20,7 +20,6 @@ from corpora import run_prepare, write_jsonl
 from ecosystem import works_with
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_weights
-from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.evaluate import evaluate
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation import hellaswag
@@ -30,10 +29,10 @@ from gpt2lab.interop.export import export
 from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.report.page import render
 from gpt2lab.tokenizers.huggingface import train_bpe
-from gpt2lab.training.pretrain import pretrain
 from launch import SCRIPTS, ask
 from own_tasks import ITEMS, NAMES, write_tasks
 from ranks import run_ranks
+from tiny import parse, pretrain
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (requirements-dev.txt)")
 with warnings.catch_warnings():  # the library's own, while its modules load

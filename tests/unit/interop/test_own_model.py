@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, StaticCache
 from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.checkpoint.target import find_target
 from gpt2lab.checkpoint.weights import load_initial, load_weights
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import OPTIONS
@@ -36,9 +35,9 @@ from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.plain import BYTES, characters_of
 from gpt2lab.training.init_from import begin_from
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from launch import WORKERS, ask
+from tiny import parse, pretrain
 
 CONTEXT, NEW = 64, 20
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 48, "context_length": CONTEXT, "vocab_size": 211}
@@ -261,7 +260,7 @@ def test_the_preset_of_an_export_is_the_one_with_its_options(tmp_path: Path) -> 
     for name, values in (("modern-nano", MODERN), ("gpt2-nano", {})):
         GPT2LabForCausalLM(GPT2LabConfig(**sizes, **values)).save_pretrained(tmp_path / name)
         command = parse([f"--init_from={tmp_path / name}", "--max_steps=1"])
-        config, _ = begin_from(command, command.fresh())
+        config, _ = begin_from(command, command.config)
         assert config.optim == preset(name).optim
 
 

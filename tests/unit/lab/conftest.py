@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from gpt2lab.commands import ablate
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def run_here(_: Any, argv: list[str], *__: Any) -> tuple[int, str]:
         command = parse(argv)
-        names.append(str(command.fresh().checkpoint.run_name))
+        names.append(str(command.config.checkpoint.run_name))
         try:
             pretrain(command)
         except GPT2LabError as error:

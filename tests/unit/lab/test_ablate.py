@@ -27,13 +27,11 @@ from gpt2lab.commands.ablation_table import (
     write_markdown,
     write_table,
 )
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
 from gpt2lab.report.plots import View, draw_ablation
 from gpt2lab.tokenizers.plain import BYTES
-from gpt2lab.training.pretrain import pretrain
-from tiny import CONTEXT, VOCAB
+from tiny import CONTEXT, VOCAB, parse, pretrain
 
 FALLING = Curve((100, 200, 300), (1.0, 2.0, 3.0), (5.0, 4.0, 3.5))
 
@@ -395,11 +393,11 @@ def test_a_file_of_settings_gives_way_to_the_ablation_s_own(
     shared: list[str], tmp_path: Path
 ) -> None:
     """A run's config.json always holds a seed, a name and a folder."""
-    settings = to_flat(parse([*shared, "--seed=9", "--run_name=r", "--log_freq=3"]).fresh())
+    settings = to_flat(parse([*shared, "--seed=9", "--run_name=r", "--log_freq=3"]).config)
     (tmp_path / "a.json").write_text(json.dumps(settings))
     argv = [f"--config={tmp_path / 'a.json'}"]
     runs = plan_runs({"a": [], "b": ["--max_lr=0.01"]}, argv, seeds=(4,), out=tmp_path / "out")
-    found = [to_flat(run.command.fresh()) for run in runs]
+    found = [to_flat(run.request.config) for run in runs]
     assert [(one["seed"], one["run_name"], one["log_freq"]) for one in found] == [
         (4, "a_seed4", 3),
         (4, "b_seed4", 3),

@@ -17,7 +17,6 @@ from scipy import special
 
 from corpora import run_prepare, write_jsonl
 from gpt2lab.checkpoint import manifest
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
 from gpt2lab.data.mixture import validation_orders
@@ -41,9 +40,8 @@ from gpt2lab.lab.token_losses import (
 from gpt2lab.report import plots
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.plain import BYTES
-from gpt2lab.training.pretrain import pretrain
 from launch import SCRIPTS, ask, call, events, train_in_forks
-from tiny import CONTEXT, write_shards
+from tiny import CONTEXT, parse, pretrain, write_shards
 
 T = 16  # <|endoftext|> and 15 characters: each window begins with a document
 STEPS = 60

@@ -16,7 +16,6 @@ import pytest
 import launch
 from forecasting import job_for
 from gpt2lab.commands import ablate, ladder
-from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.ladder_file import FAMILIES, read_family
 from gpt2lab.errors import CheckError, ConfigError, DataError
 from gpt2lab.planner import ladder as results
@@ -25,7 +24,7 @@ from gpt2lab.planner.scaling_law import Law, Rung, fit
 from gpt2lab.runs import history
 from gpt2lab.runs.folder import RunFolder
 from launch import REPOSITORY
-from tiny import CONTEXT, VOCAB
+from tiny import CONTEXT, VOCAB, parse
 
 FILE = f"""
 tokens = [64, "128", 256]

@@ -14,16 +14,14 @@ import torch
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.schema import Config, ModelConfig
 from gpt2lab.config.settings import find_problems, options_of, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.gpt import GPT, Attention, build_model, rotary_angles
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from launch import ask
-from tiny import CONTEXT, VOCAB
+from tiny import CONTEXT, VOCAB, parse, pretrain
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(n_layer=2, n_head=4, n_embd=48, context_length=24, vocab_size=211)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config, OptimConfig
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.optim.optimizers import build_optimizers
+from tiny import parse
 from whole_run import Run
 
 
@@ -20,7 +20,7 @@ def test_the_betas_reach_the_optimizer() -> None:
         return [group["betas"] for group in optimizer.param_groups]
 
     assert betas(OptimConfig()) == [(0.9, 0.95)] * 2  # Brown et al. 2020, appendix B
-    assert betas(parse(["--beta1=0.8", "--beta2=0.99"]).fresh().optim) == [(0.8, 0.99)] * 2
+    assert betas(parse(["--beta1=0.8", "--beta2=0.99"]).config.optim) == [(0.8, 0.99)] * 2
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import Config, ModelConfig, OptimConfig
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
@@ -22,8 +21,8 @@ from gpt2lab.model.gpt import build_model
 from gpt2lab.optim import muon
 from gpt2lab.optim.muon import Muon, orthogonalize
 from gpt2lab.optim.optimizers import build_optimizers, set_learning_rate
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.recipe import PRETRAINING
+from tiny import parse, pretrain
 
 CPU = torch.device("cpu")
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context_length": 16, "vocab_size": 256}

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpt2lab.config.request import default_warmup
 from gpt2lab.config.schema import OptimConfig
-from gpt2lab.optim.schedule import default_warmup, lr_at
+from gpt2lab.optim.schedule import lr_at
 
 MAX, MIN = 6e-4, 6e-5
 examples = settings(derandomize=True, max_examples=150, deadline=None)

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.commands.command_line import Command, parse
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, hardware
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.machine import DetectedHardware, GpuState
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.start import Start
 from launch import steps
-from tiny import write_shards
+from tiny import parse, pretrain, resolved, train, write_shards
 
 WORLDS = {"1x4090": 1, "1xa100": 1, "1xh200": 1, "4xh200": 4, "8xh100": 8}
 
@@ -28,9 +27,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("data") / "d", train=(600_000,), val=(4000,))
 
 
-def settled(data: Path, *flags: str, world: int) -> tuple[Command, Start]:
-    command = parse([f"--data_dir={data}", *flags])
-    return command, resolve(command, world_size=world, set_aside=False)
+def settled(data: Path, *flags: str, world: int) -> tuple[RunRequest, Start]:
+    argv = [f"--data_dir={data}", *flags]
+    return parse(argv), resolved(argv, world_size=world)
 
 
 def job_of(start: Start) -> Job:
@@ -140,7 +139,7 @@ def test_a_run_with_a_preset_trains_and_resumes_on_another(
 ) -> None:
     flags = [flag for flag in tiny_flags if "mini_batch_size" not in flag]
     pretrain(parse([*flags, "--max_steps=2", "--stop_after_steps=1", "--mini_batch_size=2"]))
-    pretrain(parse([*flags, "--resume=latest", "--preset=1x4090"]))
+    train([*flags, "--resume=latest", "--preset=1x4090"])
     run_dir = tmp_path / "runs" / "tiny"
     assert set(steps(run_dir)) == {1, 2}
     assert json.loads((run_dir / "config.json").read_text())["mini_batch_size"] == 8

@@ -14,7 +14,7 @@ import pytest
 import gpt2lab
 from gpt2lab.commands import estimate_time
 from gpt2lab.errors import ConfigError, GPT2LabError
-from gpt2lab.planner import forecast, memory, run_clock
+from gpt2lab.planner import forecast, memory, remaining
 from gpt2lab.planner.ask import EstimateRequest
 from gpt2lab.planner.reports import KEYS
 from gpt2lab.runs import history
@@ -317,7 +317,7 @@ def a_run(tmp_path: Path) -> Path:
 def test_the_newest_run_is_projected_with_its_events_and_milestones(
     a_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left = run_clock.estimate_remaining(a_run)
+    left = remaining.estimate_remaining(a_run)
     assert left.seconds is not None
     assert left.seconds.value == pytest.approx(500 * 2.0 + 2 * 10.0)
     assert left.seconds.low <= 1020 <= left.seconds.high
@@ -382,19 +382,19 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run: Path) -> None
     metrics = a_run / "metrics.jsonl"
     text = metrics.read_text()
     metrics.write_text(text + '{"event": "step", "st')  # torn: the writer was killed
-    assert run_clock.estimate_remaining(a_run).step == 500
+    assert remaining.estimate_remaining(a_run).step == 500
     metrics.write_text("")
     with pytest.raises(ConfigError, match="not begun"):
-        run_clock.estimate_remaining(a_run)
+        remaining.estimate_remaining(a_run)
     metrics.write_text(text.replace("524288", "1024"))
     with pytest.raises(ConfigError, match="another config"):
-        run_clock.estimate_remaining(a_run)
+        remaining.estimate_remaining(a_run)
     metrics.write_text(re.sub(r'"max_steps": \d+', '"max_steps": null', text))
     with pytest.raises(ConfigError, match="does not say how long"):
-        run_clock.estimate_remaining(a_run)
+        remaining.estimate_remaining(a_run)
     metrics.write_text("no json\n")
     with pytest.raises(GPT2LabError, match="line 1"):
-        run_clock.estimate_remaining(a_run)
+        remaining.estimate_remaining(a_run)
 
 
 def test_a_forecast_is_scored(a_run: Path) -> None:

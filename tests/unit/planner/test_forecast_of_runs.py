@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.commands import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, calibration
 from gpt2lab.planner.auto import OpenSettings, choose_settings
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.run_clock import RunClock
-from gpt2lab.planner.timing import Interval
-from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.progress import Interval, RunClock
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.stop import find_deadlines, find_due
 from launch import events, steps, train_in_forks
+from tiny import parse, pretrain, train
 
 
 def estimate_of(run_dir: Path) -> dict:
@@ -35,12 +33,12 @@ def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(
 ) -> None:
     runs = tmp_path / "runs"
     long = ["--max_steps=30", "--eval_freq=10", "--checkpoint_freq=10"]
-    pretrain(command_line.parse([*tiny_flags, *long, "--stop_after_steps=15"]))
+    pretrain(parse([*tiny_flags, *long, "--stop_after_steps=15"]))
     predicted = estimate_of(runs / "tiny")
     assert predicted["actual"] is None
     assert predicted["throughput"]["source"] == "cpu-matmul"
     assert calibration.read(runs) == []
-    pretrain(command_line.parse([*tiny_flags, "--resume=latest"]))
+    pretrain(parse([*tiny_flags, "--resume=latest"]))
     done = estimate_of(runs / "tiny")
     assert done["estimate"] == predicted["estimate"], "predicted once, at the beginning"
     assert done["actual"]["starts"] == 2
@@ -49,7 +47,7 @@ def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(
     (line,) = calibration.read(runs)
     assert line["source"] == "run"
     assert {"eval", "checkpoint", "start"} <= set(line["ratios"])
-    pretrain(command_line.parse([*tiny_flags, *long, "--run_name=next"]))
+    pretrain(parse([*tiny_flags, *long, "--run_name=next"]))
     assert estimate_of(runs / "next")["throughput"]["source"] == "calibrated"
     logged = steps(runs / "next")[30]
     assert logged["on_track"] in (True, False)
@@ -62,14 +60,14 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
 ) -> None:
     run_dir = tmp_path / "runs" / "tiny"
     endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
-    pretrain(command_line.parse([*tiny_flags, *endless, "--max_hours=0.001"]))
+    pretrain(parse([*tiny_flags, *endless, "--max_hours=0.001"]))
     (stop,) = events(run_dir, "stop")
     assert stop["reason"] == "max_hours"
     saved = events(run_dir, "checkpoint")[-1]
     assert saved["step"] == stop["step"] == max(steps(run_dir))
     assert saved["kind"] in ("emergency", "epoch")  # the last step may have ended an epoch
     assert json.loads((run_dir / "status.json").read_text())["exit_code"] == 0
-    pretrain(command_line.parse([*tiny_flags, "--resume=latest", "--max_hours=0.0006"]))
+    pretrain(parse([*tiny_flags, "--resume=latest", "--max_hours=0.0006"]))
     assert max(steps(run_dir)) > stop["step"]
 
 
@@ -87,29 +85,29 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(
 ) -> None:
     fit = ["--fit_schedule", "--max_hours=0.05", "--max_steps=1000000", "--stop_after_steps=1"]
     with pytest.raises(ConfigError, match="--measure"):
-        pretrain(command_line.parse([*tiny_flags, *fit, "--run_name=early"]))
+        train([*tiny_flags, *fit, "--run_name=early"])
     assert not (tmp_path / "runs" / "early").exists()
-    pretrain(command_line.parse([*tiny_flags, "--max_steps=30"]))
-    pretrain(command_line.parse([*tiny_flags, *fit, "--run_name=fitted"]))
+    pretrain(parse([*tiny_flags, "--max_steps=30"]))
+    train([*tiny_flags, *fit, "--run_name=fitted"])
     (begin,) = events(tmp_path / "runs" / "fitted", "begin")
     assert 1 <= begin["max_steps"] < 1_000_000
     predicted = estimate_of(tmp_path / "runs" / "fitted")["estimate"]
     assert predicted["high_hours"] <= 0.05
     with pytest.raises(ConfigError, match="--max_hours"):
-        pretrain(command_line.parse([*tiny_flags, "--fit_schedule", "--run_name=other"]))
+        train([*tiny_flags, "--fit_schedule", "--run_name=other"])
     with pytest.raises(ConfigError, match="fresh"):
-        command_line.parse(["--fit_schedule", "--resume=latest"])
+        parse(["--fit_schedule", "--resume=latest"])
 
 
 @pytest.mark.parametrize(
     "typed", [["--mini_batch_size", "auto"], ["--mini_batch_size=auto"], ["--mini-batch-size=auto"]]
 )
 def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed: list[str]) -> None:
-    command = command_line.parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
-    assert command.finds_mini_batch
-    assert command.fresh().batch.mini_batch_size == 8
-    assert not command_line.parse(["--mini_batch_size=4"]).finds_mini_batch
-    assert "mini_batch_size" not in command.typed
+    command = parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
+    assert command.open_settings == {"mini_batch_size"}
+    assert command.config.batch.mini_batch_size == 8
+    assert not parse(["--mini_batch_size=4"]).open_settings
+    assert "mini_batch_size" not in command.chosen
 
 
 def test_the_poorest_process_decides_the_mini_batch_of_all(
@@ -123,7 +121,7 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(
 
     monkeypatch.setattr(auto.measuring, "find_batch_size", search)
     plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
-    command = command_line.parse([*plain, "--mini_batch_size=auto"])
+    command = parse([*plain, "--mini_batch_size=auto"])
     start = resolve(command, world_size=1, set_aside=False)
 
     def choose(wanted: OpenSettings, memory: list[float | None]) -> dict[str, Any]:
@@ -150,18 +148,14 @@ def test_an_automatic_mini_batch_is_found_stored_and_used_again(
     tiny_flags: list[str], tmp_path: Path
 ) -> None:
     plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
-    pretrain(
-        command_line.parse(
-            [*plain, "--mini_batch_size=auto", "--max_steps=4", "--stop_after_steps=2"]
-        )
-    )
+    pretrain(parse([*plain, "--mini_batch_size=auto", "--max_steps=4", "--stop_after_steps=2"]))
     run_dir = tmp_path / "runs" / "tiny"
     found = json.loads((run_dir / "config.json").read_text())["mini_batch_size"]
     assert 8 % found == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"], "trials leave nothing"
-    pretrain(command_line.parse([*plain, "--mini_batch_size=auto", "--resume=latest"]))
+    pretrain(parse([*plain, "--mini_batch_size=auto", "--resume=latest"]))
     assert json.loads((run_dir / "config.json").read_text())["mini_batch_size"] == found
-    pretrain(command_line.parse([*tiny_flags, "--max_steps=4", "--run_name=other"]))
+    pretrain(parse([*tiny_flags, "--max_steps=4", "--run_name=other"]))
     other = steps(tmp_path / "runs" / "other")
     for step, event in steps(run_dir).items():
         assert event["loss"] == pytest.approx(other[step]["loss"], rel=1e-5)
@@ -207,7 +201,7 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast() -> None:
 
 
 def test_a_start_counts_from_the_beginning_of_its_process() -> None:
-    code = "import time; from gpt2lab.planner.run_clock import process_began; time.sleep(0.5); "
+    code = "import time; from gpt2lab.training.progress import process_began; time.sleep(0.5); "
     code += "print(time.monotonic() - process_began())"
     source = str(Path(__file__).resolve().parents[3] / "src")
     began = time.monotonic()

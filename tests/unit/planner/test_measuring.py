@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.commands import command_line
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import Config, ModelName
 from gpt2lab.config.settings import LEAVES, override, to_flat
 from gpt2lab.errors import NoSourceError
 from gpt2lab.planner import measuring
 from gpt2lab.planner.job import Job
+from tiny import parse
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 # 3.2 million parameters in its vocabulary, so that a save is assumed to take 0.39 s and a stop 0.58 s.
@@ -106,7 +106,7 @@ def trained_by(job: Job) -> Config:
     """Return the settings that the trainer reads from a trial's flags."""
     place = Path("/nonexistent")
     flags = measuring._trial_flags(job, place, ["--data_dir=/nonexistent"], seconds=9.0, steps=6)
-    return command_line.parse(flags).fresh()
+    return parse(flags).config
 
 
 @pytest.mark.parametrize("settings", OF_A_STEP, ids=str)

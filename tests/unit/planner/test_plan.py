@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.commands.command_line import Command, parse
+from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
 from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, ModelConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.model.counts import count_parameters
-from gpt2lab.planner.job import make_plan
+from gpt2lab.training.plan import make_plan
 from gpt2lab.training.resolve import resolve
+from tiny import parse
 
 
 def test_the_closed_form_counts_what_is_listed_tensor_by_tensor() -> None:

@@ -23,7 +23,8 @@ from gpt2lab.planner.estimate import (
     steps_that_fit,
     verdict,
 )
-from gpt2lab.planner.timing import Interval, total, work
+from gpt2lab.planner.timing import work
+from gpt2lab.training.progress import Interval, total
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
 examples = rules(derandomize=True, max_examples=60, deadline=None)

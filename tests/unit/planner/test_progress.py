@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt2lab.config.derived import count_due, is_due
-from gpt2lab.planner.run_clock import Progress
+from gpt2lab.training.progress import Progress
 
 examples = settings(derandomize=True, max_examples=200, deadline=None)
 COSTS = {"eval": 7.0, "sample": 1.5, "checkpoint": 4.0}

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.report.charts import Scale
 from gpt2lab.report.page import render
 from gpt2lab.runs.history import warn_once
 from gpt2lab.runs.summary import describe_run
-from gpt2lab.training.pretrain import pretrain
 from launch import call
+from tiny import parse, pretrain
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 needs_browser = pytest.mark.skipif(

@@ -18,14 +18,13 @@ from safetensors.numpy import load_file
 
 import launch
 from ecosystem import works_with
-from gpt2lab.commands import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs import history
 from gpt2lab.runs.logger import MetricsLogger
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.run_log import Histograms
+from tiny import parse, pretrain
 from whole_run import SCALARS
 
 # The run's lock file is left for the interpreter to close; the warning says nothing about what is tested here.
@@ -202,7 +201,7 @@ def test_damaged_line_inside_the_file_is_left_out_and_named(tmp_path, damaged, c
 
 
 def test_log_is_what_the_console_showed(tiny_flags, tmp_path, capsys) -> None:
-    pretrain(command_line.parse([*tiny_flags, "--max_steps=3", "--log_freq=2"]))
+    pretrain(parse([*tiny_flags, "--max_steps=3", "--log_freq=2"]))
     shown = capsys.readouterr()
     assert (tmp_path / "runs" / "tiny" / "log.txt").read_text() == shown.out
     assert "step 2/3 |" in shown.out
@@ -221,7 +220,7 @@ def open_tensorboard(run_dir: Path):
 def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_path) -> None:
     works_with("tensorboard", version("tensorboard"), "curves, texts and settings read back")
     more = ["--vocab_size=50304", "--max_steps=4", "--eval_freq=2", "--sample_freq=2"]
-    pretrain(command_line.parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
+    pretrain(parse([*tiny_flags, *more, "--sample_tokens=4", "--use_tensorboard"]))
     run_dir = tmp_path / "runs" / "tiny"
     written, events = open_tensorboard(run_dir), lines_of(run_dir)
     for tag, (kind, field, factor) in SCALARS.items():
@@ -245,8 +244,8 @@ def test_tensorboard_mirrors_metrics_under_the_promised_tags(tiny_flags, tmp_pat
 
 def test_histograms_of_weights_and_gradients_change_no_bit(tiny_flags, tmp_path) -> None:
     common = [*tiny_flags, "--max_steps=4", "--eval_freq=4", "--use_tensorboard", "--run_name"]
-    pretrain(command_line.parse([*common, "plain"]))
-    pretrain(command_line.parse([*common, "watched", "--histogram_freq=3"]))
+    pretrain(parse([*common, "plain"]))
+    pretrain(parse([*common, "watched", "--histogram_freq=3"]))
     plain, watched = tmp_path / "runs" / "plain", tmp_path / "runs" / "watched"
     assert launch.losses(watched) == launch.losses(plain)
     assert launch.parameter_hash(watched, 4) == launch.parameter_hash(plain, 4)
@@ -294,7 +293,7 @@ def test_a_tensor_with_nan_or_one_value_has_an_honest_histogram(tmp_path) -> Non
 
 def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path) -> None:
     with pytest.raises(ConfigError, match="histogram_freq 5 needs --use_tensorboard"):
-        pretrain(command_line.parse([*tiny_flags, "--histogram_freq=5"]))
+        pretrain(parse([*tiny_flags, "--histogram_freq=5"]))
     assert not (tmp_path / "runs").exists()
     sharded = {"histogram_freq": 5, "use_tensorboard": True, "parallel": "fsdp"}
     assert "needs full tensors" in find_problems(override(Config(), sharded))[0]
@@ -303,7 +302,7 @@ def test_histograms_without_tensorboard_are_rejected(tiny_flags, tmp_path) -> No
 def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> None:
     from tensorboard.plugins.hparams import plugin_data_pb2
 
-    pretrain(command_line.parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
+    pretrain(parse([*tiny_flags, "--max_steps=1", "--use_tensorboard"]))
     content = open_tensorboard(tmp_path / "runs" / "tiny").summary_metadata
     data = plugin_data_pb2.HParamsPluginData.FromString(
         content["_hparams_/session_start_info"].plugin_data.content
@@ -315,11 +314,11 @@ def test_the_hparams_tab_knows_the_settings_of_a_run(tiny_flags, tmp_path) -> No
 
 def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tmp_path) -> None:
     common = [*tiny_flags, "--use_tensorboard"]
-    pretrain(command_line.parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
+    pretrain(parse([*common, "--max_steps=4", "--checkpoint_freq=2", "--eval_freq=4"]))
     time.sleep(
         1.1
     )  # TensorBoard orders a run's files by the second in their name, as starts of a real run differ in
-    pretrain(command_line.parse([*common, "--resume=2"]))
+    pretrain(parse([*common, "--resume=2"]))
     run_dir = tmp_path / "runs" / "tiny"
     written = open_tensorboard(run_dir)
     assert [scalar.step for scalar in written.Scalars("Loss/train")] == [1, 2, 3, 4]
@@ -331,5 +330,5 @@ def test_tensorboard_replaces_the_steps_that_a_resume_takes_again(tiny_flags, tm
 
 
 def test_run_writes_no_tensorboard_files_unless_asked(tiny_flags, tmp_path) -> None:
-    pretrain(command_line.parse([*tiny_flags, "--max_steps=1"]))
+    pretrain(parse([*tiny_flags, "--max_steps=1"]))
     assert not (tmp_path / "runs" / "tiny" / "tensorboard").exists()

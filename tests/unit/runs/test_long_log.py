@@ -20,7 +20,7 @@ import pytest
 
 from gpt2lab.commands.repair_log import remove_damaged_lines
 from gpt2lab.errors import SaveError
-from gpt2lab.planner import run_clock
+from gpt2lab.planner import remaining
 from gpt2lab.report import curves
 from gpt2lab.report import page as report
 from gpt2lab.runs import history, log_index, overview, summary
@@ -307,7 +307,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "attempt": newest_event,
     "status": overview.read_run,
     "end": summary.describe_run,
-    "eta": run_clock.estimate_remaining,
+    "eta": remaining.estimate_remaining,
     "curves": curves.read_curves,
 }
 

@@ -29,7 +29,6 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint.listing import print_checkpoints
 from gpt2lab.checkpoint.target import find_folder
 from gpt2lab.commands import plot, resume_command
-from gpt2lab.commands.command_line import parse
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
@@ -37,9 +36,9 @@ from gpt2lab.lab.over_seeds import OverUnits, compare_all
 from gpt2lab.report import curves, plots
 from gpt2lab.runs import history, log_index, overview
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from launch import call
+from tiny import parse, pretrain
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 

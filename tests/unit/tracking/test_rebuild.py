@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt2lab.commands.command_line import parse
 from gpt2lab.runs.folder import RunFolder
-from gpt2lab.training.pretrain import pretrain
 from launch import ask, steps
+from tiny import parse, pretrain
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -16,13 +16,12 @@ import pytest
 
 import launch
 from ecosystem import works_with
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import TRACKERS
 from gpt2lab.config.settings import find_problems
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.tracking import followers as tracking
 from gpt2lab.tracking.trackers import LIBRARIES, Library, Row, TrackedRun, WandB, without_secrets
-from gpt2lab.training.pretrain import pretrain
+from tiny import parse, pretrain
 from whole_run import SCALARS
 
 # What a stand-in for the library does; `{}` is the file that it writes down what it was asked in.
@@ -348,8 +347,8 @@ def test_the_old_flag_is_one_of_the_trackers() -> None:
         (["--use_wandb"], ("wandb",)),
         (["--track=mlflow, wandb,", "--use_wandb"], ("wandb", "mlflow")),
     ):
-        assert parse(flags).fresh().log.trackers == expected
-    problems = find_problems(parse(["--track=mlflow,aim"]).fresh())
+        assert parse(flags).config.log.trackers == expected
+    problems = find_problems(parse(["--track=mlflow,aim"]).config)
     assert problems == ["track 'aim' is none of wandb, trackio, mlflow"]
     assert set(TRACKERS) == set(LIBRARIES)
 

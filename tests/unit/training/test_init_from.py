@@ -18,12 +18,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
-from tiny import CONTEXT, VOCAB, write_shards
+from tiny import CONTEXT, VOCAB, parse, pretrain, write_shards
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +130,9 @@ def test_a_resume_cannot_be_given_another_beginning(folder: Path, tmp_path: Path
     command = parse(
         flags(folder, tmp_path / "runs", "base", "--resume=latest", f"--init_from={folder / 'hf'}")
     )
-    with pytest.raises(ConfigError, match="cannot continue from another beginning: init_from None"):
+    with pytest.raises(
+        ConfigError, match="cannot continue from different initial weights: init_from None"
+    ):
         resolve(command, world_size=1, set_aside=False)
 
 

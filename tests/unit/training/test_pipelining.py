@@ -31,9 +31,9 @@ from gpt2lab.errors import GPT2LabError, NonFiniteError
 from gpt2lab.model.gpt import GPT
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.optim.optimizers import build_optimizers, reject_on_device
-from gpt2lab.planner.run_clock import Progress
 from gpt2lab.runs import history
 from gpt2lab.training.health import why_host_decides
+from gpt2lab.training.progress import Progress
 from gpt2lab.training.stop import Signals
 from gpt2lab.training.trainer import Trainer
 from whole_run import Run

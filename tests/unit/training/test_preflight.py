@@ -18,9 +18,9 @@ import torch
 import launch
 from gpt2lab import fmt, paths
 from gpt2lab.commands import preflight, trials
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.settings import override
 from gpt2lab.training.resolve import resolve
+from tiny import parse
 from whole_run import Run
 
 Usage = namedtuple("Usage", "total used free")
@@ -48,7 +48,7 @@ def ask(
     argv = [*run.flags, *more, "--preflight", "--json"]
     monkeypatch.setattr(sys, "argv", ["src/train.py", *argv])
     capsys.readouterr()
-    code = preflight.preflight(parse(argv))
+    code = preflight.preflight(parse(argv), as_json=True)
     return code, json.loads(capsys.readouterr().out)
 
 

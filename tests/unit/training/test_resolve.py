@@ -11,11 +11,10 @@ import pytest
 
 from gpt2lab.checkpoint import manifest
 from gpt2lab.commands import command_line
-from gpt2lab.commands.command_line import parse
-from gpt2lab.config.settings import to_flat
+from gpt2lab.config.settings import record
 from gpt2lab.data.order import Order
-from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
+from tiny import parse, pretrain, resolved
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
@@ -47,8 +46,7 @@ def test_a_resume_with_a_preset_hashes_the_checkpoint_once(
     pretrain(parse([*tiny_flags, "--max_steps=4", "--stop_after_steps=2"]))
     hashed = count_calls(monkeypatch, manifest, "verify")
     parses = count_calls(monkeypatch, command_line, "run_tyro")
-    command = parse([*tiny_flags, "--resume=latest", "--preset=1x4090"])
-    start = resolve(command, world_size=1, set_aside=False)
+    start = resolved([*tiny_flags, "--resume=latest", "--preset=1x4090"])
     assert start.checkpoint is not None
     assert hashed == [tmp_path / "runs" / "tiny" / "step_00000002"]
     assert len(parses) == 1
@@ -63,7 +61,7 @@ def test_a_warm_up_that_follows_from_a_files_epochs_follows_another_length(
 
     def warmup_of(*more: str) -> int | None:
         start = resolve(parse([*flags, *more]), world_size=1, set_aside=False)
-        (tmp_path / "config.json").write_text(json.dumps(to_flat(start.config)))
+        (tmp_path / "config.json").write_text(json.dumps(record(start.config, start.chosen)))
         return start.config.optim.warmup_steps
 
     file, epochs = f"--config={tmp_path / 'config.json'}", "--num_epochs=2"
@@ -74,3 +72,9 @@ def test_a_warm_up_that_follows_from_a_files_epochs_follows_another_length(
     assert warmup_of(file, "--num_epochs=1") == 4
     assert warmup_of(epochs, "--warmup_steps=7") == 7
     assert warmup_of(file, "--max_steps=40") == 7
+    # How long an earlier version's run of epochs was only its data tell: its warm-up stays.
+    assert warmup_of(epochs) == 9
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["chosen"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert warmup_of(file, "--max_steps=40") == 9

@@ -1,0 +1,210 @@
+"""What somebody asks of the trainer: settings, which of them were chosen, what to resume, what may change. No torch.
+
+The command line, a settings file, the Python API, `ablate`, `ladder` and `replay` each make a `RunRequest`; nothing
+below `commands/` sees a command line. A setting that nobody chose may follow from others: `fill_in` computes what
+follows, at the start and on a resume. config.json and every checkpoint record the names that were chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpt2lab import paths
+from gpt2lab.config.derived import fitting_rows
+from gpt2lab.config.presets import PRESETS, preset
+from gpt2lab.config.schema import LENGTHS, Config, OptimConfig, RecipeName
+from gpt2lab.config.settings import LEAVES, is_path, override, resolved, to_flat
+
+FOLLOWS = frozenset({"min_lr", "warmup_steps"})  # from the peak, and from the length of the run
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One start of a run, as it was asked for."""
+
+    config: Config = field(
+        default_factory=Config
+    )  # of a fresh start: defaults < preset < file < typed
+    chosen: frozenset[str] = frozenset()  # settings that a person chose, typed or in a file
+    typed: frozenset[str] = frozenset()  # those of them that were given for this start alone
+    recipe: RecipeName = "pretrain"
+    resume: str | None = None  # latest | auto | best | STEP | folder of a checkpoint
+    allowed_changes: frozenset[str] = frozenset()  # settings, and `data`, that a resume may change
+    stop_after_steps: int | None = None
+    stop_at: str | None = None  # a moment: HH:MM, or an ISO date and time
+    open_settings: frozenset[str] = frozenset()  # left to the planner: mini_batch_size, max_steps
+    timeout_minutes: float = 60.0  # of the process group
+
+    def over(self, saved: Config) -> Config:
+        """Return saved settings with the chosen ones on top; another preset counts as choosing each of its settings."""
+        names = set(self.chosen)
+        if "model" in names and self.config.model.model != saved.model.model:
+            names |= PRESETS[self.config.model.model].keys()
+        if names & set(LENGTHS):  # one setting in three units
+            names |= set(LENGTHS)
+        flat = to_flat(self.config)
+        return from_repository(override(saved, {name: flat[name] for name in names}))
+
+    def with_settings(self, **settings: Any) -> RunRequest:
+        """Return the request with other settings, chosen for this start, by the names of their flags."""
+        values = dict.fromkeys(LENGTHS) | settings if settings.keys() & set(LENGTHS) else settings
+        return dataclasses.replace(
+            self,
+            config=from_repository(override(self.config, values)),
+            chosen=self.chosen | settings.keys(),
+            typed=self.typed | settings.keys(),
+        )
+
+
+def make_request(
+    typed: Mapping[str, Any],
+    *,
+    file: Mapping[str, Any] | None = None,
+    recipe: RecipeName = "pretrain",
+    resume: str | None = None,
+    allow_change: str | None = None,
+    stop_after_steps: int | None = None,
+    stop_at: str | None = None,
+    open_settings: Iterable[str] = (),
+    timeout_minutes: float = 60.0,
+) -> RunRequest:
+    """Return the request of settings that somebody gave: what is typed counts above the file, the file above a preset.
+
+    `typed`, `file`: by the names of flags, paths absolute, as `settings_file` reads them. `allow_change`: names
+    separated by commas.
+
+    Raises: ConfigError on a name that no setting has.
+    """
+    file = _of_other_data(file or {}, typed)
+    given = {**file, **typed}
+    config = preset(
+        file.get("model", typed.get("model", Config().model.model)),
+        optimizer=given.get("optimizer"),
+    )
+    for values in (file, typed):
+        config = _on_preset(values, config)
+    allowed = {name.strip().lstrip("-") for name in (allow_change or "").split(",")} - {""}
+    if allowed & set(LENGTHS):
+        allowed |= set(LENGTHS)
+    return RunRequest(
+        config=from_repository(config),
+        chosen=frozenset(given),
+        typed=frozenset(typed),
+        recipe=recipe,
+        resume=resume,
+        allowed_changes=frozenset(allowed),
+        stop_after_steps=stop_after_steps,
+        stop_at=stop_at,
+        open_settings=frozenset(open_settings),
+        timeout_minutes=timeout_minutes,
+    )
+
+
+def _on_preset(values: Mapping[str, Any], base: Config) -> Config:
+    """Return `base` with given settings; another preset than that of `base` counts as giving each of its settings."""
+    if "model" in values and values["model"] != base.model.model:
+        base = preset(values["model"], base, optimizer=values.get("optimizer"))
+    if any(values.get(name) is not None for name in LENGTHS):  # one setting in three units
+        values = dict.fromkeys(LENGTHS) | dict(values)
+    return override(base, dict(values))
+
+
+def _of_other_data(file: Mapping[str, Any], typed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Drop the vocabulary of a run's settings if another start has other data: it follows from their tokenizer."""
+    if "num_tokens" not in file or "data_dir" not in typed:
+        return file
+    is_fitted = file.get("vocab_size") == fitting_rows(file["num_tokens"])
+    dropped = {"num_tokens", "vocab_size"} if is_fitted else {"num_tokens"}
+    return {name: value for name, value in file.items() if name not in dropped}
+
+
+def from_repository(config: Config) -> Config:
+    """Return the settings with relative paths resolved against the repository; typed ones are absolute already."""
+    files = {name: value for name, value in to_flat(config).items() if value and is_path(name)}
+    return override(
+        config, {n: resolved(n, value, paths.from_repository) for n, value in files.items()}
+    )
+
+
+# -- chosen, and what follows ----------------------------------------------------------------------------------------
+
+
+def default_warmup(max_steps: int) -> int:
+    """Return 715 steps (GPT-3's 375M tokens at 524,288 a step), or a tenth of a shorter run."""
+    return min(715, max_steps // 10)
+
+
+def default_min_lr(max_lr: float) -> float:
+    """Return a tenth of the peak, rounded so that the value which people read, and type again, is the value."""
+    return float(f"{max_lr / 10:.12g}")
+
+
+def fill_in(config: Config, max_steps: int) -> Config:
+    """Return the settings with what follows from others as numbers: floor and warm-up of the rate, length of the run.
+
+    A resume keeps the warm-up that its steps were trained with, and a floor follows another peak: see `follow_peak`.
+    """
+    optim, length = config.optim, config.length
+    if optim.min_lr is None:
+        optim = dataclasses.replace(optim, min_lr=default_min_lr(optim.max_lr))
+    if optim.warmup_steps is None:
+        optim = dataclasses.replace(optim, warmup_steps=default_warmup(max_steps))
+    if (length.max_steps, length.max_tokens, length.num_epochs) == (None, None, None):
+        length = dataclasses.replace(length, num_epochs=1.0)
+    return dataclasses.replace(config, optim=optim, length=length)
+
+
+def follow_peak(config: Config, chosen: Collection[str]) -> Config:
+    """Return the settings of a resume whose floor follows the peak, unless somebody chose the floor."""
+    if "min_lr" in chosen:
+        return config
+    min_lr = default_min_lr(config.optim.max_lr)
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, min_lr=min_lr))
+
+
+def without_what_follows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file without what nobody chose and another peak or length may change, and the record."""
+    dropped = (FOLLOWS - chosen_in(values)) | {"chosen"}
+    return {name: value for name, value in values.items() if name not in dropped}
+
+
+def chosen_in(values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names that were chosen in the settings of a run, by its record `chosen`, else by the values.
+
+    Runs of earlier versions have no record: there a value that equals what would follow from the others, or that the
+    preset has, is not chosen. How long a run of epochs is only its data tell, so that its warm-up counts as chosen.
+    """
+    recorded = values.get("chosen")
+    if "num_tokens" not in values and not isinstance(recorded, list):
+        return frozenset(values)  # no run wrote it
+    config = override(Config(), {n: v for n, v in values.items() if n in LEAVES})
+    steps = _steps_of(config)
+    if isinstance(recorded, list):
+        # Somebody may have edited the file: what does not follow was chosen.
+        known = FOLLOWS if steps is not None else {"min_lr"}
+        edited = (known & values.keys()) - _following(config.optim, steps)
+        return frozenset(name for name in recorded if name in LEAVES) | edited
+    plain = to_flat(from_repository(preset(config.model.model, optimizer=config.optim.optimizer)))
+    now = to_flat(config)
+    chosen = {name for name in values if name in LEAVES and now[name] != plain[name]}
+    return frozenset(chosen - _following(config.optim, steps))
+
+
+def _following(optim: OptimConfig, steps: int | None) -> set[str]:
+    """Return which of FOLLOWS have the value that follows from the settings themselves."""
+    found = set()
+    if optim.min_lr == default_min_lr(optim.max_lr):
+        found.add("min_lr")
+    if steps is not None and optim.warmup_steps == default_warmup(steps):
+        found.add("warmup_steps")
+    return found
+
+
+def _steps_of(config: Config) -> int | None:
+    """Return the length in steps, as far as the settings alone tell it; epochs need the data."""
+    if config.length.max_steps is not None or config.length.max_tokens is None:
+        return config.length.max_steps
+    return config.length.max_tokens // config.batch.total_batch_size

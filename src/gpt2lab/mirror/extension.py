@@ -1,0 +1,107 @@
+"""What `--checkpoint_mirror` adds to a run: it fetches what is newer, copies every checkpoint, and waits at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpt2lab.config.request import RunRequest
+from gpt2lab.errors import FolderLostError
+from gpt2lab.mirror.resume import (
+    catch_up_after_end,
+    check_mirror,
+    fetch_before_start,
+    fetch_on_this_machine,
+    find_mirrored,
+    open_uploader,
+    wait_limit,
+)
+from gpt2lab.mirror.storage import connect
+from gpt2lab.mirror.upload import Uploader
+from gpt2lab.training.extension import Extension, LiveRun
+from gpt2lab.training.start import Start
+from gpt2lab.training.stop import Signals
+
+if TYPE_CHECKING:
+    from gpt2lab.distributed.runtime import Runtime
+
+
+class CheckpointMirror(Extension):
+    """Copies every checkpoint of a run to object storage. Training neither waits for it nor ends by it."""
+
+    def __init__(self) -> None:
+        self._warnings: list[str] = []
+        self._uploader: Uploader | None = None
+        self._run: LiveRun | None = None
+
+    def requested(self, request: RunRequest) -> None:
+        """Fetch a newer checkpoint, and reject a mirror that cannot be one of this run.
+
+        Raises: ConfigError, CheckpointError.
+        """
+        if (run := find_mirrored(request)) is None:
+            return
+        self._warnings = fetch_before_start(run, request)
+        if (warning := check_mirror(run)) is not None:
+            self._warnings.append(warning)
+
+    def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
+        """Give this machine the checkpoint that rank 0 chose; of a complete run, copy what its last start could not."""
+        if start.is_complete:
+            if runtime.rank == 0:  # the other ranks wait in a barrier
+                catch_up_after_end(start, signals, most=runtime.timeout_seconds / 2)
+        elif runtime.local_rank == 0:
+            fetch_on_this_machine(start)
+
+    def started(self, run: LiveRun) -> None:
+        """Begin to copy what the mirror lacks."""
+        self._run = run
+        for warning in self._warnings:
+            run.logger.warn(warning, run.components.state.step)
+        self._uploader = open_uploader(run.start)
+
+    def recorded(self, event: Mapping[str, Any], result: object) -> None:
+        """Copy a checkpoint that was committed, and pass on what the copies have to say."""
+        if self._uploader is None:
+            return
+        if event["event"] == "checkpoint":
+            self._uploader.notify_saved()
+        elif event["event"] == "step":
+            self._report(event["step"])
+
+    def ended(self, reason: str | None, error: BaseException | None) -> None:
+        """Give the last copy some time to arrive, when all else is on disk."""
+        # Another start may use a folder that was lost.
+        if self._uploader is None or self._run is None or isinstance(error, FolderLostError):
+            return
+        run = self._run
+        most = run.timeout_seconds / 2  # the other ranks wait in a barrier
+        limit = wait_limit(
+            run.signals, run.start.deadlines, most=most, has_failed=error is not None
+        )
+        self._uploader.finish(limit)
+        self._report(run.logger.newest_step)
+
+    def _report(self, step: int) -> None:
+        """Write the news of the copies to status.json; a warning of each kind of error."""
+        if self._uploader is None or self._run is None:
+            return
+        if (news := self._uploader.take_report()) is None:
+            return
+        report, warnings = news
+        for warning in warnings:
+            self._run.logger.warn(warning, step)
+        try:
+            self._run.folder.add_to_status(mirror=report.to_dict())
+        except OSError as error:
+            self._run.logger.warn(f"status.json: {error.strerror}", step)
+
+
+def check_url(request: RunRequest) -> None:
+    """Reject a mirror that cannot be used, before anything is asked of it.
+
+    Raises: ConfigError.
+    """
+    asked = request.config.checkpoint
+    if asked.checkpoint_mirror is not None:
+        connect(asked.checkpoint_mirror, asked.run_name or "new")

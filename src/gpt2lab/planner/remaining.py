@@ -1,0 +1,208 @@
+"""The rest of a run that has begun, projected from its metrics. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2lab import fmt, paths
+from gpt2lab.checkpoint import catalog
+from gpt2lab.config.derived import frequencies
+from gpt2lab.config.schema import Config
+from gpt2lab.config.settings import override
+from gpt2lab.errors import ConfigError
+from gpt2lab.model.counts import count_parameters, training_flops_per_token
+from gpt2lab.planner.job import Job
+from gpt2lab.planner.reports import blank, describe_actual
+from gpt2lab.runs import history
+from gpt2lab.runs.history import read_json
+from gpt2lab.training.progress import MOST_STEPS, WARM_UP, Interval, Progress
+
+MILESTONES = (0.1, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What is known of a run that has begun."""
+
+    run_dir: Path
+    config: Config
+    step: int
+    last_step: int
+    pace: Interval | None  # seconds of a step in the last start; None before there is one
+    seconds: Interval | None  # left
+    events_seconds: float  # of them, in evaluations, samples and checkpoints
+    trained_seconds: float  # in steps, over all starts
+    elapsed_seconds: float  # of all starts, without the pauses between them
+    environment: dict[str, Any]
+    estimated: dict[str, Any] | None  # estimate.json
+
+    @property
+    def throughput(self) -> Interval | None:
+        """Tokens a second in the last start."""
+        return self.pace.inverse_of(self.config.batch.total_batch_size) if self.pace else None
+
+    @property
+    def milestones(self) -> list[tuple[int, Interval]]:
+        """(step, seconds from now) of each share of the run that is still to come, events included."""
+        if self.seconds is None:
+            return []
+        steps_left = self.last_step - self.step
+        at = [round(share * self.last_step) for share in MILESTONES]
+        return [(n, self.seconds.scaled((n - self.step) / steps_left)) for n in at if n > self.step]
+
+
+def last_written_run(checkpoint_dir: Path) -> Path | None:
+    """Return the run that wrote to its metrics last, or None."""
+    files = checkpoint_dir.glob(f"*/{catalog.METRICS}")
+    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    return newest.parent if newest else None
+
+
+def estimate_remaining(run_dir: Path) -> Remaining:
+    """Project the rest of a run from the pace of its last start and the cost of its events.
+
+    Raises: ConfigError if the folder is not a run that has begun, or its log does not match its config.json.
+    """
+    config, log = history.read_config(run_dir), history.read_log(run_dir)
+    if not log:
+        raise ConfigError(f"{run_dir}: has not begun to train; nothing to go by yet")
+    begin = log.last_begin
+    if begin is None or "tokens_per_step" not in begin:
+        raise ConfigError(
+            f"{run_dir}: {catalog.METRICS} does not say how long the run is; restore the run's own files"
+        )
+    if begin["tokens_per_step"] != config.batch.total_batch_size:
+        raise ConfigError(
+            f"{run_dir}: {catalog.METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "
+            f"{config.batch.total_batch_size}: a log from another config; restore the run's own files"
+        )
+    last_step, attempt = begin["max_steps"], log.last_attempt
+    progress = Progress(last_step=last_step, frequencies=frequencies(config))
+    # Another start may have run on another machine.
+    for seconds in log.last_start("step_seconds")[-MOST_STEPS - WARM_UP :].tolist():
+        progress.record_step(seconds)
+    for event in log.events:
+        stall = history.stall_of(event)
+        if event["attempt"] == attempt and stall is not None and event["event"] != "done":
+            progress.record_event(event["event"], stall)
+    step = int(log.numbers[-1]) if len(log.numbers) else 0
+    return Remaining(
+        run_dir=run_dir,
+        config=config,
+        step=step,
+        last_step=last_step,
+        pace=progress.pace(),
+        seconds=progress.remaining_interval(step),
+        events_seconds=progress.events_left(step),
+        trained_seconds=float(np.nansum(log.column("step_seconds"))),
+        elapsed_seconds=log.spent_seconds(),
+        environment=(read_json(run_dir / "run.json") or {}).get("environment") or {},
+        estimated=read_json(run_dir / "estimate.json"),
+    )
+
+
+def describe(remaining: Remaining, now: float) -> str:
+    """Write the projection for people."""
+    rate, left = remaining.throughput, remaining.seconds
+    done = f"{remaining.step:,} of {remaining.last_step:,} steps in {fmt.duration(remaining.elapsed_seconds)}"
+    speed = "n/a: a few steps more are needed"
+    if rate is not None:
+        around = f"{fmt.count(rate.low)} ... {fmt.count(rate.high)}"
+        speed = f"{fmt.count(rate.value)} tok/s in the last start ({around})"
+    lines = [
+        f"run          {paths.display_path(remaining.run_dir)}",
+        f"done         {done} (steps alone {fmt.duration(remaining.trained_seconds)})",
+        f"speed        {speed}",
+    ]
+    if remaining.step >= remaining.last_step:
+        return "\n".join([*lines, "remaining    nothing: the run is complete", *_score(remaining)])
+    if left is None:
+        return "\n".join([*lines, "remaining    n/a: no steps of the last start to go by"])
+    lines.append(
+        f"remaining    {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}, 80 %), "
+        f"of it {fmt.duration(remaining.events_seconds)} evaluations, samples and checkpoints"
+    )
+    end = fmt.moment(now + left.value)
+    lines.append(f"finished     {end}, if it runs from now on without a pause")
+    tokens = remaining.config.batch.total_batch_size
+    rows = [
+        [
+            f"{at / remaining.last_step:.0%}",
+            f"{at:,}",
+            fmt.count(at * tokens),
+            fmt.moment(now + span.value),
+            f"{fmt.moment(now + span.low)[5:]} ... {fmt.moment(now + span.high)[5:]}",
+        ]
+        for at, span in remaining.milestones
+    ]
+    table = fmt.table(["milestone", "step", "tokens", "when", "80 %"], rows)
+    return "\n".join([*lines, "", table])
+
+
+def _score(remaining: Remaining) -> list[str]:
+    actual = (remaining.estimated or {}).get("actual")
+    if not isinstance(actual, dict) or actual.get("time_accuracy") is None:
+        return []
+    return [f"forecast     {describe_actual(actual)}"]
+
+
+def as_json(remaining: Remaining, now: float) -> dict[str, Any]:
+    """Return the projection as one object; a part that is not known is null."""
+    config, left, rate = remaining.config, remaining.seconds, remaining.throughput
+    tokens = config.batch.total_batch_size
+    result = blank() | {
+        "run": str(remaining.run_dir),
+        "model": {
+            "parameters": count_parameters(config.model),
+            "flops_per_token": training_flops_per_token(config),
+        },
+        "dataset_info": {"training_tokens": remaining.last_step * tokens},
+        "actual": (remaining.estimated or {}).get("actual"),
+        "throughput": None
+        if rate is None
+        else dataclasses.asdict(rate) | {"source": "log", "quality": "ok", "mfu": None},
+    }
+    if left is not None:
+        result["estimate"] = {
+            "total_steps": remaining.last_step,
+            "estimated_hours": left.value / 3600,
+            "fits_in_window": None,
+            "verdict": None,
+            "low_hours": left.low / 3600,
+            "high_hours": left.high / 3600,
+            "sigma_log": None,
+            "completed_steps": remaining.step,
+            "elapsed_hours": remaining.elapsed_seconds / 3600,
+        }
+        result["breakdown"] = {
+            "train_s": left.value - remaining.events_seconds,
+            "events_s": remaining.events_seconds,
+        }
+        result["milestones"] = [
+            milestone(at, span, tokens_per_step=tokens, now=now)
+            for at, span in remaining.milestones
+        ]
+    result["memory"] = _memory(config, remaining.environment)
+    return result
+
+
+def milestone(step: int, span: Interval, *, tokens_per_step: int, now: float) -> dict[str, Any]:
+    """Return when a step is reached, `span` seconds from `now`, in Unix seconds."""
+    times = {"time": now + span.value, "low": now + span.low, "high": now + span.high}
+    return {"step": step, "tokens": step * tokens_per_step} | times
+
+
+def _memory(config: Config, environment: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a rank of the run's last start needs; None where that is not known, as of offloaded weights."""
+    world_size, size = environment.get("world_size"), environment.get("mini_batch_size")
+    dtype = environment.get("dtype")
+    if config.system.fsdp_offload or not world_size or not size or dtype not in ("fp32", "bf16"):
+        return None
+    config = override(config, {"mini_batch_size": size})
+    need = Job(config, 0, world_size, dtype, compiled=False).memory()
+    return dataclasses.asdict(need) | {"total": need.tensors}

@@ -1,0 +1,143 @@
+"""What surrounds a run may observe it at six moments; it cannot change a number, an order or a decision. No torch.
+
+TensorBoard, trackers, the mirror of checkpoints, the forecast and the losses of tokens are extensions. `commands/train.py`
+makes the list. A failure of an extension is one warning, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import Config, SystemConfig
+from gpt2lab.errors import first_line
+from gpt2lab.training.plan import Plan
+from gpt2lab.training.start import Start
+
+if TYPE_CHECKING:
+    from gpt2lab.distributed.runtime import Runtime
+    from gpt2lab.runs.folder import RunFolder
+    from gpt2lab.runs.logger import MetricsLogger
+    from gpt2lab.training.components import Components
+    from gpt2lab.training.stop import Signals
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run that has begun, on rank 0."""
+
+    components: Components
+    folder: RunFolder
+    logger: MetricsLogger
+    signals: Signals
+    timeout_seconds: float  # for which other ranks wait in a barrier
+
+    @property
+    def start(self) -> Start:
+        """What this start does."""
+        return self.components.start
+
+
+class Extension:
+    """Observes a run. All but `resolved` are called on rank 0 alone."""
+
+    def requested(self, request: RunRequest) -> None:
+        """Called before anything of the run is looked at.
+
+        Raises: GPT2LabError to reject the start: the one moment at which an error counts.
+        """
+
+    def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
+        """Called on every rank once it is decided what this start does; nothing is loaded or written yet."""
+
+    def started(self, run: LiveRun) -> None:
+        """Called once the run's folder is locked and its log is open."""
+
+    def recorded(self, event: Mapping[str, Any], result: object) -> None:
+        """Called with every event of metrics.jsonl; `result`: what an evaluation measured, None of other events.
+
+        The event `checkpoint` says that one is committed, the event `step` that an update is complete.
+        """
+
+    def updating(self, step: int) -> None:
+        """Called before update `step`, when its gradients are complete; not counted as time of the step."""
+
+    def ended(self, reason: str | None, error: BaseException | None) -> None:
+        """Called when all is on disk; `reason`: of a stop, None: the run is complete, or `error` ended it."""
+
+
+class Extensions:
+    """Several extensions as one: each is left out after its first failure."""
+
+    def __init__(self, extensions: Iterable[Extension], warn: Callable[[str], None]) -> None:
+        """`warn` shows a failure before the run has a log."""
+        self._active = list(extensions)
+        self._warn: Callable[[str], None] = warn
+
+    def requested(self, request: RunRequest) -> None:
+        """Raises: GPT2LabError if an extension rejects the start."""
+        for extension in self._active:
+            extension.requested(request)
+
+    def resolved(self, start: Start, runtime: Runtime, signals: Signals) -> None:
+        """See Extension."""
+        self._each(lambda extension: extension.resolved(start, runtime, signals))
+
+    def started(self, run: LiveRun) -> None:
+        """See Extension; from here on failures are in the run's log."""
+        self._each(lambda extension: extension.started(run))
+        self._warn = lambda text: run.logger.warn(text, run.logger.newest_step)
+
+    def recorded(self, event: Mapping[str, Any], result: object) -> None:
+        """See Extension."""
+        self._each(lambda extension: extension.recorded(event, result))
+
+    def updating(self, step: int) -> None:
+        """See Extension."""
+        self._each(lambda extension: extension.updating(step))
+
+    def ended(self, reason: str | None, error: BaseException | None) -> None:
+        """See Extension; in reverse order, so that what began first ends last."""
+        self._active.reverse()
+        self._each(lambda extension: extension.ended(reason, error))
+        self._active.clear()
+
+    def _each(self, call: Callable[[Extension], None]) -> None:
+        for extension in list(self._active):
+            try:
+                call(extension)
+            except Exception as error:
+                if extension in self._active:
+                    self._active.remove(extension)
+                    name = type(extension).__name__
+                    self._warn(f"{name} has ended: {type(error).__name__}: {first_line(error)}")
+
+
+class Planner(Protocol):
+    """What the planner answers while a start is resolved; without one, settings are used as they are."""
+
+    def free_memory(self, system: SystemConfig) -> float | None:
+        """Return the bytes that this rank could use, None where unknown."""
+
+    def choose(
+        self,
+        request: RunRequest,
+        config: Config,
+        plan: Plan,
+        *,
+        run_dir: Path,
+        train_tokens: int,
+        memory: Sequence[float | None] | None,
+    ) -> dict[str, Any]:
+        """Return the settings that the planner decides, by their flags.
+
+        `memory`: `free_memory` of every rank; None: nothing is measured, and only what needs no measurement is decided.
+
+        Raises: ConfigError if the machine, or the card that was asked for, cannot do it.
+        """
+
+    def peak_flops(self, device_name: str) -> float | None:
+        """Return a GPU's dense bf16 peak in FLOP/s, None where it is not known: MFU is n/a then."""

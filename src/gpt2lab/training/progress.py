@@ -1,0 +1,276 @@
+"""The pace of a run that has begun: how fast its steps are, what is left, and whether it ends in time. No torch.
+
+Steps count by their recent pace, evaluations, samples and checkpoints by their own cost. The planner predicts before a
+run; this measures the run itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt2lab import fmt
+from gpt2lab.config.derived import count_due, frequencies
+from gpt2lab.config.schema import Config
+from gpt2lab.runs import history
+
+Z80 = 1.2816  # standard deviations to either side that hold 80 % of a normal distribution
+
+_LINE_EVERY = 60.0  # seconds between progress lines
+
+WARM_UP = 2  # first steps of a start: compiling, page faults, allocator
+_WINDOW_SECONDS, _FEWEST_STEPS, MOST_STEPS = 600.0, 200, 3000  # steps whose pace counts
+_OUTLIER = 5.0  # a step longer than this many medians counts as that many: stalls set no pace
+_OWN_PACE_FROM = 20  # own steps that replace an earlier start's pace
+_DRIFT = 0.01  # relative drift of a pace
+_UNKNOWN = 0.3  # relative error of a pace of very few steps
+_EVENTS_COUNT = 10  # newest events of a kind that count
+_EVENT_SPREAD = 0.1  # what events may be off by, relative
+
+
+@dataclass(frozen=True)
+class Interval:
+    """`value`, and its 80 % bounds: the actual number lies between them in four of five cases."""
+
+    value: float
+    low: float
+    high: float
+
+    @staticmethod
+    def log_normal(value: float, sigma: float) -> Interval:
+        """Return value times and divided by e^(1.28 sigma): `sigma` is the deviation of the logarithm."""
+        factor = math.exp(Z80 * sigma)
+        return Interval(value, value / factor, value * factor)
+
+    def scaled(self, factor: float) -> Interval:
+        """Return all three times a positive factor."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+    def inverse_of(self, amount: float) -> Interval:
+        """Return amount / this: seconds of a step -> tokens a second."""
+        return Interval(amount / self.value, amount / self.high, amount / self.low)
+
+
+def total(parts: list[Interval]) -> Interval:
+    """Add parts whose errors are independent: deviations add in quadrature, on each side separately."""
+    value = sum(part.value for part in parts)
+    below = math.hypot(*(part.value - part.low for part in parts))
+    above = math.hypot(*(part.high - part.value for part in parts))
+    return Interval(value, max(0.0, value - below), value + above)
+
+
+class Progress:
+    """Seconds left, knowing the evaluations, samples and checkpoints that are still to come."""
+
+    def __init__(self, *, last_step: int, frequencies: dict[str, int]) -> None:
+        """`frequencies`: steps between events of each kind, e.g. {"eval": 250}; 0 = only after the last step."""
+        self.last_step, self._frequencies = last_step, frequencies
+        self._steps: deque[float] = deque(maxlen=MOST_STEPS)
+        self._seen = self._stale_from = 0
+        self._events: dict[str, list[float]] = {kind: [] for kind in frequencies}
+        self._save_to_stop: float | None = None
+        self._inherited: list[float] = []
+        self._pace: Interval | None = None
+
+    def inherit(self, steps: Sequence[float], events: Sequence[tuple[str, float]]) -> None:
+        """Use the times of an earlier start on the same hardware until this one has a pace of its own."""
+        self._inherited = list(steps)[WARM_UP:][-MOST_STEPS:]
+        for kind, seconds in events:
+            self.record_event(kind, seconds)
+
+    def record_step(self, seconds: float) -> None:
+        """Note one step of this start."""
+        self._seen += 1
+        if self._seen > WARM_UP:
+            self._steps.append(seconds)
+
+    def record_event(self, kind: str, seconds: float) -> None:
+        """Note what one event took."""
+        if kind in self._events:
+            self._events[kind].append(seconds)
+
+    def record_save(self, stall: float | None, to_stop: float | None) -> None:
+        """Note what a checkpoint costs: the seconds that training waited, and those that a stop must wait to save."""
+        if stall is not None:
+            self.record_event("checkpoint", stall)
+        if to_stop is not None:
+            self._save_to_stop = to_stop
+
+    def step_seconds(self) -> float | None:
+        """Return the recent mean step, single outliers clipped."""
+        pace = self.pace()
+        return pace.value if pace else None
+
+    def pace(self) -> Interval | None:
+        """Return the recent mean step with its 80 % interval, or None before there is one."""
+        if self._seen >= self._stale_from:
+            self._pace = self._measure_pace()
+            # Sorting thousands of steps after each of them would cost more than a small step.
+            self._stale_from = self._seen + 1 + len(self._steps) // 50
+        return self._pace
+
+    def stop_seconds(self, *, assumed_save: float = 0.0, num_steps: int = 1) -> float:
+        """Return how long a stop may still take: slow steps and the last save, half as much again.
+
+        `assumed_save` stands in for the save before there was one.
+        """
+        steps = sorted(itertools.islice(reversed(self._steps), 100))
+        step = steps[round(0.95 * (len(steps) - 1))] if steps else 0.0
+        save = assumed_save if self._save_to_stop is None else self._save_to_stop
+        return 1.5 * (num_steps * step + save)
+
+    def remaining_interval(self, step: int) -> Interval | None:
+        """Return the seconds left after `step`, None before there is a pace."""
+        pace = self.pace()
+        if pace is None:
+            return None
+        events = self.events_left(step)
+        around = _EVENT_SPREAD * events
+        left = Interval(events, max(0.0, events - around), events + around)
+        return total([pace.scaled(self.last_step - step), left])
+
+    def events_left(self, step: int) -> float:
+        """Return the seconds of the evaluations, samples and checkpoints still to come after `step`."""
+        return sum(
+            statistics.fmean(seconds[-_EVENTS_COUNT:])
+            * count_due(step, self._frequencies[kind], self.last_step)
+            for kind, seconds in self._events.items()
+            if seconds
+        )
+
+    def _measure_pace(self) -> Interval | None:
+        mine = len(self._steps) >= _OWN_PACE_FROM
+        steps = _recent(self._steps if mine else [*self._inherited, *self._steps])
+        if not steps:
+            return None
+        ceiling = _OUTLIER * statistics.median(steps)
+        clipped = [min(seconds, ceiling) for seconds in steps]
+        mean = statistics.fmean(clipped)
+        return Interval.log_normal(mean, math.hypot(_error_of_mean(clipped), _DRIFT))
+
+
+def _recent(steps: Sequence[float]) -> list[float]:
+    """Return the last steps: those of ten minutes, but at least 200."""
+    recent: list[float] = []
+    seconds = 0.0
+    for taken in reversed(steps):
+        if len(recent) >= _FEWEST_STEPS and seconds >= _WINDOW_SECONDS:
+            break
+        recent.append(taken)
+        seconds += taken
+    return recent
+
+
+def _error_of_mean(steps: Sequence[float]) -> float:
+    """Return the relative standard error of a mean of correlated neighbours, from the means of blocks."""
+    mean = statistics.fmean(steps)
+    block = max(1, min(50, len(steps) // 8))
+    starts = range(0, len(steps) - block + 1, block)
+    blocks = [statistics.fmean(steps[i : i + block]) for i in starts]
+    if len(blocks) < 2 or mean <= 0:
+        return _UNKNOWN
+    return statistics.stdev(blocks) / math.sqrt(len(blocks)) / mean
+
+
+# -- the clock of a running trainer ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run's estimate.json predicts, in seconds; None where it says nothing."""
+
+    most_seconds: float | None  # upper bound of the full run
+    compile_seconds: float | None
+
+
+def read_forecast(run_dir: Path) -> Forecast:
+    """Return the forecast of a run's beginning."""
+    document = history.read_json(run_dir / "estimate.json") or {}
+    predicted, parts = document.get("estimate"), document.get("breakdown")
+    high = predicted.get("high_hours") if isinstance(predicted, dict) else None
+    compiling = parts.get("compile_s") if isinstance(parts, dict) else None
+    return Forecast(
+        3600 * high if isinstance(high, int | float) else None,
+        compiling if isinstance(compiling, int | float) else None,
+    )
+
+
+def process_began() -> float:
+    """Return the reading of the monotonic clock at which this process started; now where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        age = 0.0
+    return time.monotonic() - age
+
+
+class RunClock:
+    """Counts from the beginning of this start; knows the pace, --max_hours and the forecast."""
+
+    def __init__(
+        self, config: Config, *, last_step: int, began: float, expected_seconds: float | None
+    ) -> None:
+        """`began`: monotonic clock; `expected_seconds`: upper bound of the forecast for the full run."""
+        self.progress = Progress(last_step=last_step, frequencies=frequencies(config))
+        self._began, self._expected = began, expected_seconds
+        hours = config.length.max_hours
+        self._limit = None if hours is None else 3600 * hours
+        self._elapsed_before = self._said = 0.0
+
+    def take_over(self, run_dir: Path, *, same_hardware: bool) -> None:
+        """Go on from the starts before: their time counts, and on the same hardware also their pace."""
+        log = history.read_log(run_dir)
+        self._elapsed_before = log.spent_seconds()
+        if same_hardware:
+            others = [e for e in log.events if e["event"] != "done" and history.stall_of(e)]
+            self.progress.inherit(
+                log.column("step_seconds")[-MOST_STEPS - WARM_UP :].tolist(),
+                [(event["event"], history.stall_of(event) or 0.0) for event in others],
+            )
+
+    def elapsed(self) -> float:
+        """Return the seconds of this start so far."""
+        return time.monotonic() - self._began
+
+    def is_on_track(self, left: Interval | None) -> bool | None:
+        """Tell whether the run ends in time: within --max_hours by its upper bound, else within the forecast."""
+        if left is None:
+            return None
+        if self._limit is not None:
+            return self.elapsed() + left.high <= self._limit
+        if self._expected is None:
+            return None
+        return self._elapsed_before + self.elapsed() + left.value <= self._expected
+
+    def line(self, step: int, left: Interval | None) -> str | None:
+        """Write where the run stands, at most once a minute."""
+        now = self.elapsed()
+        if left is None or now < self._said + _LINE_EVERY:
+            return None
+        self._said = now
+        on_track = self.is_on_track(left)
+        late = "later than the forecast" if self._limit is None else "beyond --max_hours"
+        track = "" if on_track is None else f" | {'on time' if on_track else late}"
+        pace = self.progress.step_seconds() or math.inf
+        return (
+            f"progress {step / self.progress.last_step:.1%} | elapsed {fmt.duration(self._elapsed_before + now)} | "
+            f"remaining {fmt.duration(left.value)} ({fmt.duration(left.low)} ... {fmt.duration(left.high)}) | "
+            f"{3600 / pace:,.0f} steps/h{track}"
+        )
+
+    def fields(self, left: Interval | None) -> dict[str, Any]:
+        """Return what a step's event says of time."""
+        return {
+            "elapsed_seconds": self.elapsed(),
+            "remaining_seconds": left.value if left else None,
+            "on_track": self.is_on_track(left),
+        }

@@ -1,0 +1,169 @@
+"""When a run saves, under which labels, and what must hold before; the Saver does the writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Literal
+
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.derived import is_due
+from gpt2lab.errors import DataError
+from gpt2lab.training.components import Components, Session
+from gpt2lab.training.ranks import check_drift
+from gpt2lab.training.saver import Saver
+from gpt2lab.training.steps import StepPipeline
+from gpt2lab.training.stop import launcher_grace_seconds
+
+
+class SavePolicy:
+    """Decides which steps of a run are saved."""
+
+    def __init__(
+        self, components: Components, session: Session, saver: Saver, steps: StepPipeline
+    ) -> None:
+        self.start, self.runtime, self.model = (
+            components.start,
+            components.runtime,
+            components.model,
+        )
+        self.config, self.saver, self.steps = components.start.config, saver, steps
+        self.loader = components.batches.loader
+        self.logger, self.control, self.heartbeat = (
+            session.logger,
+            session.control,
+            session.heartbeat,
+        )
+        self.progress = session.clock.progress
+        # A resumed step is on disk; before the first there is nothing to lose.
+        self.saved_step = steps.state.step
+        save_seconds = self.start.last_save_seconds
+        self.progress.record_save(None if saver.is_async else save_seconds, save_seconds)
+        self.progress.record_save(None, saver.stop_seconds)
+        self.grace, self._told_of_grace = launcher_grace_seconds(os.environ), False
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the newest complete step."""
+        return self.steps.state
+
+    def save_if_due(self) -> None:
+        """Save this step once, whatever the number of reasons, and set its labels."""
+        step, last = self.state.step, self.steps.last_step
+        is_planned_stop = step == self.start.stop_after_steps
+        freq = self.config.checkpoint.checkpoint_freq
+        reasons = {
+            "final": step == last,
+            "rolling": is_due(step, freq, last) or is_planned_stop,
+            "epoch": self.epochs_completed(self.state.samples) is not None,
+            "best": self.state.best_step == step,
+        }
+        kinds = [kind for kind, applies in reasons.items() if applies]
+        if kinds:
+            self.save(kinds[0], self.labels(), must_succeed=step == last or is_planned_stop)
+
+    def labels(self) -> list[str]:
+        """Return the labels of a checkpoint of the step just done."""
+        epochs = self.epochs_completed(self.state.samples)
+        labels = [f"epoch_{epochs:04d}"] if epochs is not None else []
+        return labels + (["best"] if self.state.best_step == self.state.step else [])
+
+    def save_step(self, kind: Literal["rolling", "emergency"]) -> None:
+        """Save the step just done, unless that has happened."""
+        if self.saved_step == self.state.step:
+            self.heartbeat.enter("saving", self.state.step)
+            if self.saver.join():
+                self.control.note_save()
+                return
+        is_end = kind == "emergency"
+        labels = [f"emergency_{self.state.step:08d}"] if is_end else []
+        self.save(kind, labels, must_succeed=is_end)
+
+    def epochs_completed(self, samples: int) -> int | None:
+        """Return the complete epochs if the step up to `samples` ended one whose checkpoint is kept, else None."""
+        if self.config.checkpoint.epoch_checkpoints == "off" or samples == 0:
+            return None
+        order = self.loader.order
+        before = order.epoch_of(samples - self.start.plan.batch.samples)
+        now = order.epoch_of(samples)
+        return now if now > before else None
+
+    def save(self, kind: str, labels: list[str], *, must_succeed: bool) -> None:
+        """Save this step, and record how long it took.
+
+        Raises: SaveError if it failed and must not.
+        """
+        self._check_data(may_wait=kind != "emergency")
+        self.heartbeat.enter("comparing weights", self.state.step)
+        check_drift(self.model, self.runtime, self.state.step)  # rank 0 saves for all
+        self.heartbeat.enter("saving", self.state.step)
+        self.logger.show(f"step {self.state.step}/{self.steps.last_step} | saving")
+        with self.steps.busy:  # a second thread must not write the same files
+            outcome = self.saver.save(self.state, kind, labels, must_succeed=must_succeed)
+        self.control.note_save()  # a failed one too: it is not tried again at every step
+        if outcome.is_saved:
+            self.saved_step = self.state.step
+            self.progress.record_save(outcome.stall_seconds, outcome.stop_seconds)
+            if outcome.stop_seconds is not None:  # a save before a stop waits for the writer
+                self.heartbeat.expect("saving", outcome.stop_seconds)
+            self.warn_of_grace()
+
+    def rescue(self, patience: float = 0.0) -> bool:
+        """Save the last complete step without communication; return whether it is on disk.
+
+        The heartbeat's thread calls this too, when this one hangs. It does nothing once an update has begun whose
+        state is not known, or while a checkpoint is written. Training does not continue afterwards. `patience`: seconds
+        that a step on the device is given to become complete.
+        """
+        if not self.steps.busy.acquire(blocking=False):
+            return False
+        try:
+            self.steps.record_complete(patience)
+            if self.saved_step == self.state.step and self.saver.has(self.state.step):
+                return True
+            unverified = self.loader.reader.unverified()
+        except (DataError, RuntimeError):  # RuntimeError: of the device
+            return False
+        state = dataclasses.replace(self.state, unverified=unverified)
+        return self.saver.rescue(state, self.steps.has_begun_update)
+
+    def _check_data(self, *, may_wait: bool) -> None:
+        """Let no checkpoint rest on data that turns out to be damaged.
+
+        A save at the end of a start must not wait for the hashes of hundreds of GB: it names the shards that are left,
+        which the resume verifies before its first save.
+
+        Raises: DataError on all ranks, naming a damaged shard.
+        """
+        reader = self.loader.reader
+        names: tuple[str, ...] = ()
+        if may_wait:
+            self.runtime.on_all_ranks(reader.wait_until_verified)
+        else:
+            of_ranks = self.runtime.gather(self.runtime.on_all_ranks(reader.unverified))
+            names = tuple(sorted(set().union(*of_ranks)))
+        self.steps.state = dataclasses.replace(self.state, unverified=names)
+        if names:
+            self.logger.warn(
+                f"{len(names)} shards read so far are not verified yet ({names[0]}, ...); the resume does that first",
+                self.state.step,
+            )
+
+    def warn_of_grace(self) -> None:
+        """Say once if a stop would take longer than the launcher waits before it kills."""
+        needed = self.steps.stop_seconds()
+        if self.grace is None or self._told_of_grace or needed <= self.grace:
+            return
+        self.logger.warn(
+            f"a clean stop takes about {needed:.0f} s, torchrun kills after {self.grace:.0f} s: the newest checkpoint "
+            f"would then be all that is left; start it with --shutdown-timeout {2 * math.ceil(needed)}",
+            self.state.step,
+        )
+        self._told_of_grace = True
+
+    def newest_checkpoint(self) -> str | None:
+        """Return the path of the run's newest checkpoint."""
+        infos, _ = catalog.list_checkpoints(self.start.run_dir)
+        return str(infos[-1].path) if infos else None

@@ -1,0 +1,89 @@
+"""The comparison of two recordings finds a planted difference; an added key is none."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import record_runs
+
+RECORDING: dict[str, Any] = {
+    "plain": {
+        "starts": [{"exit_code": 0, "printed": None}],
+        "events": [{"event": "step", "step": n, "loss": 5.5 - n / 8} for n in (1, 2, 3)],
+        "config": {"max_lr": 0.0006, "min_lr": None},
+        "files": {"config.json": "~", "step_00000003/model.safetensors": "0a1b"},
+    }
+}
+
+
+def compared(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> int:
+    """Compare the recording with a changed one and return the exit code."""
+    changed = copy.deepcopy(RECORDING)
+    change(changed["plain"])
+    for name, recording in (("a", RECORDING), ("b", changed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(recording))
+    return record_runs.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda run: run["events"][1].update(loss=5.250000001), "/plain/events/1/loss"),
+        (lambda run: run["events"][0].update(loss=float("nan")), "/plain/events/0/loss"),
+        (lambda run: run["events"].pop(), "/plain/events"),
+        (lambda run: run["config"].pop("min_lr"), "/plain/config/min_lr"),
+        (lambda run: run["starts"][0].update(exit_code=1), "/plain/starts/0/exit_code"),
+        (lambda run: run["files"].update(other="~"), "/plain/files/other"),
+        (lambda run: run.update(failed="it hangs"), "/plain/failed"),
+    ],
+)
+def test_a_planted_difference_is_one_line(
+    change: Callable[[dict[str, Any]], object],
+    place: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert compared(tmp_path, change) == 1
+    line, summary = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{place}: ")
+    assert summary == "1 runs, 1 differences"
+
+
+def test_a_run_that_is_missing_is_a_difference() -> None:
+    assert record_runs.compare(RECORDING, {}) == 1
+
+
+def test_added_keys_are_reported_once_and_are_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(run: dict[str, Any]) -> None:
+        run["config"]["chosen"] = ["max_lr"]
+        for event in run["events"]:
+            event["extra"] = 1
+
+    assert compared(tmp_path, change) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "/plain/events/*/extra: added, 1",
+        '/plain/config/chosen: added, ["max_lr"]',
+        "1 runs, 0 differences",
+    ]
+
+
+def test_what_depends_on_the_clock_and_the_folders_is_not_recorded() -> None:
+    event = {"time": 1.5, "step_seconds": 2.0, "hang_seconds": 600.0, "path": "/a/b/runs"}
+    assert record_runs.normalize([event], {"/a/b": "WORK"}) == [
+        {"time": "~", "step_seconds": "~", "hang_seconds": 600.0, "path": "WORK/runs"}
+    ]
+
+
+def test_every_case_stands_below_those_that_it_reads_from() -> None:
+    above: set[str] = set()
+    for name in record_runs.CASES:
+        assert record_runs.needs(name) <= above
+        above.add(name)
