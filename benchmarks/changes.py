@@ -245,18 +245,17 @@ class TailAverage:
 
 def train(change: ChangeName, seed: int, flags: list[str], runtime: Runtime) -> dict[str, Any]:
     """Train to the end and return what OUT.jsonl keeps."""
-    command = parse(flags)
-    values = command.values | {"seed": seed, "run_name": None}  # a new one: no folder is made
+    request = parse(flags).request
+    values: dict[str, Any] = {"seed": seed, "run_name": None}  # a new one: no folder is made
     if change == "normuon":
         values["optimizer"] = "normuon"
     elif change == "growing_batch":
-        if command.given("max_tokens") is None:
+        if request.config.length.max_tokens is None:
             raise ConfigError("--changes growing_batch needs the run's length as --max_tokens")
-        batch = command.fresh().batch
+        batch = request.config.batch
         values["total_batch_size"] = batch.total_batch_size // 2
         values["mini_batch_size"] = max(1, batch.mini_batch_size // 2)
-    command = replace(command, values=values)
-    start = resolve_to_train(command, PRETRAINING, world_size=1, free_memory=[None])
+    start = resolve_to_train(request.with_settings(**values), PRETRAINING, world_size=1)
     start = pretrain.choose_hardware(start, runtime)
     config, steps = start.config, start.plan.max_steps
     model = PRETRAINING.build_model(start, runtime)
@@ -322,7 +321,7 @@ def main(argv: list[str]) -> int:
     if not flags.out.parent.is_dir():
         raise CheckError(f"{flags.out.parent}: no such folder")
     of_muon = [c for c in changes if c in ("cautious_decay", "joined_qkv", "normuon")]
-    if of_muon and parse(flags_of_runs).fresh().optim.optimizer != "muon":
+    if of_muon and parse(flags_of_runs).request.config.optim.optimizer != "muon":
         raise ConfigError(f"--changes {' '.join(of_muon)}: needs --optimizer muon")
     runs = read_runs(flags.out, flags_of_runs) if flags.out.exists() else {}
     runtime = Runtime()

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import launch
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.commands.data_show import tokens_as_text as describe_tokens
 from gpt2lab.commands.data_show import tokens_of_step
 from gpt2lab.config.schema import Config
@@ -29,6 +27,8 @@ from gpt2lab.data.prepare.sources import open_source
 from gpt2lab.data.shards import open_data
 from gpt2lab.errors import DataError
 from gpt2lab.finetuning.recipe import FINETUNING
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.huggingface import train_bpe

@@ -127,7 +127,7 @@ def test_a_stop_before_anything_was_saved_names_no_resume(
     run.train("--max_steps=4", "--max_hours=1e-9")
     report = capsys.readouterr().out.split("run tiny\n")[1]
     assert "--resume" not in report
-    assert "begin again" in report
+    assert "start again" in report
     run.train("--max_steps=4")
 
 

@@ -51,11 +51,10 @@ WITHOUT_TORCH = [
     "runs.history",
     "runs.summary",
     "runs.overview",
-    "runs.lock",
+    "runs.folder",
     "runs.console",
     "report.page",
     "checkpoint.catalog",
-    "checkpoint.listing",
     "data.manifest",
     "data.shards",
     "interop.token_files",
@@ -67,7 +66,13 @@ WITHOUT_TORCH = [
     "commands.dry_run",
 ]
 # Their functions import torch when they are called, to build or to measure.
-LATE = {"training.resolve", "training.recipe", "finetuning.recipe", "commands.dry_run"}
+LATE = {
+    "planner.extension",
+    "training.resolve",
+    "training.recipe",
+    "finetuning.recipe",
+    "commands.dry_run",
+}
 # These commands compute: commands/train.py imports them once it is clear that they are wanted.
 COMPUTING = {"commands.preflight", "commands.trials", "commands.import_checkpoint"}
 # What stands before the layers: the API, whose names are imported when they are used, and the entry points.

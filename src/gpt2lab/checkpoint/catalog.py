@@ -1,11 +1,10 @@
-"""The checkpoints of a run: list, choose, label, retire. Reads manifests and headers of weights; no torch."""
+"""The checkpoints of a run: list, choose, label, delete. Reads manifests and headers of weights; no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import re
 import shutil
 import time
 import uuid
@@ -19,15 +18,14 @@ from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import CheckpointError, ConfigError
-from gpt2lab.files import JsonFile, read_regular, replace_durably, sweep_temporaries, sync_folder
+from gpt2lab.files import read_regular, replace_durably, sweep_temporaries, sync_folder
 from gpt2lab.model.counts import count_adapters, count_parameters
 from gpt2lab.model.weights_header import check_shapes, count_values, read_shapes
 
-METRICS = "metrics.jsonl"
 LABELS = "labels"
 WEIGHTS = "model.safetensors"
 SUPERSEDED = "superseded-"
-# Errors of an entry that is no label: deleted meanwhile, a folder, a circular link, a pipe, a device, too large.
+# Errors for an entry that is not a label: deleted meanwhile, a folder, a circular link, a pipe, a device, too large.
 _NO_LABEL = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG)
 
 
@@ -51,7 +49,7 @@ class CheckpointInfo:
         Raises: CheckpointError if they are invalid, or do not match the weights.
         """
         try:
-            # Before there was a choice, the residual stream was fp32.
+            # Older versions had an fp32 residual stream and no setting for it.
             config = read_settings({"residual_dtype": "fp32", **self.manifest["config"]})
         except ConfigError as error:
             raise CheckpointError(f"{self.path / manifests.MANIFEST}: {error}") from error
@@ -90,14 +88,16 @@ def list_checkpoints(
     infos, damaged = [], []
     for folder in _step_folders(run_dir):
         try:
-            infos.append(describe(folder, manifests.read_manifest(folder), labels))
+            infos.append(checkpoint_info(folder, manifests.read_manifest(folder), labels))
         except CheckpointError as error:
             damaged.append(error)
     return sorted(infos, key=lambda info: info.step), damaged
 
 
-def describe(folder: Path, manifest: dict[str, Any], labels: dict[str, str]) -> CheckpointInfo:
-    """Return what a manifest says of the checkpoint in a folder; `labels` are the run's."""
+def checkpoint_info(
+    folder: Path, manifest: dict[str, Any], labels: dict[str, str]
+) -> CheckpointInfo:
+    """Return a checkpoint as its manifest describes it; `labels` are those of the run."""
     return CheckpointInfo(
         path=folder,
         step=manifest["step"],
@@ -146,7 +146,7 @@ def set_label(run_dir: Path, label: str, step: int) -> None:
 
 
 def run_folders(checkpoint_dir: Path) -> list[Path]:
-    """Return the folders that may be runs, by name; those that this user may not read (lost+found) are left out."""
+    """Return the folders that may be runs, sorted by name, without those that this user cannot read (lost+found)."""
     if not checkpoint_dir.is_dir():
         return []
     return sorted(
@@ -165,44 +165,24 @@ def newest_run(checkpoint_dir: Path) -> Path | None:
 
 
 def newest_valid(run_dir: Path, *, set_aside: bool) -> tuple[CheckpointInfo | None, list[str]]:
-    """Return the newest checkpoint whose every byte verifies, and one line for each damaged one passed over.
+    """Return the newest checkpoint of which every byte verifies, and one line for each damaged one that was skipped.
 
     With `set_aside`, damaged folders newer than a valid one are renamed to `corrupt-step_...` (never deleted).
-    If none is valid, nothing is renamed: a later start must not take the run for an empty one.
+    If none is valid, nothing is renamed: a later start must not mistake the run for an empty one.
     """
     damaged: dict[Path, str] = {}
     for folder in reversed(_step_folders(run_dir)):
         try:
             valid = open_checkpoint(folder)
         except CheckpointError as error:
-            damaged[folder] = f"damaged checkpoint passed over: {error}"
+            damaged[folder] = f"damaged checkpoint skipped: {error}"
             continue
         for bad in damaged if set_aside else ():
             aside = bad.with_name(f"corrupt-{bad.name}-{uuid.uuid4().hex[:4]}")
             os.rename(bad, aside)
             damaged[bad] += f"; kept as {aside.name}"
-        return valid, [*damaged.values(), *_gone(run_dir, newest=valid.step)]
-    return None, [*damaged.values(), *_gone(run_dir, newest=None)]
-
-
-def _gone(run_dir: Path, *, newest: int | None) -> list[str]:
-    """Return a line if the checkpoint that the last start ended with was deleted since; `newest`: of those left.
-
-    A start that was killed leaves no such record.
-    """
-    file = JsonFile(run_dir / "status.json", CheckpointError)
-    try:
-        status = file.read()
-        name = Path(str(status["checkpoint"])).name
-    except (CheckpointError, KeyError):
-        return []
-    found = re.fullmatch(r"step_([0-9]{8,18})", name)
-    if found is None or status.get("state") == "running" or list(run_dir.glob(f"*{name}*")):
-        return []
-    if newest is not None and newest >= int(found[1]):
-        return []
-    left = "no other is left" if newest is None else f"step {newest} is used"
-    return [f"{run_dir}: its newest checkpoint, {name}, was deleted; {left}"]
+        return valid, [*damaged.values()]
+    return None, [*damaged.values()]
 
 
 def find(run_dir: Path, target: str) -> CheckpointInfo:
@@ -236,13 +216,13 @@ def open_checkpoint(folder: Path) -> CheckpointInfo:
             f"{folder}: a run; name one of its checkpoints, or continue it with "
             f"--run_name {folder.name} --resume latest"
         )
-    return describe(folder, manifests.verify(folder), read_labels(folder.parent))
+    return checkpoint_info(folder, manifests.verify(folder), read_labels(folder.parent))
 
 
 def supersede(run_dir: Path, step: int) -> list[str]:
     """Move checkpoints newer than `step` (and the labels on them) aside; return their names.
 
-    Otherwise retention by step number would delete the new checkpoints of a run that goes back first.
+    Otherwise retention by step number would delete the new checkpoints of a run that goes back to an earlier step.
     """
     newer = [folder for folder in _step_folders(run_dir) if int(folder.name[5:]) > step]
     if not newer:
@@ -257,7 +237,7 @@ def supersede(run_dir: Path, step: int) -> list[str]:
             (run_dir / LABELS / label).unlink()
     for name in names:
         os.rename(run_dir / name, aside / name)
-    # Before the log says that the run goes on from an earlier step.
+    # Before the log says that the run continues from an earlier step.
     sync_folder(aside)
     sync_folder(run_dir)
     return names
@@ -343,11 +323,11 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class DiskBudget:
-    """The disk of a run before it starts, in bytes."""
+    """The disk space of a run before it starts, in bytes."""
 
     folder: Path  # the nearest existing one, on the same disk as the run
     free: int
-    held: int  # by the checkpoints that later ones replace
+    held: int  # by existing checkpoints, which later ones replace
     needed: int  # by all checkpoints that the retention plan keeps
 
     @property
@@ -373,8 +353,8 @@ class DiskBudget:
         )
 
 
-def look_for_room(run_dir: Path, needed: int) -> DiskBudget:
-    """Compare the bytes that a run keeps at once with what its disk has."""
+def disk_budget(run_dir: Path, needed: int) -> DiskBudget:
+    """Return the disk space of a run that needs this many bytes for its checkpoints."""
     folder = run_dir.absolute()
     while not folder.is_dir():
         folder = folder.parent

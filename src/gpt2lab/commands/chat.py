@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
     """Load the model and answer until the input ends."""
     flags = run_tyro(Talk, argv)
     completer = load(flags, flags.style)
-    from gpt2lab.checkpoint.target import was_tuned
     from gpt2lab.finetuning.chat import Chat  # torch
+    from gpt2lab.runs.target import was_tuned
 
     plain = False
     if not was_tuned(completer.target):

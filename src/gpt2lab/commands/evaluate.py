@@ -25,11 +25,11 @@ from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.runs.console import say
 
 if TYPE_CHECKING:
-    from gpt2lab.checkpoint.target import Target
     from gpt2lab.evaluation.request import Subject
     from gpt2lab.evaluation.results import Results
     from gpt2lab.finetuning.rows import Rows
     from gpt2lab.lab.token_losses import TokenLosses
+    from gpt2lab.runs.target import Target
 
 _BY_SOURCE = ("val_loss_by_source", "val_loss_se_by_source")  # of a run's own mixture
 
@@ -146,8 +146,8 @@ def evaluate(
 
     Raises: ConfigError, DataError, CheckpointError, SaveError: each one line.
     """
-    from gpt2lab.checkpoint.target import find_target
     from gpt2lab.interop.tasks import require_lm_eval
+    from gpt2lab.runs.target import find_target
 
     def find() -> Target:
         return find_target(request.target, request.checkpoint_dir)
@@ -212,8 +212,8 @@ def _check(
 
     Raises: ConfigError.
     """
-    from gpt2lab.checkpoint.target import is_run
     from gpt2lab.finetuning.evaluation import require_rouge
+    from gpt2lab.runs.target import is_run
 
     if eval_generate:
         if conversations is None:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint.target import Target, find_target
 from gpt2lab.commands.command_line import TARGET, argument, option, run_tyro
 from gpt2lab.errors import ConfigError
 from gpt2lab.runs.console import say
+from gpt2lab.runs.target import Target, find_target
 
 # The types of the weights that each format has; the first is the default.
 _DTYPES = {"transformers": ("float32", "bfloat16"), "gguf": ("float32", "float16", "q8_0")}

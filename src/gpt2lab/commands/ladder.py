@@ -41,7 +41,7 @@ from gpt2lab.planner.scaling_law import Rung, require_enough
 from gpt2lab.planner.scaling_law import fit as fit_law
 from gpt2lab.runs import history
 from gpt2lab.runs.console import say
-from gpt2lab.runs.lock import holder_of
+from gpt2lab.runs.folder import holder_of
 from gpt2lab.training.progress import Interval
 
 if TYPE_CHECKING:

@@ -66,25 +66,24 @@ def main(argv: list[str]) -> int:
     out = paths.from_working_directory(flags.out) if flags.out else None
     if out and out.suffix not in (".png", ".svg"):
         raise ConfigError(f"--out {out}: let the name end in .png or .svg")
-    if flags.speeds is not None:
-        if out is None:
-            raise ConfigError("--speeds: say where to write with --out FILE.png")
-        plots.draw_speeds(paths.from_working_directory(flags.speeds), out)
-    elif flags.compare is not None:
-        answer = paths.from_working_directory(flags.compare)
-        out = out or answer.with_suffix(".png")
-        plots.draw_comparison(answer, out)
-    elif flags.ladder is not None:
-        folder = paths.from_working_directory(flags.ladder)
-        out = out or folder / "ladder.png"
-        plots.draw_ladder(folder / "ladder.json", out)
-    elif flags.ablation is not None:
-        if flags.x == "step":
-            raise ConfigError("--ablation: settings may differ in their steps; --x tokens or hours")
-        folder = paths.from_working_directory(flags.ablation)
-        out = out or folder / "ablation.png"
-        view = plots.View(flags.x or "tokens", flags.log)
-        plots.draw_ablation(folder / "ablation.json", out, view)
+    tables: dict[plots.Table, Path | None] = {
+        "speeds": flags.speeds,
+        "compare": flags.compare,
+        "ladder": flags.ladder and flags.ladder / "ladder.json",
+        "ablation": flags.ablation and flags.ablation / "ablation.json",
+    }
+    for kind, typed in tables.items():
+        if typed is not None:
+            if kind == "speeds" and out is None:
+                raise ConfigError("--speeds: say where to write with --out FILE.png")
+            if kind == "ablation" and flags.x == "step":
+                raise ConfigError(
+                    "--ablation: settings may differ in their steps; --x tokens or hours"
+                )
+            file = paths.from_working_directory(typed)
+            out = out or file.with_suffix(".png")
+            plots.draw_table(kind, file, out, plots.View(flags.x or "tokens", flags.log))
+            break
     else:
         out = _draw_runs(flags, out)
     print(paths.display_path(out))

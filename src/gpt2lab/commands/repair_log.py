@@ -31,10 +31,10 @@ class Repair:
 
 
 def main(argv: list[str]) -> int:
-    """Repair the log, make its index again, and say what was removed."""
+    """Repair the log, and say what was removed."""
     flags = run_tyro(Repair, argv)
-    from gpt2lab.checkpoint.catalog import METRICS
-    from gpt2lab.runs import history, log_index
+    from gpt2lab.runs import history
+    from gpt2lab.runs.events import METRICS
     from gpt2lab.runs.folder import RunFolder
 
     run_dir = history.find_run(flags.run, checkpoint_dir=flags.checkpoint_dir)
@@ -42,8 +42,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{run_dir}: no {METRICS}; not the folder of a run")
     with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
         removed, original = remove_damaged_lines(run_dir / METRICS)
-        (run_dir / log_index.INDEX).unlink(missing_ok=True)
-        log_index.read_chunks(run_dir)
     shown = paths.display_path(run_dir / METRICS)
     for number, what in removed[:_SHOWN]:
         print(f"{shown} line {number:,}: {what}; removed")

@@ -29,7 +29,8 @@ from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, InUseError
 from gpt2lab.files import JsonFile, sync_folder
 from gpt2lab.runs import history
-from gpt2lab.runs.lock import LOCK, holder_of, lock
+from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.folder import LOCK, holder_of, lock
 
 _NO_RUN = f"no run named; {paths.script('status')} lists them"
 _SETTINGS = {"n_layer", "total_batch_size"}  # in the config.json of a run, in no other program's
@@ -93,8 +94,8 @@ class Sync:
             raise ConfigError(_NO_RUN)
         folders = [history.find_run(n, checkpoint_dir=self.checkpoint_dir) for n in self.names]
         for folder in folders:
-            if not (folder / catalog.METRICS).is_file():
-                raise ConfigError(f"{folder}: no {catalog.METRICS}; not the folder of a run")
+            if not (folder / METRICS).is_file():
+                raise ConfigError(f"{folder}: no {METRICS}; not the folder of a run")
         settings = [to_flat(history.read_config(folder)) for folder in folders]
         for folder, flat in zip(folders, settings, strict=True):
             count = tracking.sync(folder.resolve(), self.to, settings=flat)

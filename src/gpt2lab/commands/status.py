@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if not runs:
             return f"no runs in {paths.display_path(folder)}"
-        return overview.describe(runs, width=width)
+        return overview.status_table(runs, width=width)
 
     if flags.json:
         print(json.dumps(overview.as_json(read())))

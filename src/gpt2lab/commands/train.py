@@ -30,7 +30,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
     arguments = parse(argv, recipe_name, page=page)
     actions, request = arguments.actions, arguments.request
     if actions.list_checkpoints:
-        from gpt2lab.checkpoint.listing import print_checkpoints
+        from gpt2lab.runs.summary import print_checkpoints
 
         checkpoint = request.config.checkpoint
         folder, run_name = checkpoint.checkpoint_dir, checkpoint.run_name
@@ -43,7 +43,7 @@ def main(argv: list[str], recipe_name: RecipeName = "pretrain", *, page: Page | 
             folder,
             run_name=run_name,
             as_json=actions.json,
-            verify=actions.verify,
+            verify_bytes=actions.verify,
         )
     recipe = recipe_named(recipe_name)
     if actions.save_config is not None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gpt2lab.checkpoint.target import find_target, was_tuned
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.errors import ConfigError, DataError, SaveError, system_errors_as
 from gpt2lab.files import staged_file
+from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import encode_typed
 from gpt2lab.tokenizers.opening import why_no_text
 
@@ -81,9 +81,9 @@ class Completer:
         problem = why_no_text(tokenizer, target.model_config().vocab_size)
         if tokenizer is None or problem is not None:
             raise ConfigError(f"{name}: {problem}: it cannot read or write text")
-        from gpt2lab.checkpoint.weights import load_weights
         from gpt2lab.distributed.runtime import Runtime, resolve_dtype
         from gpt2lab.distributed.strategy import Strategy
+        from gpt2lab.runs.weights import load_weights
 
         runtime = Runtime()
         runtime.use(SystemConfig(device=device))

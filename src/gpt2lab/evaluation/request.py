@@ -14,13 +14,13 @@ from gpt2lab.config.schema import Config, HellaSwagMetrics, SystemConfig
 from gpt2lab.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
-    from gpt2lab.checkpoint.target import Target
     from gpt2lab.data.shards import TokenData
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.evaluation.results import Results
     from gpt2lab.evaluation.validation import MeasuresLoss, ValidationLoss
     from gpt2lab.model.gpt import GPT
+    from gpt2lab.runs.target import Target
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def load_subject(
 
     Raises: CheckpointError, ConfigError.
     """
-    from gpt2lab.checkpoint.weights import load_weights
     from gpt2lab.distributed.runtime import native_bf16, resolve_dtype
     from gpt2lab.distributed.strategy import Strategy
+    from gpt2lab.runs.weights import load_weights
 
     runtime.use(SystemConfig(device=request.device))
     dtype = request.dtype

@@ -51,8 +51,8 @@ class FineTuning:
             check_lora_targets(config.model, tuning)
             if optim.has_muon and "optimizer" in chosen:
                 raise ConfigError(
-                    f"--optimizer {optim.optimizer}: is for the matrices of the blocks, which adapters leave frozen"
-                    "adapters; leave it out"
+                    f"--optimizer {optim.optimizer}: is for the matrices of the blocks, which adapters leave frozen; "
+                    "leave it out"
                 )
         elif idle := sorted({"lora_alpha", "lora_targets"} & request.typed):
             raise ConfigError(f"--{idle[0]} needs --lora_r N: without it all weights are trained")

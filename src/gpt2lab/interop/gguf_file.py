@@ -17,13 +17,13 @@ import torch
 
 from gpt2lab import __version__
 from gpt2lab.checkpoint.faults import faultpoint
-from gpt2lab.checkpoint.target import Target, was_tuned
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import options_of
 from gpt2lab.errors import CheckError, ConfigError, SaveError, system_errors_as
 from gpt2lab.files import staged_new_file
 from gpt2lab.model.gpt import GPT
+from gpt2lab.runs.target import Target, was_tuned
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.huggingface import splits_as_gpt2
 from gpt2lab.tokenizers.interface import Tokenizer, byte_alphabet

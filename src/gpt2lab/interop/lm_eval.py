@@ -33,8 +33,6 @@ from lm_eval.utils import (
 from tqdm import tqdm
 
 from gpt2lab import paths
-from gpt2lab.checkpoint.target import Target, find_target, was_tuned
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.schema import SystemConfig
 from gpt2lab.distributed.runtime import Runtime, resolve_dtype
 from gpt2lab.distributed.strategy import Strategy
@@ -44,6 +42,8 @@ from gpt2lab.evaluation.hellaswag import BATCH_TOKENS, cut_batches, make_rows, s
 from gpt2lab.model import rng
 from gpt2lab.model.attention_backend import for_changing_shapes
 from gpt2lab.model.gpt import GPT
+from gpt2lab.runs.target import Target, find_target, was_tuned
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.chat_template import jinja
 from gpt2lab.tokenizers.opening import why_no_text
 

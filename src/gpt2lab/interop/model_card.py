@@ -8,9 +8,9 @@ from typing import Any
 
 from gpt2lab import __version__, fmt
 from gpt2lab.checkpoint.catalog import CheckpointInfo
-from gpt2lab.checkpoint.target import Target
 from gpt2lab.config.settings import data_name, options_of
 from gpt2lab.runs import history
+from gpt2lab.runs.target import Target
 from gpt2lab.tokenizers.opening import why_no_text
 
 _CARD = """---

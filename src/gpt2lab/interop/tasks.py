@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2lab import fmt
-from gpt2lab.checkpoint.target import is_run
 from gpt2lab.errors import ConfigError, DataError, GPT2LabError, first_line
 from gpt2lab.evaluation.results import Results, write_results
 from gpt2lab.evaluation.uncertainty import estimate_mean
 from gpt2lab.runs import history
 from gpt2lab.runs.evaluations import add_tasks, file_of, items_folder
+from gpt2lab.runs.target import is_run
 
 if TYPE_CHECKING:
     from gpt2lab.checkpoint.catalog import CheckpointInfo
-    from gpt2lab.checkpoint.target import Target
     from gpt2lab.distributed.runtime import Runtime
     from gpt2lab.distributed.strategy import Strategy
     from gpt2lab.model.gpt import GPT
+    from gpt2lab.runs.target import Target
 
 # Resamples for the standard error of metrics that are not means, such as a perplexity. They give the error to 2 %;
 # lm-eval's default of 100,000 takes minutes.

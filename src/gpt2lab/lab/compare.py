@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint.target import find_folder, run_and_step
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import KINDS, Kind, Results, file_of_step, read_results
 from gpt2lab.evaluation.uncertainty import estimate_mean, p_of_equal_accuracy, p_of_zero_mean
 from gpt2lab.runs import evaluations, history
+from gpt2lab.runs.target import find_folder, run_and_step
 
 NOISE = 0.05  # a difference whose p-value is below is beyond noise: by chance alone 1 of 20 is
 _EVENTS: dict[Kind, str] = {"validation": "eval", "hellaswag": "hellaswag"}

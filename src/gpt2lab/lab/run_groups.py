@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint.target import is_run
 from gpt2lab.config.settings import policy_of, to_flat
 from gpt2lab.errors import DataError
 from gpt2lab.evaluation.results import Kind, Results
@@ -17,6 +16,7 @@ from gpt2lab.lab import over_seeds
 from gpt2lab.lab.compare import find_results, name_of, require_same_units
 from gpt2lab.lab.over_seeds import LOSS, SMALLEST, Comparison
 from gpt2lab.runs import history
+from gpt2lab.runs.target import is_run
 
 Group = dict[int, Path]  # seed -> the run's folder
 _OWN = ("seed", "run_name", "checkpoint_dir")  # what the runs of a group may differ in

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2lab import paths
-from gpt2lab.checkpoint.target import find_folder, run_and_step
 from gpt2lab.data.mixture import PATTERN, MixedData
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import DataError, system_errors_as
@@ -36,6 +35,7 @@ from gpt2lab.files import (
     replace_durably,
 )
 from gpt2lab.runs import evaluations, history
+from gpt2lab.runs.target import find_folder, run_and_step
 from gpt2lab.training.extension import Extension, LiveRun
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ from gpt2lab.checkpoint.manifest import read_manifest
 from gpt2lab.config.request import RunRequest
 from gpt2lab.errors import CheckpointError, ConfigError, GPT2LabError, first_line
 from gpt2lab.files import replace_durably
-from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, describe_status, run_id
+from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, run_id
 from gpt2lab.mirror.upload import Uploader
 from gpt2lab.runs import history
 from gpt2lab.runs.events import Event
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.summary import describe_mirror
 from gpt2lab.training.start import Start
 from gpt2lab.training.stop import Signals, launcher_grace_seconds
 
@@ -217,7 +218,7 @@ def _catch_up(start: Start, signals: Signals, most: float) -> None:
         if status.get("mirror") != report.to_dict():
             status["mirror"] = report.to_dict()
             replace_durably(path, json.dumps(status, indent=1) + "\n")
-        print(describe_status(status))
+        print(describe_mirror(status))
     finally:
         folder.close()
 

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from gpt2lab.checkpoint import catalog
 from gpt2lab.checkpoint import manifest as manifests
-from gpt2lab.checkpoint.catalog import LABELS, METRICS
+from gpt2lab.checkpoint.catalog import LABELS
 from gpt2lab.checkpoint.faults import faultpoint
 from gpt2lab.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, folder_name, is_folder_name
 from gpt2lab.errors import CheckpointError, ConfigError, first_line
@@ -50,6 +50,7 @@ from gpt2lab.files import (
     sweep_temporaries,
     sync_folder,
 )
+from gpt2lab.runs.events import METRICS
 
 FORMAT = "gpt2lab-mirror/1"
 _OWNER, _OF_RUN, _METRICS, _FORECAST = (
@@ -375,7 +376,8 @@ class Mirror:
         """
         copies = self.list_copies()[0][::-1]
         infos = [
-            catalog.describe(Path(folder_name(copy.step)), copy.manifest, labels) for copy in copies
+            catalog.checkpoint_info(Path(folder_name(copy.step)), copy.manifest, labels)
+            for copy in copies
         ]
         kept = catalog.to_keep(infos, keep=max(2, keep), keep_emergency=keep_emergency)
         kept += infos[-2:]
@@ -503,17 +505,6 @@ class Mirror:
             if not _begins_with(log, there):
                 os.rename(there, there.with_name(f"{METRICS}.replaced-{uuid.uuid4().hex[:8]}"))
         os.replace(log, there)
-
-
-def describe_status(status: dict[str, Any]) -> str | None:
-    """Write what a status.json says of the mirror, whatever it holds; None without one."""
-    found = status.get("mirror")
-    if not isinstance(found, dict):
-        return None
-    step, newest, error = (found.get(key) for key in ("step", "newest", "error"))
-    line = f"mirror: newest copy is step {step}" if is_count(step) else "mirror: no copy yet"
-    line += f", newest checkpoint is step {newest}" if is_count(newest) else ""
-    return f"{line:.100}" + (f"; last error {error:.200}" if isinstance(error, str) else "")
 
 
 def _sync_names(folder: Path) -> None:

@@ -101,7 +101,7 @@ def record_of(
     ratios["start"] = max(0.1, float(elapsed[0] - taken[0]) - log.seconds_before_first_step())
     cpu = np.nan_to_num(log.last_start("cpu_seconds")[2:])
     return {
-        "time": float(log.last_start("time")[-1]),
+        "time": float((log.last_step() or {})["time"]),
         "source": source,
         "device": environment["device"],
         "world": world,

@@ -159,8 +159,8 @@ def write_prediction(folder: Path, ladder: Ladder, point: Point) -> dict[str, An
         same = (inputs, point.parameters, point.tokens, point.seeds)
         if tuple(found.get(k) for k in ("inputs_sha256", "parameters", "tokens", "seeds")) != same:
             raise CheckError(
-                f"{paths.display_path(path)} was written at {found.get('written')} from other losses or for another top "
-                f"rung: a prediction is not changed; run the ladder in a new folder (--out)"
+                f"{paths.display_path(path)} was written at {found.get('written')} from other losses or for another "
+                f"top rung: a prediction is not changed; run the ladder in a new folder (--out)"
             )
         return found
     now = datetime.datetime.now(datetime.timezone.utc)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint import catalog
 from gpt2lab.config.derived import frequencies
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import override
@@ -19,6 +18,7 @@ from gpt2lab.model.counts import count_parameters, training_flops_per_token
 from gpt2lab.planner.job import Job
 from gpt2lab.planner.reports import blank, describe_actual
 from gpt2lab.runs import history
+from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.history import read_json
 from gpt2lab.training.progress import MOST_STEPS, WARM_UP, Interval, Progress
 
@@ -58,7 +58,7 @@ class Remaining:
 
 def last_written_run(checkpoint_dir: Path) -> Path | None:
     """Return the run that wrote to its metrics last, or None."""
-    files = checkpoint_dir.glob(f"*/{catalog.METRICS}")
+    files = checkpoint_dir.glob(f"*/{METRICS}")
     newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
     return newest.parent if newest else None
 
@@ -74,11 +74,11 @@ def estimate_remaining(run_dir: Path) -> Remaining:
     begin = log.last_begin
     if begin is None or "tokens_per_step" not in begin:
         raise ConfigError(
-            f"{run_dir}: {catalog.METRICS} does not say how long the run is; restore the run's own files"
+            f"{run_dir}: {METRICS} does not say how long the run is; restore the run's own files"
         )
     if begin["tokens_per_step"] != config.batch.total_batch_size:
         raise ConfigError(
-            f"{run_dir}: {catalog.METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "
+            f"{run_dir}: {METRICS} is of {begin['tokens_per_step']} tokens a step, config.json of "
             f"{config.batch.total_batch_size}: a log from another config; restore the run's own files"
         )
     last_step, attempt = begin["max_steps"], log.last_attempt

@@ -1,7 +1,7 @@
-"""Charts of a page, drawn as SVG that fits any width: geometry only, report.html writes it. No torch.
+"""The geometry of the charts on a page, which page.html writes as SVG. No torch.
 
-Curves lie in an inner picture that is stretched to the chart's size; ticks and labels are placed in percent around it,
-so that text keeps its size on a narrow screen. report.js shows the values at the pointer, which come along as JSON.
+Curves are drawn in an inner picture that is stretched to the size of the chart; ticks and labels are placed around it
+in percent, so that text keeps its size on a narrow screen. page.js shows the values at the pointer, from JSON.
 """
 
 from __future__ import annotations
@@ -10,33 +10,21 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from gpt2lab import fmt
-from gpt2lab.report.curves import AXES, REFERENCES, Axis, Curve, Curves, Trace
+from gpt2lab.report.curves import AXES, FEWEST_JOINED, Axis, Curves, Line, Panel, panels_of
 
-WIDTH, HEIGHT = 4000, 1000  # of the inner picture, in its own units
-_COLOURS = 7  # classes c0 ... c6 of report.css
-_LARGEST = 1e30  # what a curve can show, and on a logarithmic scale its inverse is the least
-
-Kind = Literal["raw", "line", "points"]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A curve of a chart; `name` is None for one that the legend and the pointer leave out."""
-
-    name: str | None
-    colour: str  # class of report.css
-    kind: Kind
-    curve: Curve
+WIDTH, HEIGHT = 4000, 1000  # of the inner picture, in its units
+_COLOURS = 7  # classes c0 ... c6 of page.css
+_LARGEST = 1e30  # value that is drawn; the smallest one on a logarithmic scale is its inverse
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A path of the inner picture, with its classes and what is said of it where the pointer rests."""
+    """A path of the inner picture, with its CSS classes and the tooltip."""
 
     classes: str
     path: str
@@ -45,14 +33,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart by one axis: places in percent of its width and height."""
+    """A chart over one axis; places are in percent of its width and height."""
 
     axis: Axis | None
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     notes: list[tuple[float, str]]  # height, text
     marks: list[Mark]
-    hover: str  # JSON for report.js
+    hover: str  # JSON for page.js
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to shares of a length, 0 at its low end."""
+    """Maps values to shares of a length, 0 at its low end."""
 
     low: float
     high: float
@@ -94,7 +82,7 @@ class Scale:
         low: float | None = None,
         margin: float = 0.04,
     ) -> Scale:
-        """Return a scale on which all values lie, or all positive ones of a logarithmic scale; from `low`, if given."""
+        """Return a scale that covers all values (positive ones if logarithmic); it begins at `low`, if given."""
         known = values[np.isfinite(values) & (np.abs(values) < _LARGEST)]
         known = known[known > 1 / _LARGEST] if is_log else known
         least, most = (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
@@ -108,7 +96,7 @@ class Scale:
         return cls(least - margin * span if low is None else least, most + margin * span)
 
     def at(self, values: Any) -> np.ndarray:
-        """Return the shares; NaN for what has no place."""
+        """Return the shares; NaN for a value that cannot be drawn."""
         known = np.asarray(values, float)
         has_place = np.abs(known) < _LARGEST
         if self.is_log:
@@ -129,7 +117,7 @@ class Scale:
             values = [value for value in values if self.low <= value <= self.high]
             if len(values) > 1:
                 return _labelled(values)
-        # Also where a logarithmic scale is too short for two round values.
+        # A logarithmic scale that is too short for two round values has linear ticks.
         rough = (self.high - self.low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(f * unit for f in (1, 2, 2.5, 5, 10) if f * unit >= 0.999 * rough)
@@ -139,7 +127,7 @@ class Scale:
     def percent(
         self, labelled: Sequence[tuple[float, str]], *, down: bool = False
     ) -> list[tuple[float, str]]:
-        """Return labels with their places in percent, from the right or upper end if `down`."""
+        """Return labels with their places in percent; from the upper end if `down`."""
         shares = [float(self.at(value)) for value, _ in labelled]
         return [
             (round(100 * (1 - share if down else share), 2), text)
@@ -148,7 +136,7 @@ class Scale:
 
 
 def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
-    """Return values with their texts, of as many digits as tell them apart."""
+    """Return values with their texts, with the fewest digits that make the texts differ."""
     texts: list[str] = []
     for more in range(12):
         texts = [_short(value, more) for value in values]
@@ -158,7 +146,7 @@ def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
 
 
 def _short(value: float, more: int) -> str:
-    """Write a round number: 0.0005, 2.5, 2500, 12.5K, or with more digits than these; no sum of tenths shows."""
+    """Write a round number: 0.0005, 2.5, 2500, 12.5K; `more` digits than these. Rounding errors do not show."""
     if value < 10_000:
         return f"{value:.{6 + more}g}"
     return fmt.count(value, digits=3 + more)
@@ -166,87 +154,35 @@ def _short(value: float, more: int) -> str:
 
 def charts_of(runs: Sequence[Curves]) -> list[Chart]:
     """Return the charts of one run, or of several over each other."""
-    several = len(runs) > 1
-    losses = [line for i, run in enumerate(runs) for line in _losses(run, i, several=several)]
-    by_run = [(colour_of(i), run.name) for i, run in enumerate(runs)] if several else None
-    title = f"loss, nats/token{'; dots: validation' if several else ''}"
-    charts = [_chart(title, losses, runs, legend=by_run, height=340)]
-    for metric, references in REFERENCES.items():
-        scores = [
-            Line(run.name if several else "accuracy", colour_of(i), "points", run.hellaswag[metric])
-            for i, run in enumerate(runs)
-            if metric in run.hellaswag
-        ]
-        if scores:
-            title = f"HellaSwag {metric} ± standard error"
-            charts.append(_chart(title, scores, runs, references=references))
-    rates = [line for i, run in enumerate(runs) for line in _rates(run, i, several=several)]
-    names = [run.name if several else "running median" for run in runs]
-    norms = [line for i, name in enumerate(names) for line in _trace(name, runs[i].grad_norm, i)]
-    speeds = [
-        line for i, name in enumerate(names) for line in _trace(name, runs[i].tokens_per_second, i)
-    ]
-    return [
-        *charts,
-        _chart("learning rate", rates, runs, low=0.0),
-        _chart("gradient norm", norms, runs, is_log=True),
-        _chart("tokens/s", speeds, runs, low=0.0),
-    ]
+    panels = panels_of(runs)
+    return [_chart(p, runs, height=340 if p is panels[0] else 240) for p in panels]
 
 
 def colour_of(number: int) -> str:
-    """Return the class that colours a run, by its place among the runs of a page."""
+    """Return the CSS class with the colour of a run, by its place among the runs of a page."""
     return f"c{number % _COLOURS}"
 
 
-def _losses(run: Curves, number: int, *, several: bool) -> list[Line]:
-    prefix, colour = f"{run.name}, " if several else "", colour_of(number)
-    training = colour if several else "grey"
-    return [
-        Line(None, training, "raw", run.loss.raw),
-        Line(f"{prefix}training, running median", training, "line", run.loss.smooth),
-        Line(f"{prefix}validation ± standard error", colour, "points", run.validation),
-    ]
+def _class_of(line: Line) -> str:
+    colour = "grey" if line.colour is None else colour_of(line.colour)
+    return f"{colour} dashed" if line.is_dashed else colour
 
 
-def _rates(run: Curves, number: int, *, several: bool) -> list[Line]:
-    lines = []
-    for (optimizer, rate), dash in zip(run.rates.items(), ("", " dashed"), strict=False):
-        parts = [run.name] if several else []
-        parts += [optimizer] if len(run.rates) > 1 or not several else []
-        lines.append(Line(", ".join(parts), colour_of(number) + dash, "line", rate))
-    return lines
-
-
-def _trace(name: str, trace: Trace, number: int) -> list[Line]:
-    colour = colour_of(number)
-    return [Line(None, colour, "raw", trace.raw), Line(name, colour, "line", trace.smooth)]
-
-
-def _chart(
-    title: str,
-    lines: list[Line],
-    runs: Sequence[Curves],
-    *,
-    references: Sequence[tuple[float, str]] = (),
-    legend: list[tuple[str, str]] | None = None,
-    height: int = 240,
-    is_log: bool = False,
-    low: float | None = None,
-) -> Chart:
-    lines = [line for line in lines if len(line.curve)]
-    values = [np.array([value for value, _ in references])]
+def _chart(panel: Panel, runs: Sequence[Curves], *, height: int) -> Chart:
+    lines = [line for line in panel.lines if len(line.curve)]
+    values = [np.array([value for value, _ in panel.references])]
     for line in lines:
         error = 0.0 if line.curve.error is None else line.curve.error
         values += [line.curve.y - error, line.curve.y + error]
-    y = Scale.over(np.concatenate(values), is_log=is_log, low=low)
-    if legend is None:
-        legend = [(line.colour, line.name) for line in lines if line.name is not None]
-    shown = list(legend) if len(legend) > 1 else []
+    y = Scale.over(np.concatenate(values), is_log=panel.is_log, low=panel.low)
+    legend = [(_class_of(line), line.name) for line in lines if line.name is not None]
+    if panel.by_run:
+        legend = [(colour_of(i), run.name) for i, run in enumerate(runs)]
+    shown = legend if len(legend) > 1 else []
     if any(len(run.resumes["step"]) for run in runs):
-        shown.append(("dotted", "resumed"))
-    pictures = [_picture(axis, lines, runs, references, y) for axis in AXES]
-    return Chart(title, height, shown, pictures)
+        shown = [*shown, ("dotted", "resumed")]
+    pictures = [_picture(axis, lines, runs, panel.references, y) for axis in AXES]
+    return Chart(panel.title, height, shown, pictures)
 
 
 def _picture(
@@ -279,33 +215,32 @@ def _picture(
 
 
 def _marks(line: Line, x: np.ndarray, scale: Scale) -> list[Mark]:
-    curve = line.curve
+    curve, colour = line.curve, _class_of(line)
     y = scale.at(curve.y)
     known = np.isfinite(x) & np.isfinite(y)
     across, down = (WIDTH * x[known]).round(), (HEIGHT * (1 - y[known])).round()
     places = [f"{a:.0f},{b:.0f}" for a, b in zip(across, down, strict=True)]
     path = "M" + "L".join(places) if places else ""
     if line.kind != "points":
-        return [Mark(f"{line.colour} {line.kind}", path)]
+        return [Mark(f"{colour} {line.kind}", path)]
     error = np.zeros(len(curve)) if curve.error is None else curve.error
     ends = [HEIGHT * (1 - scale.at(curve.y + s * error)[known]) for s in (-1, 1)]
     bars = zip(across, *ends, strict=True)
     errors = "".join(f"M{a:.0f},{low:.0f}V{high:.0f}" for a, low, high in bars)
-    marks = [Mark(f"{line.colour} error", errors), Mark(f"{line.colour} points", _dots(places))]
-    # A line between few points misleads.
-    return [Mark(f"{line.colour} line", path), *marks] if len(places) >= 5 else marks
+    marks = [Mark(f"{colour} error", errors), Mark(f"{colour} points", _dots(places))]
+    return [Mark(f"{colour} line", path), *marks] if len(places) >= FEWEST_JOINED else marks
 
 
 def _dots(places: Sequence[str]) -> str:
-    """Return lines of no length, which a round pen draws as circles however the picture is stretched."""
+    """Return lines of length 0: with round caps they are circles, however the picture is stretched."""
     return "".join(f"M{place}h0" for place in places)
 
 
 def _values(line: Line, axis: Axis) -> dict[str, Any]:
-    """Return what the pointer shows of a line."""
+    """Return the values of a line that page.js shows at the pointer."""
     curve = line.curve
     known = np.isfinite(curve.x[axis]) & np.isfinite(curve.y)
-    values: dict[str, Any] = {"name": line.name, "colour": line.colour}
+    values: dict[str, Any] = {"name": line.name, "colour": _class_of(line)}
     values["x"] = [float(f"{x:.10g}") for x in curve.x[axis][known]]
     values["y"] = [float(f"{y:.5g}") for y in curve.y[known]]
     if curve.error is not None:
@@ -316,7 +251,7 @@ def _values(line: Line, axis: Axis) -> dict[str, Any]:
 def interval_chart(
     title: str, intervals: Sequence[Interval], legend: list[tuple[str, str]]
 ) -> Chart | None:
-    """Return intervals below each other, each with its value, as multiples of 1; None if there are none."""
+    """Return a chart with one row for each interval and its value, in multiples of 1; None if there are none."""
     if not intervals:
         return None
     x = Scale.over(

@@ -1,9 +1,12 @@
-"""What a run's log draws: few points of each curve, with their places by step, tokens and hours. No torch."""
+"""The curves of runs: few points of each, with their places by step, tokens and hours, and the panels that they share.
+
+The page (charts.py) and the pictures of `plot` (plots.py) draw the same panels. No torch.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +19,10 @@ from gpt2lab.runs import history
 Axis = Literal["step", "tokens", "hours"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "hours")
 
-_POINTS = 400  # of a curve: more is noise on a page
+_POINTS = 400  # of a curve: more do not show on a page
+FEWEST_JOINED = 5  # measured points: a line between fewer misleads
 _WINDOW = 25  # a smoothed curve is a median over this part of a run
-_LOOKED_AT = 2000  # values of a window of it: more would not move it by a pixel
+_LOOKED_AT = 2000  # values of such a window: more do not move the median by a pixel
 
 # What GPT-2 124M reaches, by the same rule as the curve beside it (reference harness 0.4, acc_norm; the tutorial
 # lineage's own protocol), and GPT-3 124M as published, which is another protocol (Brown et al. 2020, table H.1).
@@ -42,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Trace:
-    """A noisy number of every step: the extremes of equal stretches, so that no spike is missing, and medians."""
+    """A noisy number of every step: the extremes of equal parts of the run, where no spike is lost, and medians."""
 
     raw: Curve
     smooth: Curve
@@ -50,7 +54,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run recorded; only along the line of steps that its newest weights went through."""
+    """The curves of a run, along the steps that led to its newest weights."""
 
     name: str
     loss: Trace
@@ -62,8 +66,31 @@ class Curves:
     resumes: dict[Axis, np.ndarray]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A curve of a panel; `name` is None for one that the legend and the pointer leave out."""
+
+    name: str | None
+    colour: int | None  # the place of its run among those drawn; None: grey
+    kind: Literal["raw", "line", "points"]
+    curve: Curve
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves that share a vertical axis."""
+
+    title: str
+    lines: list[Line]
+    references: Sequence[tuple[float, str]] = ()  # values to draw a level at, with their names
+    is_log: bool = False  # by default, the vertical axis
+    low: float | None = None  # the lower end of the vertical axis
+    by_run: bool = False  # whether the legend names runs instead of lines
+
+
 def read_curves(run_dir: Path) -> Curves:
-    """Read a run's events.
+    """Read the curves of a run.
 
     Raises: ConfigError if it has taken no step.
     """
@@ -71,7 +98,7 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curves:
-    """Take what is drawn from a run's log, under a name that is its folder's unless given.
+    """Return the curves of a log; `name` is by default that of the folder.
 
     Raises: ConfigError if it has taken no step.
     """
@@ -93,8 +120,58 @@ def curves_of(run_dir: Path, log: history.Log, name: str | None = None) -> Curve
     )
 
 
+def panels_of(runs: Sequence[Curves]) -> list[Panel]:
+    """Return the panels of one run, or of several over each other: loss, HellaSwag, learning rate, norm, speed."""
+    several = len(runs) > 1
+    numbered = list(enumerate(runs))
+    losses = [line for i, run in numbered for line in _loss_lines(run, i, several=several)]
+    title = f"loss, nats/token{'; dots: validation' if several else ''}"
+    panels = [Panel(title, losses, by_run=several)]
+    for metric, references in REFERENCES.items():
+        scores = [
+            Line(run.name if several else "accuracy", i, "points", run.hellaswag[metric])
+            for i, run in numbered
+            if metric in run.hellaswag
+        ]
+        if scores:
+            panels.append(Panel(f"HellaSwag {metric} ± standard error", scores, references))
+    rates = [
+        Line(
+            ", ".join([run.name] * several + [optimizer] * (len(run.rates) > 1 or not several)),
+            *(i, "line", rate),
+            is_dashed=place > 0,
+        )
+        for i, run in numbered
+        for place, (optimizer, rate) in enumerate(run.rates.items())
+    ]
+    names = [run.name if several else "running median" for run in runs]
+    norms = [line for i, run in numbered for line in _trace_lines(names[i], run.grad_norm, i)]
+    speeds = [
+        line for i, run in numbered for line in _trace_lines(names[i], run.tokens_per_second, i)
+    ]
+    return [
+        *panels,
+        Panel("learning rate", rates, low=0.0),
+        Panel("gradient norm", norms, is_log=True),
+        Panel("tokens/s", speeds, low=0.0),
+    ]
+
+
+def _loss_lines(run: Curves, number: int, *, several: bool) -> list[Line]:
+    prefix = f"{run.name}, " if several else ""
+    name = f"{prefix}training, running median"
+    return [
+        *_trace_lines(name, run.loss, number if several else None),
+        Line(f"{prefix}validation ± standard error", number, "points", run.validation),
+    ]
+
+
+def _trace_lines(name: str, trace: Trace, colour: int | None) -> list[Line]:
+    return [Line(None, colour, "raw", trace.raw), Line(name, colour, "line", trace.smooth)]
+
+
 class _Places:
-    """Where the current steps of a log are on each axis: hours are those spent in steps, without pauses."""
+    """The places of the current steps of a log on each axis; hours are those spent in steps."""
 
     def __init__(self, log: history.Log) -> None:
         self._log = log
@@ -104,7 +181,7 @@ class _Places:
         self._hours /= 3600
 
     def of(self, steps: Iterable[float]) -> dict[Axis, np.ndarray]:
-        """Return the places of some steps; before the first there are no tokens and no hours."""
+        """Return the places of some steps; 0 tokens and hours before the first."""
         x, numbers = np.fromiter(steps, float), self._log.numbers
         tokens, hours = (
             np.interp(x, numbers, column, left=0.0) for column in (self._tokens, self._hours)
@@ -112,20 +189,20 @@ class _Places:
         return {"step": x, "tokens": tokens, "hours": hours}
 
     def spread(self, field: str) -> Curve:
-        """Return values of a field at equal distances, the first and the last among them."""
+        """Return values of a field at equal distances, with the first and the last."""
         rows, values = self._known(field)
         chosen = np.array(spread(range(len(values)), _POINTS), int)
         return self._at(rows, chosen, values[chosen])
 
     def trace(self, field: str) -> Trace:
-        """Return a field of every step, noisy and smoothed."""
+        """Return a field of every step, raw and smoothed."""
         rows, values = self._known(field)
         sharp, even = extremes(values), np.array(spread(range(len(values)), _POINTS), int)
         smooth = running_medians(values, even)
         return Trace(self._at(rows, sharp, values[sharp]), self._at(rows, even, smooth))
 
     def measured(self, events: Mapping[int, Mapping[str, Any]], metric: str) -> Curve:
-        """Return the evaluations that have a metric, at most 400, with their standard errors."""
+        """Return at most 400 evaluations that have a metric, with their standard errors."""
         known = [step for step in sorted(events) if events[step].get(metric) is not None]
         known = spread(known, _POINTS)
         errors = [events[step].get(f"{metric}_se") or 0.0 for step in known]
@@ -136,7 +213,7 @@ class _Places:
         )
 
     def _known(self, field: str) -> tuple[np.ndarray | range, np.ndarray]:
-        """Return the rows that have a finite number, and the numbers."""
+        """Return the rows in which a field is finite, and the values there."""
         values = self._log.column(field)
         finite = np.isfinite(values)
         if finite.all():
@@ -154,7 +231,7 @@ class _Places:
 
 
 def spread(places: range | list[int], count: int) -> list[int]:
-    """Return at most `count` of the places, the first and the last among them."""
+    """Return at most `count` of the places at equal distances, with the first and the last."""
     if len(places) <= count:
         return list(places)
     return [places[round(i * (len(places) - 1) / (count - 1))] for i in range(count)]
@@ -163,7 +240,7 @@ def spread(places: range | list[int], count: int) -> list[int]:
 def running_medians(values: np.ndarray, at: np.ndarray) -> np.ndarray:
     """Return the median around each place, over a 25th of all values, or over 2,000 random ones of these.
 
-    At the beginning, where a loss falls fast, it is over fewer to stay centred; at the end over those before.
+    Near the beginning, where a loss falls fast, the window is shorter, so that it stays centred.
     """
     half = len(values) // (2 * _WINDOW)
     chosen = np.random.RandomState(0).random(_LOOKED_AT)  # in a window of width 1
@@ -178,7 +255,7 @@ def running_medians(values: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def extremes(values: np.ndarray) -> np.ndarray:
-    """Return the places of the least and the greatest value of each of 400 equal stretches, ascending."""
+    """Return the places of the smallest and the largest value of each of 400 equal parts, ascending."""
     if len(values) <= 2 * _POINTS:
         return np.arange(len(values))
     found: set[int] = set()

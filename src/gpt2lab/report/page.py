@@ -1,7 +1,7 @@
-"""Runs on one HTML page that needs no network and runs no script but its own, whatever text the models wrote. No torch.
+"""The report: runs on one HTML page that needs no network. No torch.
 
-jinja2 fills report.html and escapes every value. The page's Content-Security-Policy allows only its own style sheet and
-its own script, by their hashes.
+jinja2 fills page.html and escapes every value, so that no text of a model becomes markup. The Content-Security-Policy
+of the page allows only its own style sheet and its own script, by their hashes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from gpt2lab.runs.evaluations import newest_tasks
 from gpt2lab.runs.history import Log, read_json
 
 _TEMPLATE, _STYLE, _SCRIPT = (Path(__file__).with_suffix(end) for end in (".html", ".css", ".js"))
-_SAMPLES = 16  # shown, spread evenly over the run
+_SAMPLES = 16  # on the page, spread evenly over the run
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast number beside the actual one; `low` and `high` bound its 80 % interval, None where it has none."""
+    """A forecast and the actual number; `low` and `high` are its 80 % interval, None if it has none."""
 
     what: str
     value: float
@@ -59,7 +59,7 @@ class Forecast:
         return f"{self.write(self.low)} … {self.write(self.high)}"
 
     def interval(self, run: str, colour: str) -> Interval | None:
-        """Return the actual number in multiples of the forecast, for the chart; None for one that has none."""
+        """Return the row of the chart, in multiples of the forecast; None if a number is not positive."""
         if self.value <= 0 or self.actual <= 0:
             return None
         low, high = self.low or self.value, self.high or self.value
@@ -76,7 +76,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     """
     page = render(*run_dirs)
     with system_errors_as(ConfigError, out, what="cannot be written"):
-        # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes a question mark.
+        # A lone surrogate is valid in JSON and not in UTF-8: it becomes a question mark.
         replace_durably(out, page.encode("utf-8", "replace"))
 
 
@@ -115,7 +115,7 @@ def render(*run_dirs: Path) -> str:
 
 
 def _read(run_dir: Path, name: str) -> Event:
-    """Return what the page says of one run."""
+    """Return what the template needs of one run."""
     config, log = history.read_config(run_dir), history.read_log(run_dir)
     status = overview.read_run(run_dir, log)
     facts = read_json(run_dir / "run.json") or {}
@@ -132,7 +132,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "tasks": _tasks(run_dir, log),
         "forecast": _forecast(run_dir, log),
         "samples": [
-            (step, *_parted(samples[step], config, log))
+            (step, *_split_sample(samples[step], config, log))
             for step in curves.spread(sorted(samples), _SAMPLES)
         ],
         "all_samples": len(samples),
@@ -142,7 +142,7 @@ def _read(run_dir: Path, name: str) -> Event:
         "warnings": [_warning(e) for e in log.of_kind("warning", "rewind")],
         "damaged": [str(error) for error in damaged],
         "environment": _environment(facts),
-        "command": summary.command_to_go_on(run_dir, log) if log else None,
+        "command": summary.command_to_continue(run_dir, log) if log else None,
     }
 
 
@@ -158,17 +158,15 @@ def _title(config: Config, log: Log) -> str:
 
 
 def _tiles(log: Log) -> list[tuple[str, str, str]]:
-    """Return (what, value, note) of the numbers at the top of the page."""
+    """Return (name, value, note) of the numbers at the top of the page."""
     evals, scores = log.current("eval"), log.current("hellaswag")
-    newest = log.last_step()
+    first, newest = log.first_step(), log.last_step()
     tiles = []
-    if newest is not None:
-        first = log.step(int(log.numbers[0])) or {}
+    if first is not None and newest is not None:
         note = f"{fmt.number(first.get('loss'))} at step {first['step']:,}"
         tiles.append(("training loss", fmt.number(newest.get("loss")), note))
-    measured = [event for event in evals.values() if event["val_loss"] is not None]
-    if measured:
-        last, best = measured[-1], min(measured, key=lambda event: event["val_loss"])
+    if (best := log.best_eval()) is not None:
+        last = [event for event in evals.values() if event["val_loss"] is not None][-1]
         note = f"± {fmt.number(last.get('val_loss_se'))}; best {best['val_loss']:.4f} at step {best['step']:,}"
         tiles.append(("validation loss", f"{last['val_loss']:.4f}", note))
     if scores:
@@ -180,8 +178,10 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
         goal = f" of {begin['max_steps']:,}" if (begin := log.last_begin) else ""
         shown = "n/a" if tokens is None else fmt.count(tokens)
         tiles.append(("tokens", shown, f"step {newest['step']:,}{goal}"))
-        rate, mfu = _median(log, "tokens_per_second"), _median(log, "mfu")
-        note = "median step" if mfu is None else f"median step; MFU {mfu:.1%}"
+        rate, note = _median(log, "tokens_per_second"), "median step"
+        if rate and newest.get("mfu") and newest.get("tokens_per_second"):
+            mfu = newest["mfu"] * rate / newest["tokens_per_second"]  # proportional on one machine
+            note += f"; MFU {mfu:.1%}"
         tiles.append(("tokens/s", fmt.number(rate, ",.0f"), note))
         starts = log.last_attempt
         trained = float(np.nansum(log.column("step_seconds")))
@@ -191,14 +191,14 @@ def _tiles(log: Log) -> list[tuple[str, str, str]]:
 
 
 def _median(log: Log, field: str) -> float | None:
-    """Return the median over the current steps; None if none has the field."""
+    """Return the median of a field over the current steps; None if no step has it."""
     known = log.column(field)
     known = known[~np.isnan(known)]
     return float(np.median(known)) if len(known) else None
 
 
 def _sources(log: Log) -> list[tuple[str, ...]]:
-    """Return (name, share of the samples, passes, validation loss, its standard error) of a mixture's sources."""
+    """Return (name, share of the samples, epochs, validation loss, standard error) of each source of a mixture."""
     evals, mixtures = log.current("eval"), log.current("mixture")
     epochs = (log.last_step() or {}).get("epochs_by_source")
     if not mixtures or epochs is None:  # no mixture, or none any more
@@ -219,7 +219,7 @@ def _sources(log: Log) -> list[tuple[str, ...]]:
 
 
 def _tasks(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
-    """Return (task, metric, value, standard error, items, step) of lm-eval's tasks, each task's newest evaluation."""
+    """Return (task, metric, value, standard error, items, step) of the newest evaluation of each lm-eval task."""
     return [
         (
             name,
@@ -234,9 +234,9 @@ def _tasks(run_dir: Path, log: Log) -> list[tuple[str, ...]]:
     ]
 
 
-def _parted(sample: Event, config: Config, log: Log) -> tuple[str, str]:
-    """Return the prompt of a sample and what the model wrote."""
-    prompt = config.eval.sample_prompt  # of the last start; each resume recorded what it changed
+def _split_sample(sample: Event, config: Config, log: Log) -> tuple[str, str]:
+    """Return the prompt of a sample and the text that the model generated."""
+    prompt = config.eval.sample_prompt  # of the last start; undo the changes of later resumes
     for resume in reversed(log.of_kind("resume")):
         if resume["attempt"] > sample["attempt"]:
             prompt, _ = (resume.get("changes") or {}).get("sample_prompt", (prompt, None))
@@ -255,7 +255,7 @@ def _differing(runs: Sequence[Event]) -> list[tuple[str, list[str]]]:
 
 
 def _accuracy(runs: Sequence[Event]) -> Chart | None:
-    """Return the chart of all actual numbers in multiples of their forecasts."""
+    """Return the chart of actual numbers in multiples of their forecasts, None if there are none."""
     found = [
         interval
         for what in dict.fromkeys(row.what for run in runs for row in run["forecast"])
@@ -269,7 +269,7 @@ def _accuracy(runs: Sequence[Event]) -> Chart | None:
 
 
 def _forecast(run_dir: Path, log: Log) -> list[Forecast]:
-    """Return all that estimate.json and the run both record."""
+    """Return a row for each number that both estimate.json and the run have."""
     document = read_json(run_dir / "estimate.json") or {}
     rows: list[Forecast] = []
     span, rate = document.get("estimate"), document.get("throughput") or {}
@@ -303,7 +303,7 @@ def _verdict(low: float, high: float, actual: float) -> str:
 
 
 def _starts(log: Log, *, is_running: bool) -> list[Event]:
-    """Return each start: when, from which step, with which world size, what it changed, how it ended."""
+    """Return a row for each start: time, steps, world size, changes, and how it ended."""
     starts: list[Event] = []
     for begin in log.of_kind("begin"):
         of = [event for event in log.events if event["attempt"] == begin["attempt"]]
@@ -326,7 +326,7 @@ def _starts(log: Log, *, is_running: bool) -> list[Event]:
             }
         )
     if starts and is_running:
-        starts[-1]["end"] = "goes on"
+        starts[-1]["end"] = "running"
     return starts
 
 
@@ -336,7 +336,7 @@ def _settings(config: Config) -> list[tuple[str, str, str, bool]]:
     rows = []
     for name, value in to_flat(config).items():
         usual = plain[name]
-        if usual is not None and is_path(name):  # a run keeps the absolute path
+        if usual is not None and is_path(name):  # config.json has absolute paths
             usual = resolved(name, usual, paths.from_repository)
         differs = value != usual and LEAVES[name][0] != "checkpoint"
         rows.append((name, _setting(value), _setting(plain[name]), differs))
@@ -371,7 +371,7 @@ def _environment(facts: Event) -> list[tuple[str, str]]:
 
 
 def _gib(value: float) -> str:
-    return f"{value / 2**30:.2f} GiB"  # as the forecast before a run
+    return f"{value / 2**30:.2f} GiB"  # the unit of the forecast before a run
 
 
 def _hours(value: float) -> str:

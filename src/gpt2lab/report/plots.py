@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,32 +16,28 @@ import numpy as np
 from gpt2lab import fmt, paths
 from gpt2lab.errors import ConfigError
 from gpt2lab.files import replace_durably
-from gpt2lab.report.curves import REFERENCES, Axis, Curve, Curves, Trace
+from gpt2lab.report.curves import FEWEST_JOINED, Axis, Curve, Curves, Panel, panels_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
+# The palette of Okabe and Ito, which colour-blind people can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# Text and lines of an SVG that is read on a light and on a dark page.
+# The colours of text and axes in an SVG, on a light and on a dark page.
 _INK, _INK_ON_DARK = "#656d76", "#9198a1"
 _GREY = "#8c959f"
-
-_Y_LABELS = {
-    "loss": "loss, nats/token",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "speed": "tokens/s",
-}
 
 # The label of each axis; hours leave out evaluations and the pauses between starts.
 X_LABELS: dict[Axis, str] = {"step": "step", "tokens": "tokens", "hours": "hours of steps"}
 
 
+Table = Literal["speeds", "ablation", "compare", "ladder"]
+
+
 @dataclass(frozen=True)
 class View:
-    """How curves are drawn: by what, and which axes are logarithmic."""
+    """The horizontal axis of the curves, and which axes are logarithmic."""
 
     x: Axis = "step"
     log: Literal["x", "y", "xy"] | None = None
@@ -73,15 +67,30 @@ def draw(runs: list[Curves], path: Path, view: View, *, only_loss: bool = False)
     _write(_figure(runs, view, only_loss=only_loss), path)
 
 
-def draw_speeds(table: Path, path: Path) -> None:
-    """Draw measured tokens/s as bars, a panel per model size; `table` is JSON like docs/benchmarks.json.
+def draw_table(kind: Table, file: Path, path: Path, view: View) -> None:
+    """Draw what a JSON file holds: measured speeds, an ablation over seeds, `compare --json`, or a ladder.
 
-    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
+    Raises: ConfigError if matplotlib is missing, the file cannot be read or the picture cannot be written.
     """
-    _write(_figure_of(table, _speeds, "no table of speeds", "docs/benchmarks.json is one"), path)
+    draw, otherwise, fix = {
+        "speeds": (_speeds, "no table of speeds", "docs/benchmarks.json is one"),
+        "ablation": (_ablation, "no table of an ablation", f"{paths.script('ablate')} writes it"),
+        "compare": (
+            _comparison,
+            "no comparison with intervals",
+            f"{paths.script('compare')} --json prints one of groups of runs, or with --explain",
+        ),
+        "ladder": (_ladder, "no results of a ladder", f"{paths.script('ladder')} fit writes them"),
+    }[kind]
+    try:
+        figure = draw(json.loads(file.read_text()), view)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ConfigError(f"{file}: {otherwise} ({_reason(error)}); {fix}") from error
+    _write(figure, path)
 
 
-def _speeds(found: dict[str, Any]) -> Figure:
+def _speeds(found: dict[str, Any], view: View) -> Figure:
+    """Draw measured tokens/s as bars, a panel for each model size."""
     sizes = found["tokens_per_second"]
     panels = [(name, list(speeds.items())) for name, speeds in sizes.items()]
     figure = _new_figure(9, 2.2 * -(-len(panels) // 2))
@@ -98,30 +107,11 @@ def _speeds(found: dict[str, Any]) -> Figure:
     return figure
 
 
-def _figure_of(file: Path, draw: Callable[[Any], Figure], otherwise: str, fix: str) -> Figure:
-    """Draw what a JSON file holds.
-
-    Raises: ConfigError that says what it is `otherwise`, if it cannot be read or holds something else.
-    """
-    try:
-        return draw(json.loads(file.read_text()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"{file}: {otherwise} ({_reason(error)}); {fix}") from error
-
-
-def draw_ablation(table: Path, path: Path, view: View) -> None:
-    """Draw the validation loss of each setting of an ablation.json: mean and standard error over its seeds.
+def _ablation(found: dict[str, Any], view: View) -> Figure:
+    """Draw the validation loss of each setting, mean and standard error over its seeds.
 
     Beside it stand the differences to the baseline with their 95 % intervals, where the table has them.
-
-    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
     """
-    fix = f"{paths.script('ablate')} writes it"
-    draw = functools.partial(_ablation, view=view)
-    _write(_figure_of(table, draw, "no table of an ablation", fix), path)
-
-
-def _ablation(found: dict[str, Any], view: View) -> Figure:
     settings, comparisons = found["settings"], found.get("comparisons", [])
     curves = {row["setting"]: [c and _evaluations(c) for c in row["curves"]] for row in settings}
     intervals = {row["setting"]: _intervals(row) for row in comparisons}
@@ -159,7 +149,7 @@ def _intervals(comparison: dict[str, Any]) -> dict[str, tuple[float, float, floa
 def _draw_differences(
     axes: Axes, settings: dict[str, dict[str, tuple[float, float, float]]], label: str
 ) -> None:
-    """Draw each setting's difference to a baseline with its intervals, one below the other."""
+    """Draw the difference of each setting to a baseline with its intervals, one row a setting."""
     kinds = list(dict.fromkeys(kind for intervals in settings.values() for kind in intervals))
     for kind, colour in zip(kinds, itertools.cycle(_COLOURS), strict=False):
         shift = 0.2 * (kinds.index(kind) - (len(kinds) - 1) / 2)
@@ -177,23 +167,14 @@ def _draw_differences(
         axes.legend(fontsize=8, frameon=False)
 
 
-def draw_comparison(answer: Path, path: Path) -> None:
-    """Draw what `compare --json` printed of groups of runs, or with --explain.
-
-    Raises: ConfigError if matplotlib is missing, the answer cannot be read or the file cannot be written.
-    """
-    fix = f"{paths.script('compare')} --json prints one of groups of runs, or with --explain"
-    _write(_figure_of(answer, _comparison, "no comparison with intervals", fix), path)
-
-
-def _comparison(found: dict[str, Any]) -> Figure:
+def _comparison(found: dict[str, Any], view: View) -> Figure:
     title = f"A  {found['a']}    B  {found['b']}"
     draw = _explanation if "explain" in found else _differences_of_groups
     return draw(found, title)
 
 
 def _differences_of_groups(found: dict[str, Any], title: str) -> Figure:
-    """Draw a panel a metric: units differ."""
+    """Draw one panel for each metric, because units differ."""
     intervals = {name: _intervals(one) for name, one in found["metrics"].items()}
     figure = _new_figure(9, 1 + 1.6 * len(intervals))
     for number, (name, of_metric) in enumerate(intervals.items(), start=1):
@@ -205,7 +186,7 @@ def _differences_of_groups(found: dict[str, Any], title: str) -> Figure:
 
 
 def _explanation(found: dict[str, Any], title: str) -> Figure:
-    """Draw a panel a split, each part of the difference with its interval."""
+    """Draw one panel for each split, with the parts of the difference and their intervals."""
     found = found["explain"]
     whole, unit = float(found["difference"]), found["unit"]
     splits = [(split["by"], split["groups"]) for split in found["splits"]]
@@ -243,16 +224,8 @@ def _part(group: dict[str, Any], whole: float) -> tuple[float, ...]:
     return (part, *ends, float(group["tokens"]) * whole)
 
 
-def draw_ladder(table: Path, path: Path) -> None:
-    """Draw a ladder.json: each rung's seeds, the fitted law with its 80 % band by size, and the predicted top rung.
-
-    Raises: ConfigError if matplotlib is missing, the table cannot be read or the file cannot be written.
-    """
-    fix = f"{paths.script('ladder')} fit writes them"
-    _write(_figure_of(table, _ladder, "no results of a ladder", fix), path)
-
-
-def _ladder(ladder: dict[str, Any]) -> Figure:
+def _ladder(ladder: dict[str, Any], view: View) -> Figure:
+    """Draw each rung's seeds, the fitted law with its 80 % band by size, and the predicted top rung."""
     rungs, curves, top = ladder["rungs"], ladder["curves"], ladder["prediction"]
     score = ladder["score"]
     figure = _new_figure(9, 4.5)
@@ -327,7 +300,7 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Say for people why a file cannot be drawn."""
+    """Say why a file cannot be drawn."""
     if isinstance(error, OSError):
         return error.strerror or "cannot be read"
     if isinstance(error, KeyError):
@@ -337,7 +310,7 @@ def _reason(error: Exception) -> str:
 
 
 def _for_light_and_dark(svg: str) -> str:
-    """Let the reader's colour scheme decide how text and lines of an SVG look."""
+    """Let text and axes of an SVG follow the colour scheme of the reader."""
     style = (
         f"<style>svg{{color:{_INK}}}"
         f"@media(prefers-color-scheme:dark){{svg{{color:{_INK_ON_DARK}}}}}</style>"
@@ -357,7 +330,7 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _grid(figure: Figure, panels: int) -> list[Axes]:
-    """Return axes in two columns; a last one without a neighbour takes both."""
+    """Return axes in two columns; a last one alone in its row takes both."""
     grid = figure.add_gridspec((panels + 1) // 2, min(2, panels))
     return [
         figure.add_subplot(
@@ -368,8 +341,7 @@ def _grid(figure: Figure, panels: int) -> list[Axes]:
 
 
 def _figure(runs: list[Curves], view: View, *, only_loss: bool = False) -> Figure:
-    metrics = [m for m in REFERENCES if any(m in run.hellaswag for run in runs)]
-    panels = ["loss"] if only_loss else ["loss", *metrics, "lr", "grad_norm", "speed"]
+    panels = panels_of(runs)[: 1 if only_loss else None]
     rows = (len(panels) + 1) // 2
     figure = _new_figure(9, 3) if only_loss else _new_figure(12, 3.4 * rows)
     for axes, panel in zip(_grid(figure, len(panels)), panels, strict=True):
@@ -377,52 +349,34 @@ def _figure(runs: list[Curves], view: View, *, only_loss: bool = False) -> Figur
     return figure
 
 
-def _draw_panel(axes: Axes, panel: str, runs: list[Curves], view: View) -> None:
-    several, references = len(runs) > 1, REFERENCES.get(panel, [])
-    for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
-        label = run.name if several else None
-        if panel == "loss":
-            _draw_loss(axes, run, view.x, colour, several=several)
-        elif panel in REFERENCES:
-            if panel in run.hellaswag:
-                _draw_measured(axes, run.hellaswag[panel], view.x, color=colour, label=label)
-        elif panel == "lr":
-            for (optimizer, rate), dash in zip(run.rates.items(), ("-", "--"), strict=False):
-                name = " ".join(filter(None, [label, optimizer if len(run.rates) > 1 else None]))
-                axes.plot(rate.x[view.x], rate.y, dash, color=colour, lw=1.2, label=name or None)
+def _draw_panel(axes: Axes, panel: Panel, runs: list[Curves], view: View) -> None:
+    for line in panel.lines:
+        colour = _GREY if line.colour is None else _COLOURS[line.colour % len(_COLOURS)]
+        x, y = line.curve.x[view.x], line.curve.y
+        if line.kind == "points":
+            _draw_measured(axes, line.curve, view.x, color=colour, lw=1.5, label=line.name)
+        elif line.kind == "raw":
+            axes.plot(x, y, color=colour, lw=0.6, alpha=0.3)
         else:
-            trace = run.grad_norm if panel == "grad_norm" else run.tokens_per_second
-            _draw_trace(axes, trace, view.x, color=colour, label=label)
+            axes.plot(x, y, "--" if line.is_dashed else "-", color=colour, lw=1.2, label=line.name)
+    for run, colour in zip(runs, itertools.cycle(_COLOURS), strict=False):
         for resumed in run.resumes[view.x]:
             axes.axvline(resumed, color=colour, lw=0.8, ls=":", alpha=0.7)
     view.scale(axes)
-    axes.set_ylabel(_Y_LABELS.get(panel, f"HellaSwag {panel}"))
-    for value, name in references:
+    axes.set_ylabel(panel.title)
+    for value, name in panel.references:
         axes.axhline(value, color="#666666", lw=1, ls="--")
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
         axes.annotate(name, (0.01, value), fontsize=8, color="#444444", **place)
-    if panel == "speed" and axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=0)
+    if panel.low is not None and axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=panel.low)
     if any(len(run.resumes["step"]) for run in runs):
         axes.set_title("dotted: resumed", fontsize=8, loc="right", color="#666666")
-    if axes.get_legend_handles_labels()[1]:
+    if len(axes.get_legend_handles_labels()[1]) > 1:
         axes.legend(fontsize=8, frameon=False)
-
-
-def _draw_loss(axes: Axes, run: Curves, x: Axis, colour: str, *, several: bool) -> None:
-    name = f"{run.name}, " if several else ""
-    _draw_trace(axes, run.loss, x, color=colour if several else _GREY, label=f"{name}training")
-    label = f"{name}validation" if several else "validation, with its standard error"
-    _draw_measured(axes, run.validation, x, color=colour, lw=1.5, label=label)
-
-
-def _draw_trace(axes: Axes, trace: Trace, x: Axis, **style: Any) -> None:
-    """Draw medians over faint extremes."""
-    axes.plot(trace.raw.x[x], trace.raw.y, color=style["color"], lw=0.6, alpha=0.3)
-    axes.plot(trace.smooth.x[x], trace.smooth.y, lw=1.2, **style)
 
 
 def _draw_measured(axes: Axes, curve: Curve, x: Axis, **style: Any) -> None:
     """Draw evaluations with their standard errors."""
-    line = "-" if len(curve) >= 5 else "none"  # a line between few points misleads
+    line = "-" if len(curve) >= FEWEST_JOINED else "none"
     axes.errorbar(curve.x[x], curve.y, curve.error, marker="o", ms=3, ls=line, **style)

@@ -1,7 +1,7 @@
-"""The console of a run: lines that stay, one line that rewrites itself on a terminal, and beats of long work.
+"""The console of a run: printed lines, one progress line that is rewritten on a terminal, notices during long work.
 
-A pipe that nobody reads and a terminal stopped by Ctrl+S would stop the program, whatever it holds at that moment. So
-nothing waits for a reader of standard output, nor of standard error once `never_wait_for_stderr` was called.
+A pipe that nobody reads, or a terminal stopped by Ctrl+S, blocks a program that writes to it. So text for standard
+output is written only as far as its reader takes it, and for standard error after `never_wait_for_stderr`.
 """
 
 from __future__ import annotations
@@ -18,57 +18,56 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 BEAT_SECONDS = 4.0
-_WATCHED_SECONDS = 600.0  # for which somebody may watch a file from the start of a run
-_SILENT_SECONDS = (5.0, 30.0)  # that a file may be without a line: while a run is young, and later
-_CAPACITY = 2**20  # characters that wait for a reader: thousands of lines
-_PATIENCE_SECONDS = 10.0  # at the end of a run, for output that has stopped
-_PART = 1024  # characters written at a time: a pipe that takes output has room for 4 kB
-_INDENT = 15  # of what belongs to the line above, as the labels of a start's first lines
+_WATCHED_SECONDS = 600.0  # after the start of a run, in which somebody may be watching the file
+_SILENT_SECONDS = (5.0, 30.0)  # without a line in a file: in that time, and later
+_CAPACITY = 2**20  # characters of the buffer: thousands of lines
+_PATIENCE_SECONDS = 10.0  # at the end of a run, for a reader that has stopped
+_PART = 1024  # characters written at a time: a pipe that is ready has room for 4 kB
+_INDENT = 15  # of continued lines: the width of the labels at a start
 
 
 class Output:
-    """A stream that is never waited for; safe to use from several threads.
+    """A stream that is written without blocking; safe to use from several threads.
 
-    Text waits in memory for a reader that is slow, and goes out with later text. Text that finds no room there is left
-    out, and its lines are counted.
+    Text for a slow reader is buffered. Text that the buffer has no room for is dropped, and its lines are counted.
     """
 
     def __init__(self, stream: TextIO, missing: str) -> None:
-        """`missing`: what tells of lines left out, before their number."""
+        """`missing`: what to print before the number of dropped lines."""
         self.lock = threading.RLock()
         self._stream, self._missing = stream, missing
-        self._write, self._flush = stream.write, stream.flush  # those of a stream may be replaced
-        self._waiting: deque[str] = deque()  # parts that the stream did not take yet
-        self._left_out = 0  # lines, since there was room for text
+        self._write, self._flush = stream.write, stream.flush  # they may be replaced later
+        self._waiting: deque[str] = deque()  # the buffer: parts that are not written yet
+        self._dropped = 0  # lines, since the buffer was full
 
     @property
     def is_waiting(self) -> bool:
-        """Tell whether the stream did not take all text yet."""
+        """Tell whether text is still in the buffer."""
         return bool(self._waiting)
 
     def has_room(self, text: str) -> bool:
-        """Write what waits, and tell whether text can be put behind it; else count its lines.
+        """Write what is buffered, and tell whether the buffer has room for a text; if not, count its lines as dropped.
 
         Raises: OSError.
         """
         self.write_on()
         if sum(map(len, self._waiting)) + len(text) > _CAPACITY:
-            self._left_out += max(1, text.count("\n"))
+            self._dropped += max(1, text.count("\n"))
             return False
         return True
 
     def put(self, text: str) -> None:
-        """Let text wait. A carriage return must begin it, else it is escaped (commands/entry.py)."""
+        """Buffer a text. A carriage return is kept only at its start, elsewhere it is escaped (commands/entry.py)."""
         self._waiting.extend(text[i : i + _PART] for i in range(0, len(text), _PART))
 
-    def tell_missing(self) -> None:
-        """Say how many lines were left out."""
-        if self._left_out:
-            self.put(f"({self._missing}: {self._left_out:,}; nobody took them here)\n")
-            self._left_out = 0
+    def report_dropped(self) -> None:
+        """Buffer a line with the number of dropped lines."""
+        if self._dropped:
+            self.put(f"({self._missing}: {self._dropped:,}; reader too slow)\n")
+            self._dropped = 0
 
     def write_on(self, patience: float | None = 0.0) -> None:
-        """Write what waits, until the stream takes nothing for `patience` seconds; None: until all is written.
+        """Write what is buffered, until the reader takes nothing for `patience` seconds; None: until all is written.
 
         Raises: OSError.
         """
@@ -77,38 +76,38 @@ class Output:
             self._flush()
 
     def close(self, patience: float | None) -> None:
-        """Write what waits, as `write_on` does, and discard the rest.
+        """Write what is buffered, as `write_on` does, and discard the rest.
 
         Raises: OSError.
         """
         with self.lock:
-            self.tell_missing()
+            self.report_dropped()
             self.write_on(patience)
             self._waiting.clear()
 
     def _takes_output(self, patience: float | None) -> bool:
         try:
             return bool(select.select([], [self._stream], [], patience)[1])
-        except ValueError:  # no file of the system, as in tests: nothing to wait for
+        except ValueError:  # not a file of the system, as in tests: it never blocks
             return True
 
 
 def say(text: str = "") -> None:
-    """Print a line to standard error at once: progress and warnings of a command, whose answer alone is on stdout."""
+    """Print a line of progress or a warning to standard error; standard output is for the answer of a command."""
     print(text, file=sys.stderr, flush=True)
 
 
 def never_wait_for_stderr() -> None:
-    """From here to its end, have this process never wait for a reader of standard error, nor fail for want of one."""
+    """Write standard error without blocking and without failing, from here to the end of the process."""
     stream = sys.stderr
-    if not stream or hasattr(stream, "finish"):  # closed, or done already
+    if not stream or hasattr(stream, "finish"):  # closed, or replaced before
         return
-    output = Output(stream, "lines of warnings left out")
+    output = Output(stream, "lines of warnings dropped")
 
     def write(text: str) -> int:
         with output.lock, contextlib.suppress(OSError):
             if output.has_room(text):
-                output.tell_missing()
+                output.report_dropped()
                 output.put(text)
                 output.write_on()
         return len(text)
@@ -124,7 +123,7 @@ def never_wait_for_stderr() -> None:
 
 
 def finish_stderr() -> None:
-    """Before the process ends at once: give a slow reader of standard error the time that an ordinary end gives."""
+    """Write the rest of standard error, as an ordinary exit does; call it before `os._exit`."""
     getattr(sys.stderr, "finish", sys.stderr.flush)()
 
 
@@ -133,18 +132,18 @@ class Console:
 
     def __init__(self) -> None:
         self._output = Output(sys.stdout, "lines that are in log.txt only")
-        self._shown = 0  # characters of the line that will be rewritten
+        self._shown = 0  # characters of the progress line
         self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     @property
     def is_terminal(self) -> bool:
-        """Tell whether a person watches."""
+        """Tell whether standard output is a terminal."""
         return self._width is not None
 
     def print(self, text: str, short: str | None = None) -> None:
-        """Print text; on a terminal too narrow for it `short`, or wrapped.
+        """Print text; on a terminal that is too narrow for it, print `short`, or wrap it.
 
-        A line with a command stays whole, so that it can be copied.
+        A line with a command is not wrapped, so that it can be copied.
 
         Raises: OSError.
         """
@@ -154,12 +153,12 @@ class Console:
         with self._output.lock:
             if self._output.has_room(text):
                 self._remove_shown()
-                self._output.tell_missing()
+                self._output.report_dropped()
                 self._output.put(text + "\n")
                 self._output.write_on()
 
     def show(self, text: str) -> None:
-        """Replace the rewriting line, on a terminal; nothing elsewhere.
+        """Replace the progress line of a terminal; do nothing elsewhere.
 
         Raises: OSError.
         """
@@ -175,9 +174,7 @@ class Console:
             self._output.write_on()
 
     def close(self, patience: float | None = _PATIENCE_SECONDS) -> None:
-        """Remove the rewriting line, and wait for a reader until it takes nothing for `patience` seconds; None: always.
-
-        What another program or stderr writes next begins a line.
+        """Remove the progress line and write what is buffered, as `write_on` does. The next output begins a line.
 
         Raises: OSError.
         """
@@ -193,12 +190,12 @@ class Console:
 
 
 def silence_ends(silent: float, *, step_seconds: float, since_start: float) -> bool:
-    """Tell whether a file gets a line now: without one, another step would make the silence too long."""
+    """Tell whether a log file needs a line now: after another step, the last one would be too old."""
     return silent + step_seconds > _SILENT_SECONDS[since_start >= _WATCHED_SECONDS]
 
 
 def wrap(text: str, width: int) -> str:
-    """Return text with lines of at most `width` columns, but for words that are longer and lines with a command."""
+    """Wrap text to `width` columns, except longer words and lines with a command."""
     lines: list[str] = []
     for line in text.split("\n"):
         if len(line) <= width or " --" in line:
@@ -221,9 +218,9 @@ def beats(
     every: float = BEAT_SECONDS,
     wait: Callable[[float], bool] | None = None,
 ) -> Iterator[None]:
-    """Call `tell` with the seconds so far, every so many, until the work inside ends.
+    """Call `tell` with the seconds so far, every `every` seconds, until the block ends.
 
-    `wait` sleeps for some seconds and tells whether the work has ended; a test brings its own clock.
+    `wait` sleeps for some seconds and tells whether the block has ended; tests pass their own clock.
     """
     ended = threading.Event()
     wait = wait or ended.wait

@@ -1,6 +1,6 @@
-"""What `gpt2lab evaluate --tasks` measured, in the run's folder: evaluations/step_00000250.json and, item by item, npz.
+"""Results of `gpt2lab evaluate --tasks` in the run's folder: evaluations/step_00000250.json, and .npz files of items.
 
-A step's file holds {step, attempt, tasks: {name: {task, n, num_fewshot, metrics: {name: {value, se}}}}}. No torch.
+The file of a step holds {step, attempt, tasks: {name: {task, n, num_fewshot, metrics: {name: {value, se}}}}}. No torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _CONTENT = {"step": COUNT, "attempt": or_null(COUNT), "tasks": object_of(_TASK, 
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """Name the file of a task's items."""
+    """Return the path of the file with the items of a task."""
     return folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.npz"
 
 
 def items_folder(run_dir: Path, step: int) -> Path:
-    """Name the folder of the items that the weights after `step` were evaluated on."""
+    """Return the path of the folder with the items that the weights of `step` were evaluated on."""
     return run_dir / FOLDER / f"step_{step:08d}"
 
 
 def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
-    """Add what was measured after `step` to what the run has; the same tasks are replaced.
+    """Add results at `step` to those of the run; a task that is there is replaced.
 
     Raises: OSError.
     """
@@ -47,9 +47,9 @@ def add_tasks(run_dir: Path, log: Log, step: int, tasks: Tasks) -> None:
 def newest_tasks(
     run_dir: Path, log: Log, only_step: int | None = None
 ) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Return {name: (step, numbers)} of each task's newest evaluation, or of its evaluation at one step.
+    """Return {name: (step, numbers)}: the newest evaluation of each task, or the one at `only_step`.
 
-    Only evaluations along the steps that led to the newest weights count.
+    Evaluations of steps that did not lead to the newest weights are left out.
     """
     found: dict[str, tuple[int, dict[str, Any]]] = {}
     for path in sorted((run_dir / FOLDER).glob("step_*.json")):
@@ -59,7 +59,7 @@ def newest_tasks(
                 warn_once(f"{path}: {problem}; left out")
             continue
         step = content["step"]
-        # A start from an earlier step may have passed this one again, to other weights.
+        # A later start from an earlier step may have trained this step again.
         if only_step in (None, step) and content["attempt"] == attempt_of(log, step):
             found |= {name: (step, numbers) for name, numbers in content["tasks"].items()}
     return dict(sorted(found.items()))
@@ -68,10 +68,10 @@ def newest_tasks(
 def current_folders(
     run_dir: Path, log: Log, facts: str, only_step: int | None = None
 ) -> list[Path]:
-    """Return the steps' folders whose file `facts` is of the run's current weights, the newest step first.
+    """Return the folders of steps whose file `facts` was measured on the run's current weights, newest step first.
 
-    The file says by its `attempt` which start measured them: the one that took the step, or a later one. One that
-    cannot be read counts, so that its reader names it.
+    `attempt` in the file is the start that measured: the one that trained the step, or a later one. A file that cannot
+    be read is returned too, so that its reader reports it.
     """
     folders = []
     for path in sorted((run_dir / FOLDER).glob(f"step_*/{facts}"), reverse=True):
@@ -88,6 +88,6 @@ def current_folders(
 
 
 def attempt_of(log: Log, step: int) -> int | None:
-    """Return which start took a step, None if no current one did."""
+    """Return the number of the start that trained a current step, None if no start did."""
     attempts = log.column("attempt")[log.numbers == step]
     return int(attempts[0]) if len(attempts) else None

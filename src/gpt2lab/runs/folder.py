@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -19,7 +20,8 @@ from gpt2lab.checkpoint import catalog
 from gpt2lab.errors import ConfigError, FolderLostError, InUseError, system_errors_as
 from gpt2lab.files import replace_durably, sync_folder
 from gpt2lab.paths import IS_CHECKOUT, REPOSITORY
-from gpt2lab.runs.lock import LOCK, holder_of, lock
+
+LOCK = "run.lock"
 
 
 class RunFolder:
@@ -97,12 +99,12 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             raise FolderLostError(
                 f"{self.path}: moved or deleted while training; nothing can be saved there, put it back (if it was "
-                f"moved) and go on with --resume latest"
+                f"moved) and continue with --resume latest"
             ) from None
         except OSError as error:
             raise FolderLostError(
                 f"{path}: deleted while training, and cannot be made again ({error.strerror}); "
-                f"this start ends, go on with --resume latest"
+                f"this start ends; continue with --resume latest"
             ) from error
         finally:
             if again is not None:
@@ -121,7 +123,9 @@ class RunFolder:
     def write_config(
         self, settings: dict[str, Any], facts: dict[str, Any], files: Mapping[str, bytes]
     ) -> None:
-        """Write config.json (the settings of this start, see `settings.record`), run.json (what it runs on) and the tokenizer's files."""
+        """Write config.json (the settings of this start, see `settings.record`), run.json (its environment)
+        and the tokenizer's files.
+        """
         for name, content in files.items():
             replace_durably(self.path / name, content)
         replace_durably(self.path / "config.json", json.dumps(settings, indent=1) + "\n")
@@ -159,19 +163,43 @@ class RunFolder:
         self.write_status(**self._status)
 
 
+def lock(file: IO[str]) -> None:
+    """Lock a file; retry twice, because `gpt2lab status` holds the lock for a moment.
+
+    Raises: OSError if it stays locked.
+    """
+    for pause in (0.05, 0.2):
+        with contextlib.suppress(OSError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(pause)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def holder_of(run_dir: Path) -> str | None:
+    """Return the process that trains in a folder, as `process 17 on host`, None if none does."""
+    try:
+        with open(run_dir / LOCK) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().strip() or "another process"
+    except OSError:
+        pass
+    return None
+
+
 def _device_and_inode(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def provenance() -> dict[str, Any]:
+def provenance(torch_version: str) -> dict[str, Any]:
     """Return the versions that a result depends on, and the commit where there is one."""
     import numpy
-    import torch
 
     return {
         "gpt2lab": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": torch_version,
         "numpy": numpy.__version__,
         "git": git_commit(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

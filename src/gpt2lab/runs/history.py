@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import difflib
 import functools
-import itertools
+import io
 import json
+import operator
+import re
+import struct
 import sys
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint.catalog import METRICS, find_folder, list_checkpoints, similar_run
+from gpt2lab.checkpoint.catalog import CheckpointInfo, find_folder, list_checkpoints, similar_run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import read_settings
 from gpt2lab.errors import ConfigError, GPT2LabError, NonFiniteError
@@ -33,12 +33,24 @@ from gpt2lab.files import (
     object_with,
     or_null,
 )
-from gpt2lab.runs import log_index
-from gpt2lab.runs.events import LIMIT, Event, parse_line
-from gpt2lab.runs.log_index import NAMED_LINES, Chunk
+from gpt2lab.runs.events import (
+    COLUMNS,
+    LIMIT,
+    METRICS,
+    Event,
+    Step,
+    as_step,
+    decode_step,
+    load_line,
+    parse_line,
+)
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import of_record
+
+_TAIL = 1 << 20  # bytes
+_NAMED_LINES = 3  # damaged lines that are named; the others are counted
+_NEWLINE = ord("\n")
 
 
 def _numbers(*names: str) -> Rule:
@@ -46,7 +58,7 @@ def _numbers(*names: str) -> Rule:
     return or_null(object_with(dict.fromkeys(names, NUMBER), words))
 
 
-# What is read of a file: keys that it has, and that it may have.
+# The keys that are read of a file: those that it must have, and those that it may have.
 _FORMS: dict[str, tuple[Rules, ...]] = {
     "status.json": (
         {"state": TEXT, "step": COUNT},
@@ -70,7 +82,7 @@ _FORMS: dict[str, tuple[Rules, ...]] = {
 
 
 def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
-    """Return the folder of a run given by its name in the typed `checkpoint_dir`, default checkpoints/, or by a path.
+    """Return the folder of a run, given by its name in `checkpoint_dir` (default checkpoints/) or by a path.
 
     Raises: ConfigError if there is no such folder.
     """
@@ -85,49 +97,59 @@ def find_run(run: str, *, checkpoint_dir: Path | None = None) -> Path:
 
 
 def iter_events(run_dir: Path) -> Iterator[Event]:
-    """Yield the run's events in order, damaged lines and an unterminated last line (a killed writer) left out."""
+    """Yield the run's events in order; damaged lines and an unterminated last line (a killed writer) are left out."""
     path = run_dir / METRICS
     if not path.exists():
         return
-    with open(path, "rb") as log:
-        yield from _parsed(line for line in log if line.endswith(b"\n"))
+    with open(path, "rb") as file:
+        yield from _parsed(line for line in file if line.endswith(b"\n"))
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """Return all events of a short run, see `iter_events`; a long one has more than a memory should hold."""
+    """Return all events of a short run, see `iter_events`; those of a long run need gigabytes of memory."""
     return list(iter_events(run_dir))
 
 
 def newest_event(run_dir: Path) -> Event | None:
-    """Return the last event of a run, None if there is none; reads the end of its log only.
+    """Return the last event of a run, None if there is none; only the end of the log is read.
 
     Raises: OSError.
     """
     path = run_dir / METRICS
-    size, length = path.stat().st_size if path.exists() else 0, log_index.BLOCK
-    while True:
+    size, length = path.stat().st_size if path.exists() else 0, _TAIL
+    while size:
         begin = max(0, size - length)
-        lines = _read(path, begin, size).split(b"\n")[1 if begin else 0 : -1] if size else []
+        with open(path, "rb") as file:
+            file.seek(begin)
+            lines = file.read(size - begin).split(b"\n")[1 if begin else 0 : -1]
         newest = next(_parsed(reversed(lines)), None)
         if newest is not None or begin == 0:
             return newest
         length *= 2
+    return None
 
 
-def open_log(run_dir: Path) -> Log:
-    """Return a run's log; its `problem` names damaged lines, which are left out.
+def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield parse_line(line)
+
+
+def open_log(run_dir: Path, columns: Sequence[str] = COLUMNS) -> Log:
+    """Read a run's log; its `problem` names damaged lines, which are left out. `columns`: those to keep of its steps.
 
     Raises: OSError.
     """
-    return Log(run_dir, log_index.read_chunks(run_dir))
+    path = run_dir / METRICS
+    return Log(path if path.exists() else b"", columns)
 
 
-def read_log(run_dir: Path) -> Log:
-    """Return a run's log, with a warning that names damaged lines, once a process.
+def read_log(run_dir: Path, columns: Sequence[str] = COLUMNS) -> Log:
+    """Read a run's log as `open_log` does, and warn of damaged lines, once a process.
 
     Raises: GPT2LabError if no line of it is an event; OSError.
     """
-    log = open_log(run_dir)
+    log = open_log(run_dir, columns)
     if log.problem and not log:
         raise GPT2LabError(log.problem)
     if log.problem:
@@ -142,57 +164,86 @@ def warn_once(problem: str) -> None:
 
 
 def stall_of(event: Event) -> float | None:
-    """Return the seconds for which training waited for what an event tells of; None if nobody measured them."""
+    """Return the seconds for which an event stopped training; None if they were not measured."""
     return event.get("stall_seconds", event.get("seconds"))
 
 
 class Log:
-    """The events of a run: all but its steps as they are, its steps as columns that are read when asked for.
+    """The events of a run: its steps as columns of numbers, all others as they were logged.
 
     Current are the steps that led to the newest weights: a start from step N (0 for a fresh one), or a rewind to it,
-    drops earlier events after step N.
+    drops earlier events after step N. A million lines take about a second to read, and a column of them 8 MB.
     """
 
-    def __init__(self, run_dir: Path | None, chunks: list[Chunk]) -> None:
-        """`run_dir` is None for events that are in no file."""
-        self._run_dir, self._chunks = run_dir, chunks
-        self._starts = [0, *itertools.accumulate(chunk.rows for chunk in chunks)]
+    def __init__(self, log: Path | bytes, columns: Sequence[str] = COLUMNS) -> None:
+        """Read a file, or lines that are in no file; keep these columns of the steps.
+
+        Raises: OSError.
+        """
+        self._log = log
         self.events: list[Event] = []  # all but the steps, in order
         self._rows: list[int] = []  # of each, the steps logged before it
-        for start, chunk in zip(self._starts, chunks, strict=False):
-            self._rows += [start + row for row, _ in chunk.events]
-            self.events += [event for _, event in chunk.events]
-        self._attempts = self._read("attempt")
-        self._steps = self._read("step")
+        self._damaged: list[str] = []  # the first lines that are, and what is wrong with them
+        self._num_damaged = 0
+        self._columns = self._read(columns)
+        self._attempts, self._steps = self._columns["attempt"], self._columns["step"]
         self.numbers, self._current = self._follow(self._steps)
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Log:
         """Return the log of these events."""
-        lines = "".join(json.dumps(event) + "\n" for event in events)
-        return cls(None, [log_index.make_chunk(lines.encode(), 0)])
+        return cls("".join(json.dumps(event) + "\n" for event in events).encode())
+
+    def _open(self) -> IO[bytes]:
+        return io.BytesIO(self._log) if isinstance(self._log, bytes) else open(self._log, "rb")
+
+    def _read(self, names: Sequence[str]) -> np.ndarray:
+        """Read all lines, and return a row of each step: `place` of its line in the file, its numbers, and these."""
+        values_of = operator.attrgetter("attempt", "step", *names)
+        pack = struct.Struct(f"<QII{len(names)}d").pack
+        types = {"place": "<u8", "attempt": "<u4", "step": "<u4", **dict.fromkeys(names, "<f8")}
+        rows = bytearray()
+        place = count = 0
+        with self._open() as file:
+            for number, line in enumerate(file, start=1):
+                if line[-1] != _NEWLINE:  # it is being written, or its writer was killed
+                    break
+                step = decode_step(line) or self._add(line, number, row=count)
+                if step is not None:
+                    rows += pack(place, *values_of(step))
+                    count += 1
+                place += len(line)
+        return np.frombuffer(rows, list(types.items()))
+
+    def _add(self, line: bytes, number: int, *, row: int) -> Step | None:
+        """Keep an event other than a step, or count a damaged line; return a step that `decode_step` does not take."""
+        try:
+            event = parse_line(line)
+        except ValueError as error:
+            self._num_damaged += 1
+            if len(self._damaged) < _NAMED_LINES:
+                self._damaged.append(f"line {number:,}: {error}")
+            return None
+        if event["event"] == "step":
+            return as_step(event)
+        self._rows.append(row)
+        self.events.append(event)
+        return None
 
     @functools.cached_property
     def problem(self) -> str | None:
         """What is damaged; None if nothing is."""
-        count = sum(chunk.num_damaged for chunk in self._chunks)
-        if not count or self._run_dir is None:
+        if not self._damaged or isinstance(self._log, bytes):
             return None
-        before = itertools.accumulate((chunk.lines for chunk in self._chunks), initial=0)
-        named = [
-            f"line {start + line:,}: {what}"
-            for start, chunk in zip(before, self._chunks, strict=False)
-            for line, what in chunk.damaged
-        ]
-        more = f" and {count - NAMED_LINES:,} more" if count > NAMED_LINES else ""
-        run = fmt.word_of_bash(paths.display_path(self._run_dir))
+        more = self._num_damaged - len(self._damaged)
+        run = fmt.word_of_bash(paths.display_path(self._log.parent))
         return (
-            f"{self._run_dir / METRICS} {'; '.join(named[:NAMED_LINES])}{more}: edited, or the disk is damaged; "
-            f"left out, {paths.command('repair-log')} {run} removes it"
+            f"{self._log} {'; '.join(self._damaged)}{f' and {more:,} more' if more else ''}: edited, or the disk "
+            f"is damaged; left out, {paths.command('repair-log')} {run} removes it"
         )
 
     def __bool__(self) -> bool:
-        return bool(self.events) or self._starts[-1] > 0
+        return bool(self.events) or len(self._steps) > 0
 
     @property
     def last_begin(self) -> Event | None:
@@ -205,41 +256,46 @@ class Log:
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the run came to the end that its last start had; later lines may be warnings."""
+        """Tell whether the run reached the last step of its last start; warnings may follow it."""
         begin = self.last_begin
         return begin is not None and begin["max_steps"] in self.current("done")
 
     def of_kind(self, *kinds: str) -> list[Event]:
-        """Return all events of these kinds but steps, in order."""
+        """Return all events of these kinds, other than steps, in order."""
         return [event for event in self.events if event["event"] in kinds]
 
     def current(self, kind: str) -> dict[int, Event]:
-        """Return {step: event} of one kind but steps along the steps that led to the newest weights."""
+        """Return {step: event} of the current events of one kind other than steps."""
         return current(self.events, kind)
+
+    def best_eval(self) -> Event | None:
+        """Return the current evaluation with the lowest validation loss, None if none has a loss."""
+        measured = [e for e in self.current("eval").values() if e["val_loss"] is not None]
+        return min(measured, key=lambda event: event["val_loss"], default=None)
 
     def column(self, name: str) -> np.ndarray:
         """Return a field of the current steps, in the order of `numbers`; NaN where it is missing or null."""
-        values = self._read(name)
+        values = self._columns[name]
         return values if len(self._current) == len(values) else values[self._current]
 
     def last_start(self, name: str) -> np.ndarray:
         """Return a field of all steps of the last start, in order."""
-        return self._read(name)[self._attempts == self.last_attempt]
+        return self._columns[name][self._attempts == self.last_attempt]
 
     def farthest_step(self, attempt: int) -> int | None:
-        """Return the highest number of a step that a start took, None if it took none."""
+        """Return the highest step that a start trained, None if it trained none."""
         taken = self._steps[self._attempts == attempt]
         return int(taken.max()) if len(taken) else None
 
     def peak_memory(self) -> int | None:
-        """Return the largest memory of any step that was ever logged, bytes; None before the first."""
-        known = self._read("peak_memory_bytes")
+        """Return the peak memory of all steps that were ever logged, in bytes; None before the first."""
+        known = self._columns["peak_memory_bytes"]
         known = known[~np.isnan(known)]
         return int(known.max()) if len(known) else None
 
     @functools.cached_property
     def last_attempt(self) -> int:
-        """How many starts the run has had."""
+        """The number of starts that the run has had."""
         of_steps = int(self._attempts.max()) if len(self._attempts) else 0
         return max([of_steps, *(event["attempt"] for event in self.events)])
 
@@ -251,13 +307,11 @@ class Log:
         place = int(np.searchsorted(self.numbers, number))
         if place == len(self.numbers) or self.numbers[place] != number:
             return None
-        row = int(self._current[place])
-        chunk = bisect.bisect_right(self._starts, row) - 1
-        steps = self._steps_of(chunk)
-        return next(itertools.islice(steps, row - self._starts[chunk], None))
+        with self._open() as file:
+            return self._step_at(int(self._current[place]), file)
 
     def recorded_after(self, step: int) -> dict[str, Event]:
-        """Return {kind: event} of exactly this step, along the steps that led to the newest weights."""
+        """Return {kind: event} of the current events at exactly this step."""
         taken = self.step(step)
         found: dict[str, Event] = {} if taken is None else {"step": taken}
         for event in self.events:
@@ -271,29 +325,42 @@ class Log:
                 found[event["event"]] = event
         return found
 
+    def first_step(self) -> Event | None:
+        """Return the event of the first current step, None before it."""
+        return self.step(int(self.numbers[0])) if len(self.numbers) else None
+
     def last_step(self) -> Event | None:
         """Return the event of the newest current step, None before the first."""
         return self.step(int(self.numbers[-1])) if len(self.numbers) else None
 
     def current_steps(self) -> Iterator[Event]:
-        """Yield the events of all current steps in the order they were logged."""
-        is_current = np.zeros(len(self._steps), bool)
-        is_current[self._current] = True
-        for number, start in enumerate(self._starts[:-1]):
-            events = itertools.compress(self._steps_of(number), is_current[start:])
-            yield from (event for event in events if event is not None)
+        """Yield the events of all current steps in the order they were logged.
+
+        Raises: GPT2LabError if the log was changed meanwhile.
+        """
+        with self._open() as file:
+            for row in np.sort(self._current).tolist():
+                yield self._step_at(row, file)
+
+    def _step_at(self, row: int, file: IO[bytes]) -> Event:
+        file.seek(int(self._columns["place"][row]))
+        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+            event: Event = load_line(file.readline())  # checked when the log was read
+            if (event["attempt"], event["step"]) == (self._attempts[row], self._steps[row]):
+                return event
+        raise GPT2LabError(f"{self._log!s:.200}: changed while it was read; try again")
 
     def spent_seconds(self) -> float:
-        """Return the seconds of all starts, each from its beginning, without the pauses between them."""
+        """Return the seconds that all starts took together, without the pauses between them."""
         spent: dict[int, float] = {}
         last_row: dict[int, int] = {}
         is_last = np.ones(len(self._attempts), bool)
         is_last[:-1] = self._attempts[1:] != self._attempts[:-1]
         for row in np.flatnonzero(is_last).tolist():
             attempt = int(self._attempts[row])
-            # The elapsed seconds of a step include everything before it in its start.
-            elapsed = self._value("elapsed_seconds", row)
-            spent[attempt] = elapsed if elapsed > 0 else self._value("step_seconds", row)
+            # elapsed_seconds counts from the beginning of the start.
+            elapsed = float(self._columns["elapsed_seconds"][row])
+            spent[attempt] = elapsed if elapsed > 0 else float(self._columns["step_seconds"][row])
             last_row[attempt] = row
         for row, event in zip(self._rows, self.events, strict=True):
             attempt = event["attempt"]
@@ -323,96 +390,14 @@ class Log:
         else:
             rows = np.flatnonzero(is_current).astype(np.uint32)
             numbers = steps[rows]
-        if (numbers[1:] <= numbers[:-1]).any():  # twice without a start between: the later counts
+        if (numbers[1:] <= numbers[:-1]).any():  # logged twice by one start: the later counts
             numbers, from_end = np.unique(numbers[::-1], return_index=True)
             rows = rows[::-1][from_end]
         return numbers, rows
 
-    def _read(self, name: str) -> np.ndarray:
-        """Return a column of all steps."""
-        values = np.empty(self._starts[-1], log_index.dtype_of(name))
-        with self._index() as index:
-            for start, chunk in zip(self._starts, self._chunks, strict=False):
-                values[start : start + chunk.rows] = self._column_of(chunk, name, index)
-        return values
-
-    def _value(self, name: str, row: int) -> float:
-        chunk = bisect.bisect_right(self._starts, row) - 1
-        with self._index() as index:
-            column = self._column_of(self._chunks[chunk], name, index)
-        return float(column[row - self._starts[chunk]])
-
-    def _index(self) -> contextlib.AbstractContextManager[IO[bytes] | None]:
-        """Open the index; None where there is none, or none any more."""
-        if self._run_dir is not None:
-            with contextlib.suppress(OSError):
-                return log_index.open_index(self._run_dir)
-        return contextlib.nullcontext()
-
-    def _column_of(self, chunk: Chunk, name: str, index: IO[bytes] | None) -> np.ndarray:
-        try:
-            if index is None and chunk.payload is None:
-                raise FileNotFoundError(log_index.INDEX)
-            return chunk.column(name, index)
-        except (OSError, ValueError, zlib.error):  # the index is damaged, or was replaced since
-            block = self._block(chunk)
-            if zlib.crc32(block) != chunk.crc:
-                raise self._error("changed while it was read; try again") from None
-            again = log_index.make_chunk(block, chunk.first)
-            if again.rows != chunk.rows:
-                raise self._error("its index is not of it; delete metrics.index") from None
-            return again.column(name, None)
-
-    def _steps_of(self, number: int) -> Iterator[Event | None]:
-        """Yield the events of all steps in a chunk, None for one that was damaged since it was indexed."""
-        chunk, start = self._chunks[number], self._starts[number]
-        block = self._block(chunk)
-        steps = (e for e in _parsed(block.split(b"\n")[:-1]) if e["event"] == "step")
-        if zlib.crc32(block) == chunk.crc:
-            yield from steps
-            return
-        # A row of the index no longer finds its line by counting.
-        rows = slice(start, start + chunk.rows)
-        indexed = list(zip(self._attempts[rows].tolist(), self._steps[rows].tolist(), strict=True))
-        left = list(steps)
-        pairs = difflib.SequenceMatcher(
-            None, indexed, [(event["attempt"], event["step"]) for event in left], autojunk=False
-        )
-        found: list[Event | None] = [None] * chunk.rows
-        for row, line, length in pairs.get_matching_blocks():
-            found[row : row + length] = left[line : line + length]
-        if not any(found):
-            raise self._error("changed while it was read; try again")
-        damaged = log_index.make_chunk(block, chunk.first)
-        before = sum(one.lines for one in self._chunks[:number])
-        where = ", ".join(f"{before + line:,}" for line, _ in damaged.damaged)
-        warn_once(
-            f"{self._run_dir}/{METRICS}: damaged after it was written, near line {where}; left out"
-        )
-        yield from found
-
-    def _block(self, chunk: Chunk) -> bytes:
-        assert self._run_dir is not None
-        return _read(self._run_dir / METRICS, chunk.first, chunk.end)
-
-    def _error(self, what: str) -> GPT2LabError:
-        return GPT2LabError(f"{self._run_dir}/{METRICS}: {what}")
-
-
-def _read(path: Path, begin: int, end: int) -> bytes:
-    with open(path, "rb") as log:
-        log.seek(begin)
-        return log.read(end - begin)
-
-
-def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            yield parse_line(line)
-
 
 def read_config(run_dir: Path) -> Config:
-    """Return the settings of a run's last start.
+    """Return the settings of the last start of a run.
 
     Raises: ConfigError if config.json is missing or not readable.
     """
@@ -427,9 +412,9 @@ def read_config(run_dir: Path) -> Config:
 
 
 def read_tokenizer(run_dir: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run; GPT-2's where run.json is older than other tokenizers, None for an unknown one.
+    """Return the tokenizer of a run; GPT-2's if run.json names none (older versions), None if it is unknown.
 
-    Raises: DataError if the tokenizer's files are missing or another's.
+    Raises: DataError if files of the tokenizer are missing or have another hash.
     """
     facts = read_json(run_dir / "run.json") or {}
     return of_record(facts.get("tokenizer", GPT2.record()), run_dir, "run.json")
@@ -450,19 +435,38 @@ def current(events: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]
 
 
 def has_completed(run_dir: Path, step: int) -> bool:
-    """Tell whether a run came to its end at this step: its status is the last file that an end writes."""
+    """Tell whether a run was completed at this step, by status.json, the last file that a start writes."""
     status = read_json(run_dir / "status.json") or {}
     return status.get("state") == "completed" and status.get("step") == step
 
 
 def has_diverged(run_dir: Path) -> bool:
-    """Tell whether a run ended because its numbers were not finite: it has no last loss."""
+    """Tell whether a run ended because its loss or gradient was not finite."""
     status = read_json(run_dir / "status.json") or {}
     return bool(status.get("exit_code") == NonFiniteError.exit_code)
 
 
+def deleted_newest(run_dir: Path, newest: CheckpointInfo | None) -> list[str]:
+    """Return a line if the checkpoint that the last start ended with was deleted since; `newest`: of those left.
+
+    A start that was killed leaves no such record.
+    """
+    status = read_json(run_dir / "status.json") or {}
+    name = Path(str(status.get("checkpoint"))).name
+    if (
+        re.fullmatch("step_[0-9]{8,18}", name) is None
+        or status["state"] == "running"
+        or list(run_dir.glob(f"*{name}*"))
+    ):
+        return []
+    if newest is not None and newest.step >= int(name.removeprefix("step_")):
+        return []
+    left = "no other is left" if newest is None else f"step {newest.step} is used"
+    return [f"{run_dir}: its newest checkpoint, {name}, was deleted; {left}"]
+
+
 def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
-    """Return what a start of a run recorded of itself (environment, data, versions); {} if nothing is left of it."""
+    """Return what a start recorded about itself (environment, data, versions); {} if no record is left."""
     records = [
         read_json(run_dir / "run.json") or {},
         *(info.manifest for info in list_checkpoints(run_dir)[0]),
@@ -471,7 +475,7 @@ def record_of_start(run_dir: Path, attempt: int) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file of the run; None if it is missing, or damaged, which is warned of once."""
+    """Return the JSON object in a file of the run; None if it is missing or, with one warning, damaged."""
     file = JsonFile(path, ConfigError)
     try:
         found = file.read()

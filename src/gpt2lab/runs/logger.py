@@ -20,10 +20,9 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
-from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import SaveError
-from gpt2lab.runs import log_index
 from gpt2lab.runs.console import Console, beats, silence_ends
+from gpt2lab.runs.events import METRICS
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors after which a write is tried again later. A kernel makes a damaged file system read-only until it is repaired.
@@ -51,7 +50,6 @@ class MetricsLogger:
         self._metrics: FileIO | None = None
         self._held_back = bytearray()  # lines that the disk has no room for
         self._is_full = False
-        self._not_indexed = 0  # bytes
         self._flushed = 0  # bytes of metrics.jsonl that are on the disk
         # After a flush that failed the kernel may have given up on what it could not write.
         self._last_flush_failed = False
@@ -59,7 +57,6 @@ class MetricsLogger:
         self._began = self._last_line = monotonic()
         if run_dir is None:
             return
-        self._run_dir = run_dir
         _cut_torn_line(run_dir / METRICS)
         self._metrics = FileIO(run_dir / METRICS, "ab")
         self._flushed = self._metrics.tell()
@@ -82,12 +79,9 @@ class MetricsLogger:
             "step": step,
             **values,
         }
-        encoded = json.dumps(line, allow_nan=False).encode() + b"\n"
-        self._held_back += encoded
+        self._held_back += json.dumps(line, allow_nan=False).encode() + b"\n"
         self.newest_step = step
-        self._not_indexed += len(encoded)
-        if self.catch_up() is None and log_index.update(self._run_dir, self._not_indexed):
-            self._not_indexed = 0
+        self.catch_up()
         self._recorded(line, result)
 
     def catch_up(self) -> str | None:

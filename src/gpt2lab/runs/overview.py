@@ -1,4 +1,4 @@
-"""All runs of a folder at a glance, read from their files while they train. No torch, nothing is locked."""
+"""The state of every run in a folder, read from the files of the runs while they train. No torch, no locks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 from gpt2lab import fmt
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.target import is_run
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.mirror.storage import describe_status
 from gpt2lab.runs import history
+from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.folder import holder_of
 from gpt2lab.runs.history import Log
-from gpt2lab.runs.lock import holder_of
+from gpt2lab.runs.summary import describe_mirror
+from gpt2lab.runs.target import is_run
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class RunStatus:
     checkpoint_seconds: float | None  # since it was committed
     heartbeat_seconds: float | None  # since the run last wrote to its metrics
     problem: str | None
-    mirror: str | None = None  # how far --checkpoint_mirror is
+    mirror: str | None = None  # the progress of --checkpoint_mirror
 
 
 def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
-    """Return the status of every run in a folder, the one that wrote last at the end."""
+    """Return the status of every run in a folder; the one that wrote to its metrics last comes last."""
     runs = [
         folder
         for folder in catalog.run_folders(checkpoint_dir)
@@ -49,13 +50,13 @@ def read_runs(checkpoint_dir: Path) -> list[RunStatus]:
 
 
 def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
-    """Return the status of one run, by its log if that is read; an unreadable file is its `problem`, no error."""
+    """Return the status of one run; a file that cannot be read becomes its `problem`. `log`: if it was read before."""
     now, problem, newest = time.time(), None, None
     try:
-        log = log or history.open_log(run_dir)
+        log = log or history.open_log(run_dir, ())
         newest, problem = log.last_step(), log.problem
     except (GPT2LabError, OSError) as error:
-        log, problem = log or Log(run_dir, []), str(error)
+        log, problem = log or Log.of([]), str(error)
     status = history.read_json(run_dir / "status.json") or {}
     if not status and log and problem is None:
         problem = "status.json is missing or damaged; the next start writes it again"
@@ -88,17 +89,17 @@ def read_run(run_dir: Path, log: Log | None = None) -> RunStatus:
         checkpoint_seconds=max(0.0, now - infos[-1].created) if infos else None,
         heartbeat_seconds=max(0.0, now - _last_write(run_dir)) if log else None,
         problem=problem,
-        mirror=describe_status(status),
+        mirror=describe_mirror(status),
     )
 
 
-# The columns of the table, and in which order they are left out where it is too wide.
+# The columns of the table, and the order in which they are left out if it is too wide.
 _COLUMNS = ("run", "state", "step", "loss", "val loss", "tok/s", "eta", "saved", "last write")
 _LEFT_OUT = ("last write", "tok/s", "loss", "saved", "eta", "val loss")
 
 
-def describe(runs: list[RunStatus], *, width: int | None = None) -> str:
-    """Write the runs as a table of at most `width` columns of text, with a line below for each problem."""
+def status_table(runs: list[RunStatus], *, width: int | None = None) -> str:
+    """Write the runs as a table of at most `width` characters, with a line below for each problem."""
     rows = [_cells(run) for run in runs]
     columns = list(_COLUMNS)
     for name in ("", *_LEFT_OUT):
@@ -135,6 +136,6 @@ def as_json(runs: list[RunStatus]) -> dict[str, Any]:
 
 def _last_write(run_dir: Path) -> float:
     try:
-        return (run_dir / catalog.METRICS).stat().st_mtime
+        return (run_dir / METRICS).stat().st_mtime
     except OSError:
         return 0.0

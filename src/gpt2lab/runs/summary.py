@@ -1,79 +1,87 @@
-"""The report at the end of every start, read from the run's metrics. No torch."""
+"""A run as text: the report at the end of a start, its checkpoints, and the commands that continue it. No torch."""
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from gpt2lab import fmt, paths
-from gpt2lab.checkpoint import catalog, listing
+from gpt2lab.checkpoint import catalog
+from gpt2lab.checkpoint.manifest import verify
+from gpt2lab.errors import CheckpointError
+from gpt2lab.files import is_count
 from gpt2lab.runs import history
 from gpt2lab.runs.history import Log
 
 
 def describe_run(run_dir: Path) -> str:
-    """Write a run's report: losses, speed, sample, checkpoints, and the commands to go on."""
-    log = history.read_log(run_dir)
-    evals, samples = log.current("eval"), log.current("sample")
-    last = log.last_step()
-    lines = ["", f"run {run_dir.name}"]
-    if last is not None:
-        first = log.step(int(log.numbers[0])) or {}
-        before, now = (fmt.number(event.get("loss")) for event in (first, last))
-        lines.append(
-            f"  training loss     {before} at step {first['step']:,} -> {now} at step {last['step']:,} "
-            f"({fmt.number(last.get('tokens'), ',d')} tokens)"
-        )
-    measured = [event for event in evals.values() if event["val_loss"] is not None]
-    if measured:
-        final = evals[max(evals)]
-        best = min(measured, key=lambda event: event["val_loss"])
-        se = final.get("val_loss_se")
-        error = "" if se is None else f" +- {se:.4f}"
-        lines.append(
-            f"  validation loss   {fmt.number(evals[min(evals)]['val_loss'])} at step {min(evals):,} -> "
-            f"{fmt.number(final['val_loss'])}{error} at step {final['step']:,}; best {fmt.number(best['val_loss'])} "
-            f"at step {best['step']:,}"
-        )
-        sources = final.get("val_loss_by_source") or {}
-        passes = last.get("epochs_by_source", {}) if last else {}
-        lines += [
-            f"    {name:<15} {fmt.number(loss)} after {passes.get(name, 0.0):.2f} epochs"
-            for name, loss in sources.items()
-        ]
-    if last is not None:
+    """Write a run's report: losses, speed, sample, checkpoints, and the commands that come next."""
+    log = history.read_log(run_dir, ("step_seconds", "tokens_per_second"))
+    samples = log.current("sample")
+    rows = [*_losses(log)]
+    if len(log.numbers):
         seconds = float(np.nansum(log.column("step_seconds")))
         rate = float(np.nanmedian(log.column("tokens_per_second")))
-        lines.append(
-            f"  speed             {rate:,.0f} tokens/s (median step), {fmt.duration(seconds)} in steps"
-        )
+        spent = fmt.duration(seconds)
+        rows.append(("speed", f"{rate:,.0f} tokens/s (median step), {spent} in steps"))
     if samples:
-        lines.append(f"  sample            {samples[max(samples)]['text']!r}")
+        rows.append(("sample", repr(samples[max(samples)]["text"])))
     infos, _ = catalog.list_checkpoints(run_dir)
     if infos:
-        lines.append("  checkpoints")
-        lines += ["    " + line for line in listing.checkpoint_table(infos).splitlines()]
-        lines.append(f"  go on             {command_to_go_on(run_dir, log)}")
+        rows.append(("checkpoints", ""))
+        rows += [("", line) for line in checkpoint_table(infos).splitlines()]
+        rows.append(("continue", command_to_continue(run_dir, log)))
     else:
-        lines.append("  begin again       with the same command line: nothing was saved")
+        rows.append(("start again", "with the same command line: nothing was saved"))
     if (run_dir / "tensorboard").exists():
         words = [paths.program("tensorboard"), "--logdir", paths.display_path(run_dir.parent)]
-        lines.append(f"  look at it        {fmt.command_line(words)}")
+        rows.append(("TensorBoard", fmt.command_line(words)))
     else:
         then = fmt.command_line(paths.command_words("tensorboard"))
-        lines.append(f"  look at it        train with --use_tensorboard, then: {then}")
+        rows.append(("TensorBoard", f"train with --use_tensorboard, then: {then}"))
     if samples and log.has_ended:
-        lines += ["  next", *(f"    {command}" for command in commands_after(run_dir))]
-    return "\n".join(lines)
+        rows.append(("next", ""))
+        rows += [("", command) for command in commands_after(run_dir)]
+    lines = [f"  {name:<17} {text}".rstrip() if name else f"    {text}" for name, text in rows]
+    return "\n".join(["", f"run {run_dir.name}", *lines])
+
+
+def _losses(log: Log) -> list[tuple[str, str]]:
+    """Return (name, text) of the training and validation losses, first, last and best."""
+    rows, first, last = [], log.first_step(), log.last_step()
+    if first is not None and last is not None:
+        before, now = (fmt.number(event.get("loss")) for event in (first, last))
+        tokens = fmt.number(last.get("tokens"), ",d")
+        span = f"{before} at step {first['step']:,} -> {now} at step {last['step']:,}"
+        rows.append(("training loss", f"{span} ({tokens} tokens)"))
+    evals = log.current("eval")
+    if (best := log.best_eval()) is not None:
+        begin, final = evals[min(evals)], evals[max(evals)]
+        se = final.get("val_loss_se")
+        error = "" if se is None else f" +- {se:.4f}"
+        text = (
+            f"{fmt.number(begin['val_loss'])} at step {begin['step']:,} -> {fmt.number(final['val_loss'])}{error} "
+            f"at step {final['step']:,}; best {fmt.number(best['val_loss'])} at step {best['step']:,}"
+        )
+        rows.append(("validation loss", text))
+        epochs = last.get("epochs_by_source", {}) if last else {}
+        rows += [
+            ("", f"{name:<15} {fmt.number(loss)} after {epochs.get(name, 0.0):.2f} epochs")
+            for name, loss in (final.get("val_loss_by_source") or {}).items()
+        ]
+    return rows
+
+
+# -- the commands that come next -------------------------------------------------------------------------------------
 
 
 def commands_after(run_dir: Path) -> list[str]:
-    """Return what people do with a complete run: continue prompts, write its report, and teach it to answer."""
-    name, folder = run_dir.name, []
-    if run_dir.parent != paths.runs_folder(None):
-        folder = ["--checkpoint_dir", paths.display_path(run_dir.parent)]
+    """Return commands for a complete run: continue prompts, write its report, fine-tune it to answer."""
+    name, folder = run_dir.name, _folder_flag(run_dir)
 
     def line(verb: str, *words: str) -> str:
         return fmt.command_line([*paths.command_words(verb), *words, *folder])
@@ -85,7 +93,7 @@ def commands_after(run_dir: Path) -> list[str]:
     return [*commands, f"{line('finetune', *words)} && {line('chat', f'{name}_chat')}"]
 
 
-def command_to_go_on(run_dir: Path, log: Log) -> str:
+def command_to_continue(run_dir: Path, log: Log) -> str:
     """Return the command that continues a run; a complete run gets more steps."""
     begin = log.last_begin
     command = command_to_resume(run_dir, world_size=begin["world_size"] if begin else 1)
@@ -100,14 +108,106 @@ def command_to_resume(run_dir: Path, *, world_size: int) -> str:
     if world_size > 1:
         words = [paths.program("torchrun"), f"--nproc_per_node={world_size}"]
     words += [paths.display_path(Path(word)) for word in paths.trainer(program_of(run_dir))]
-    words += ["--run_name", run_dir.name]
-    words += ["--resume", "latest"]
-    if run_dir.parent != paths.runs_folder(None):
-        words += ["--checkpoint_dir", paths.display_path(run_dir.parent)]
+    words += ["--run_name", run_dir.name, "--resume", "latest", *_folder_flag(run_dir)]
     return fmt.command_line(words)
+
+
+def _folder_flag(run_dir: Path) -> list[str]:
+    """Return --checkpoint_dir and the folder of a run that is not in the default one."""
+    if run_dir.parent == paths.runs_folder(None):
+        return []
+    return ["--checkpoint_dir", paths.display_path(run_dir.parent)]
 
 
 def program_of(run_dir: Path) -> Literal["train", "finetune"]:
     """Return the program that began a run: finetune if it has instructions."""
     settings = history.read_json(run_dir / "config.json") or {}  # not written yet
     return "train" if settings.get("instructions") is None else "finetune"
+
+
+# -- --list_checkpoints ----------------------------------------------------------------------------------------------
+
+
+def print_checkpoints(
+    checkpoint_dir: Path, *, run_name: str | None, as_json: bool, verify_bytes: bool = False
+) -> int:
+    """Print every run's checkpoints as tables, or all as one JSON object; return the exit code.
+
+    `verify_bytes` reads every byte: the exit code is then 1 if something is damaged.
+    """
+    runs = [checkpoint_dir / run_name] if run_name else catalog.run_folders(checkpoint_dir)
+    listed = [(run, *catalog.list_checkpoints(run)) for run in runs]
+    listed = [entry for entry in listed if entry[1] or entry[2]]
+    for _, infos, damaged in listed if verify_bytes else ():
+        for info in list(infos):
+            try:
+                verify(info.path)
+            except CheckpointError as error:
+                infos.remove(info)
+                damaged.append(error)
+    code = int(verify_bytes and any(damaged for _, _, damaged in listed))
+    if as_json:
+        found = [_listed_as_json(*entry) for entry in listed]
+        print(json.dumps({"checkpoint_dir": str(checkpoint_dir), "runs": found}))
+        return code
+    if not listed:
+        print(f"no checkpoints in {paths.display_path(runs[0] if run_name else checkpoint_dir)}")
+    for run, infos, damaged in listed:
+        total = fmt.num_bytes(sum(info.num_bytes for info in infos))
+        count = fmt.number_of(len(infos), "checkpoint")
+        print(f"{paths.display_path(run)}: {count}, {total}")
+        print(checkpoint_table(infos))
+        if line := describe_mirror(history.read_json(run / "status.json") or {}):
+            print(f"  {line}")
+        for problem in damaged:
+            print(f"  damaged, not counted: {problem}")
+        if verify_bytes:
+            print(f"  every byte of {count} read, hashes match")
+        print()
+    return code
+
+
+def checkpoint_table(infos: list[catalog.CheckpointInfo]) -> str:
+    """Write checkpoints as a table, oldest first."""
+    rows = [
+        (
+            f"{info.step:,}",
+            ", ".join([info.kind, *(x for x in info.labels if not x.startswith(info.kind))]),
+            fmt.number(info.val_loss),
+            f"{info.tokens:,}",
+            fmt.num_bytes(info.num_bytes),
+            fmt.duration(max(0.0, time.time() - info.created)),
+        )
+        for info in infos
+    ]
+    return fmt.table(("step", "kind", "val loss", "tokens", "size", "age"), rows)
+
+
+def describe_mirror(status: dict[str, Any]) -> str | None:
+    """Write what a status.json says of --checkpoint_mirror; None without one."""
+    found = status.get("mirror")
+    if not isinstance(found, dict):
+        return None
+    step, newest, error = (found.get(key) for key in ("step", "newest", "error"))
+    line = f"mirror: newest copy is step {step}" if is_count(step) else "mirror: no copy yet"
+    line += f", newest checkpoint is step {newest}" if is_count(newest) else ""
+    return f"{line:.100}" + (f"; last error {error:.200}" if isinstance(error, str) else "")
+
+
+def _listed_as_json(
+    run: Path, infos: list[catalog.CheckpointInfo], damaged: list[CheckpointError]
+) -> dict[str, object]:
+    rows = [
+        {
+            "path": str(info.path),
+            "step": info.step,
+            "kind": info.kind,
+            "labels": list(info.labels),
+            "val_loss": info.val_loss,
+            "tokens": info.tokens,
+            "bytes": info.num_bytes,
+            "created": info.created,
+        }
+        for info in infos
+    ]
+    return {"run_name": run.name, "checkpoints": rows, "damaged": [str(error) for error in damaged]}

@@ -27,8 +27,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gpt2lab.checkpoint.target import was_tuned
 from gpt2lab.evaluation.completion import Completer
+from gpt2lab.runs.target import was_tuned
 from gpt2lab.serving.api import Choice, CompletionRequest, Problem, Reply, no_model, read_request
 from gpt2lab.tokenizers.chat_template import can_be_written
 

@@ -30,10 +30,9 @@ from time import monotonic
 from typing import IO, Any
 
 from gpt2lab import paths
-from gpt2lab.checkpoint.catalog import METRICS
 from gpt2lab.errors import ConfigError, GPT2LabError, InUseError
 from gpt2lab.files import COUNT, STRING, TEXT, JsonFile, replace_durably
-from gpt2lab.runs.events import Event, parse_line
+from gpt2lab.runs.events import METRICS, Event, parse_line
 from gpt2lab.tracking.tensorboard import tags_of
 from gpt2lab.tracking.trackers import LIBRARIES, MOST_ROWS, Row, TrackedRun, without_secrets
 

@@ -1,4 +1,4 @@
-"""TensorBoard as a mirror of metrics.jsonl: its tags, its writer, and how to rebuild its files. No torch at the top."""
+"""TensorBoard files, a copy of metrics.jsonl: their tags, their writer, and their rebuilding. No torch at the top."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpt2lab.checkpoint import catalog
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, SaveError
 from gpt2lab.runs import history
+from gpt2lab.runs.events import METRICS
 from gpt2lab.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def rebuild_tensorboard(run_dir: Path) -> tuple[Path, int]:
 
     Raises: ConfigError if the run is being trained or has no metrics, GPT2LabError if they are damaged, SaveError.
     """
-    if not (run_dir / catalog.METRICS).exists():
-        raise ConfigError(f"{run_dir}: no {catalog.METRICS}; not the folder of a run")
+    if not (run_dir / METRICS).exists():
+        raise ConfigError(f"{run_dir}: no {METRICS}; not the folder of a run")
     config = history.read_config(run_dir)
     with contextlib.closing(RunFolder(run_dir)):  # rejected while a trainer writes there
         log = history.read_log(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from gpt2lab.model.gpt import GPT
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.logger import MetricsLogger
 from gpt2lab.training.control import Control
-from gpt2lab.training.extension import Extensions
 from gpt2lab.training.heartbeat import Heartbeat
 from gpt2lab.training.progress import RunClock
 from gpt2lab.training.recipe import Batches
@@ -50,5 +50,5 @@ class Session:
     control: Control
     heartbeat: Heartbeat
     clock: RunClock
-    extensions: Extensions
+    look_at_gradients: Callable[[int], None]  # before each update, by extensions
     peak_flops: float | None = None  # dense bf16, of all ranks together; None: MFU is n/a

@@ -1,7 +1,7 @@
 """What surrounds a run may observe it at six moments; it cannot change a number, an order or a decision. No torch.
 
-TensorBoard, trackers, the mirror of checkpoints, the forecast and the losses of tokens are extensions. `commands/train.py`
-makes the list. A failure of an extension is one warning, and the run goes on without it.
+TensorBoard, trackers, the mirror of checkpoints, the forecast and the losses of tokens are extensions.
+`commands/train.py` makes the list. A failure of an extension is one warning, and the run continues without it.
 """
 
 from __future__ import annotations

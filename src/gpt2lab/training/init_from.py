@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt2lab.checkpoint.target import Target, find_folder, find_target
 from gpt2lab.config.presets import PRESETS, preset
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config, ModelConfig, ModelName
@@ -16,6 +15,7 @@ from gpt2lab.config.settings import ARCHITECTURE, options_of, override
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.files import sha256_of
 from gpt2lab.model.hf_config import HF_WEIGHTS, weight_files
+from gpt2lab.runs.target import Target, find_folder, find_target
 
 
 @dataclass(frozen=True)

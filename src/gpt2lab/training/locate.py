@@ -1,4 +1,7 @@
-"""Find the run and the checkpoint that `--resume` means. No torch; with `set_aside`, damaged checkpoints are renamed."""
+"""Find the run and the checkpoint that `--resume` means. No torch.
+
+With `set_aside`, damaged checkpoints are renamed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from gpt2lab.checkpoint.manifest import folder_name
 from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import CheckpointError, ConfigError, InUseError
-from gpt2lab.runs.lock import holder_of
+from gpt2lab.runs.folder import holder_of
+from gpt2lab.runs.history import deleted_newest
 
 _NEWEST = ("latest", "auto", "best")  # words of --resume
 
@@ -93,6 +97,7 @@ def _newest_of(run_dir: Path, *, must_exist: bool, set_aside: bool) -> Place:
     """Return the newest valid checkpoint of a run."""
     existed = catalog.has_checkpoints(run_dir)
     info, warnings = catalog.newest_valid(run_dir, set_aside=set_aside)
+    warnings += deleted_newest(run_dir, info)
     if info is None and existed:
         raise CheckpointError(f"{run_dir}: every checkpoint is damaged: {warnings[0]}")
     if info is None and (holder := holder_of(run_dir)) is not None:

@@ -359,7 +359,7 @@ def _run_to_end(
         control,
         heartbeat,
         clock=_open_clock(components, folder, began),
-        extensions=extensions,
+        look_at_gradients=extensions.updating,
         peak_flops=_peak_flops(runtime, planner),
     )
     saver = Saver(components, session, signals)

@@ -95,8 +95,8 @@ class Pretraining:
 
     def build_model(self, start: Start, runtime: Runtime) -> GPT:
         """Build the model with random weights, or with those of --init_from."""
-        from gpt2lab.checkpoint.weights import load_initial
         from gpt2lab.model.gpt import build_model
+        from gpt2lab.runs.weights import load_initial
 
         config = start.config
         model = build_model(config.model, seed=config.data.seed, device=runtime.device)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpt2lab import paths
-from gpt2lab.checkpoint.catalog import CheckpointInfo, look_for_room
-from gpt2lab.checkpoint.target import tokenizer_of
+from gpt2lab.checkpoint.catalog import CheckpointInfo, disk_budget
 from gpt2lab.config.derived import check_fsdp_param_dtype, mini_batch_sizes
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.request import RunRequest, chosen_in, fill_in, follow_peak
@@ -35,6 +34,7 @@ from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import CheckpointError, ConfigError, DataError
 from gpt2lab.evaluation.hellaswag_items import fetch_hellaswag, read_items
 from gpt2lab.runs import history
+from gpt2lab.runs.target import tokenizer_of
 from gpt2lab.tokenizers.interface import Tokenizer
 from gpt2lab.tokenizers.opening import require_same, why_no_text
 from gpt2lab.training.extension import Extensions, Planner
@@ -326,7 +326,7 @@ def check_start(request: RunRequest, place: Place, settings: Settings, steps: St
     hellaswag, no_hellaswag = _choose_hellaswag(request, config, data.tokenizer)
     log = history.read_log(run_dir)
     saves = [event.get("seconds") for event in log.of_kind("checkpoint")]
-    room = look_for_room(run_dir, steps.plan.disk_bytes)
+    room = disk_budget(run_dir, steps.plan.disk_bytes)
     notes = (*settings.notes, *steps.notes, *data.warnings, *no_hellaswag, *room.shortage())
     start = Start(
         config=config,

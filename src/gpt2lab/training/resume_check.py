@@ -265,5 +265,5 @@ def facts_of(start: Start, runtime: Runtime) -> dict[str, Any]:
         "environment": environment,
         "on_gpu": on_gpu,
         "initial_weights": initial,
-        "provenance": provenance() if runtime.rank == 0 else {},
+        "provenance": provenance(torch.__version__) if runtime.rank == 0 else {},
     }

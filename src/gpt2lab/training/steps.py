@@ -1,4 +1,7 @@
-"""The pipeline of steps: launch an update, wait for it, record it. A GPU computes one step while the next is launched."""
+"""The pipeline of steps: launch an update, wait for it, record it.
+
+A GPU computes one step while the next is launched.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class StepPipeline:
         self.config, self.last_step = self.start.config, self.start.plan.max_steps
         self.first_step = self.state.step
         self.logger, self.control = session.logger, session.control
-        self.progress, self.extensions = session.clock.progress, session.extensions
+        self.progress, self._look_at_gradients = session.clock.progress, session.look_at_gradients
         # Steps that `state` does not include yet: at most two where steps are pipelined.
         self.launched: list[LaunchedStep] = []
         self.is_pipelined = components.host_decides is None
@@ -72,7 +75,7 @@ class StepPipeline:
         def before_update() -> None:
             nonlocal aside
             since = time.monotonic()
-            self.extensions.updating(number)
+            self._look_at_gradients(number)
             aside = time.monotonic() - since
             self.busy.acquire()  # until the step is known; for good after an error on the way
 

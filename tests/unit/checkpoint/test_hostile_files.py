@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 import launch
 from gpt2lab.checkpoint import manifest
-from gpt2lab.checkpoint.listing import print_checkpoints
-from gpt2lab.checkpoint.target import find_target
 from gpt2lab.errors import CheckpointError, GPT2LabError
 from gpt2lab.model.weights_header import read_shapes
 from gpt2lab.runs import overview
+from gpt2lab.runs.summary import print_checkpoints
+from gpt2lab.runs.target import find_target
 from tiny import VOCAB
 from whole_run import Run
 
@@ -93,7 +93,7 @@ def edit(run: Run, file: str, place: tuple[Any, ...], value: Any) -> None:
 def look_at(run: Run) -> None:
     """List the run and its state, as commands do that must show other runs too."""
     print_checkpoints(run.path.parent, run_name=None, as_json=False)
-    overview.describe(overview.read_runs(run.path.parent))
+    overview.status_table(overview.read_runs(run.path.parent))
 
 
 DEEP = RAW + "[" * 100_000

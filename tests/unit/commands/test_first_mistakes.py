@@ -510,11 +510,11 @@ def test_the_table_of_runs_fits_the_terminal(place: Path, columns: int) -> None:
     name = "gpt2-micro_20261122-185644_with_another_name"
     (place / "runs" / "tiny").rename(place / "runs" / name)
     (run,) = overview.read_runs(place / "runs")
-    header, line = overview.describe([run], width=columns).splitlines()
+    header, line = overview.status_table([run], width=columns).splitlines()
     assert max(len(header), len(line)) <= columns
     assert line.split()[:3] == [name, "completed", "4/4"]
     assert ("last write" in header) == (columns == 200)
-    assert overview.describe([run]) == overview.describe([run], width=200)
+    assert overview.status_table([run]) == overview.status_table([run], width=200)
 
 
 # -- runs rm, runs archive -------------------------------------------------------------------------------------------

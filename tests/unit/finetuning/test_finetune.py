@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from conversations import CONTEXT, finetune, flags_of, order_of, rows_of, write_model, write_pairs
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.schema import ActivationCheckpointing, Config, TuningConfig
 from gpt2lab.config.settings import override
@@ -27,6 +25,8 @@ from gpt2lab.model.activation_checkpointing import apply_activation_checkpointin
 from gpt2lab.model.gpt import GPT, Block
 from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
 

@@ -12,10 +12,10 @@ import torch
 
 import launch
 from conversations import finetune, flags_of, rows_of, write_model, write_pairs
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.finetuning.conversations import read_conversations
 from gpt2lab.finetuning.packed import hidden_of_rows
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.chat_template import (
     Turn,
     as_prompt,

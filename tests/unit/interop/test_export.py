@@ -15,14 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ecosystem import works_with
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.errors import ConfigError
 from gpt2lab.interop import export as exporting
 from gpt2lab.interop.export import export
 from gpt2lab.interop.model_card import write_card
 from gpt2lab.model import hf_config as hf_config
 from gpt2lab.model.hf_weights import load_hf
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.gpt2 import gpt2_encoding
 from launch import ask, events
 from tiny import CONTEXT, VOCAB, flags_of, parse, pretrain, write_items, write_shards

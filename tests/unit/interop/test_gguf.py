@@ -15,13 +15,13 @@ import torch
 
 from corpora import TEXTS, run_prepare, write_jsonl
 from ecosystem import works_with
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.generation import draw
 from gpt2lab.interop import gguf_file
 from gpt2lab.interop.gguf_file import export_gguf
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.huggingface import HuggingFaceTokenizer, train_bpe
 from gpt2lab.tokenizers.interface import END_TOKEN, Tokenizer, byte_alphabet

@@ -18,8 +18,6 @@ import launch
 from conversations import write_pairs
 from corpora import run_prepare, write_jsonl
 from ecosystem import works_with
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.commands.evaluate import evaluate
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.evaluation import hellaswag
@@ -28,6 +26,8 @@ from gpt2lab.finetuning.recipe import FINETUNING
 from gpt2lab.interop.export import export
 from gpt2lab.interop.tasks import TaskRequest
 from gpt2lab.report.page import render
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.huggingface import train_bpe
 from launch import SCRIPTS, ask
 from own_tasks import ITEMS, NAMES, write_tasks

@@ -14,8 +14,6 @@ import torch
 from transformers import AutoTokenizer, StaticCache
 
 from corpora import TEXTS, run_prepare, write_jsonl
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_initial, load_weights
 from gpt2lab.config.presets import preset
 from gpt2lab.config.schema import ModelConfig
 from gpt2lab.config.settings import OPTIONS
@@ -30,6 +28,8 @@ from gpt2lab.model import hf_config
 from gpt2lab.model.gpt import GPT, build_model
 from gpt2lab.model.hf_config import HF_CONFIG, read_hf_config
 from gpt2lab.model.hf_weights import load_hf
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_initial, load_weights
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer

@@ -29,7 +29,7 @@ from gpt2lab.commands.ablation_table import (
 )
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import CheckError, ConfigError, DataError, GPT2LabError, SavedInterrupt
-from gpt2lab.report.plots import View, draw_ablation
+from gpt2lab.report.plots import View, draw_table
 from gpt2lab.tokenizers.plain import BYTES
 from tiny import CONTEXT, VOCAB, parse, pretrain
 
@@ -291,7 +291,7 @@ def test_a_run_that_diverges_is_recorded_and_the_others_go_on(
     }
     assert found["spent"]["tokens"] == 2 * 768 + 2 * 128
     assert found["diverged"]["hot"] in (out / "ablation.md").read_text()
-    draw_ablation(out / "ablation.json", tmp_path / "a.svg", View("tokens"))
+    draw_table("ablation", out / "ablation.json", tmp_path / "a.svg", View("tokens"))
     assert "hot, diverged in 1 of 1" in (tmp_path / "a.svg").read_text()
 
 

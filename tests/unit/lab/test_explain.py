@@ -507,5 +507,7 @@ def test_a_picture_shows_every_group_of_every_split(tmp_path: Path, folder: Path
     for text, why in ((plain, "it lacks 'over_units'"), ("[]", "another shape"), ("a", "not JSON")):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"other.json: no comparison with .*\({why}\); "):
-            plots.draw_comparison(tmp_path / "other.json", tmp_path / "other.png")
+            plots.draw_table(
+                "compare", tmp_path / "other.json", tmp_path / "other.png", plots.View()
+            )
     assert not (tmp_path / "other.png").exists()

@@ -74,7 +74,7 @@ def test_a_new_machine_goes_on_with_the_same_bits(
     assert resumed["verified_batches"] == [4], "the log came with the copy"
     status = there.status()["mirror"]
     assert (status["step"], status["newest"], status["error"]) == (6, 6, None)
-    assert overview.describe(overview.read_runs(there.path.parent)).endswith(IN_STEP)
+    assert overview.status_table(overview.read_runs(there.path.parent)).endswith(IN_STEP)
 
 
 def test_a_clock_that_goes_back_hides_no_step(

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 import launch
 from conversations import CONTEXT, finetune, flags_of, order_of, write_model, write_pairs
 from ecosystem import works_with
-from gpt2lab.checkpoint.target import find_target
-from gpt2lab.checkpoint.weights import load_weights
 from gpt2lab.config.derived import BatchPlan
 from gpt2lab.config.schema import Config, SystemConfig, TuningConfig
 from gpt2lab.config.settings import override
@@ -28,6 +26,8 @@ from gpt2lab.finetuning.rows import open_instructions
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.lora import LoRALinear, add_lora, init_adapters, merge_lora
 from gpt2lab.optim.optimizers import EPS, build_optimizers
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.gpt2 import GPT2, NUM_TOKENS
 from gpt2lab.training.train_step import train_step
 from launch import ask

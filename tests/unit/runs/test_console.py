@@ -147,7 +147,7 @@ def test_lines_that_find_no_room_are_counted(pipe: Pipe, monkeypatch: pytest.Mon
         console.print(line)
     assert pipe.read() == ""
     console.print("after")
-    missing = "(lines that are in log.txt only: 2; nobody took them here)"
+    missing = "(lines that are in log.txt only: 2; reader too slow)"
     assert pipe.read().splitlines() == ["waits", missing, "after"]
 
 

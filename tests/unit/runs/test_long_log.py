@@ -1,16 +1,13 @@
-"""A long metrics.jsonl: its index says what the log says, costs little, and may be lost or damaged."""
+"""A long metrics.jsonl: its columns say what its lines say, cost little memory, and damaged lines are named."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import os
 import re
 import shutil
 import tracemalloc
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +16,14 @@ import numpy as np
 import pytest
 
 from gpt2lab.commands.repair_log import remove_damaged_lines
-from gpt2lab.errors import SaveError
+from gpt2lab.errors import GPT2LabError, SaveError
 from gpt2lab.planner import remaining
 from gpt2lab.report import curves
 from gpt2lab.report import page as report
-from gpt2lab.runs import history, log_index, overview, summary
+from gpt2lab.runs import history, overview, summary
+from gpt2lab.runs.events import COLUMNS
 from gpt2lab.runs.folder import RunFolder
 from gpt2lab.runs.history import current, newest_event, open_log, read_events, read_log
-from gpt2lab.runs.log_index import FLOATS, INDEX, read_chunks
 from gpt2lab.runs.logger import MetricsLogger
 from launch import call
 from long_logs import lines_of_a_start, write_long_log
@@ -36,13 +33,7 @@ LINES = 20_000  # of the log whose cost is measured
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a chunk cover 8 kB, a dozen lines, so that a short log has many."""
-    monkeypatch.setattr(log_index, "BLOCK", 8192)
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, small_blocks: None) -> Path:
+def run_dir(tmp_path: Path) -> Path:
     """Return a run of three starts with a rewind, 900 steps, and a step that nobody logged a start before."""
     rewound = {"event": "rewind", "time": 1.7e9, "attempt": 2, "step": 350, "spike_step": 400}
     again = [line for line in lines_of_a_start(2, attempt=3, first=499) if '"step",' in line]
@@ -74,7 +65,7 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
     steps = current(events, "step")
     assert log.events == [event for event in events if event["event"] != "step"]
     assert log.numbers.tolist() == sorted(steps)
-    for name in ("attempt", *FLOATS):
+    for name in ("attempt", *COLUMNS):
         expected = [steps[number].get(name) for number in sorted(steps)]
         expected = [np.nan if value is None else value for value in expected]
         np.testing.assert_array_equal(log.column(name), expected)
@@ -94,201 +85,34 @@ def assert_says_what_the_log_says(run_dir: Path) -> None:
     assert newest_event(run_dir) == events[-1]
 
 
-def test_the_index_says_what_the_log_says(run_dir: Path) -> None:
-    assert_says_what_the_log_says(run_dir)  # makes it
-    assert len(read_chunks(run_dir)) > 50
-    assert (run_dir / INDEX).stat().st_size > 0
-    before = (run_dir / INDEX).read_bytes()
-    assert_says_what_the_log_says(run_dir)
-    assert (run_dir / INDEX).read_bytes() == before
-
-
-def test_the_index_is_a_function_of_the_log(run_dir: Path) -> None:
-    """However often and wherever the log stood when it was brought up to date, also within a line."""
-    read_chunks(run_dir)
-    at_once, content = (run_dir / INDEX).read_bytes(), (run_dir / "metrics.jsonl").read_bytes()
-    (run_dir / INDEX).unlink()
-    for end in (*range(1000, len(content), 77_777), len(content)):
-        (run_dir / "metrics.jsonl").write_bytes(content[:end])
-        read_chunks(run_dir)
-    assert (run_dir / INDEX).read_bytes() == at_once
-
-
-def flip_a_bit(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[:-1],
-        lambda content: content[: len(content) // 2],
-        lambda content: content[: len(content) // 3] + bytes(len(content) * 2 // 3),
-        lambda content: b"",
-        lambda content: b"\n" + content,
-        lambda content: content + b'00000000 {"first": 0}\n',
-        lambda content: b"\xff" * len(content),
-        flip_a_bit,
-    ],
-    ids=["torn", "half", "zeros", "empty", "shifted", "more", "noise", "bit"],
-)
-def test_a_damaged_index_is_not_believed(run_dir: Path, damage: Callable[[bytes], bytes]) -> None:
-    read_chunks(run_dir)
-    sound = (run_dir / INDEX).read_bytes()
-    (run_dir / INDEX).write_bytes(damage(sound))
+def test_the_columns_say_what_the_lines_say(run_dir: Path) -> None:
     assert_says_what_the_log_says(run_dir)
 
 
-def test_an_index_is_opened_once_for_a_column(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_chunks(run_dir)
-    log = read_log(run_dir)
-    opened: list[Path] = []
-    plain = log_index.open_regular
-
-    def count(path: Path, *args: Any, **options: Any) -> Any:
-        opened.append(path)
-        return plain(path, *args, **options)
-
-    monkeypatch.setattr(log_index, "open_regular", count)
-    assert len(log.column("loss")) > 0
-    assert opened == [run_dir / INDEX]
-
-
-@pytest.mark.parametrize("kept", [0, 100, 5000, 200_000])
-def test_an_index_of_another_log_is_made_again(run_dir: Path, kept: int) -> None:
-    """As after a power cut that took the end of the log, or another log in its place."""
-    read_chunks(run_dir)
-    log = run_dir / "metrics.jsonl"
-    head = log.read_bytes()[:kept].rpartition(b"\n")[0]
-    lines = head.splitlines(keepends=True)
-    log.write_bytes(b"".join([*lines, b"\n"] if lines else []))
-    with open(log, "a") as file:
-        file.writelines(lines_of_a_start(500, attempt=2, first=1))
-        file.writelines(lines_of_a_start(200, attempt=4, first=301))
-    assert_says_what_the_log_says(run_dir)
-    again = (run_dir / INDEX).read_bytes()
-    (run_dir / INDEX).unlink()
-    read_chunks(run_dir)
-    assert (run_dir / INDEX).read_bytes() == again
-
-
-def test_an_index_that_cannot_be_written_is_done_without(run_dir: Path) -> None:
-    (run_dir / INDEX).mkdir()
-    assert_says_what_the_log_says(run_dir)
-    (run_dir / INDEX).rmdir()
-    with open(run_dir / INDEX, "ab") as file:  # another process brings it up to date
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert_says_what_the_log_says(run_dir)
-        assert (run_dir / INDEX).read_bytes() == b""
-    assert_says_what_the_log_says(run_dir)
-    assert (run_dir / INDEX).stat().st_size > 0
-
-
-def test_an_index_that_is_replaced_while_it_is_read_gives_no_other_numbers(run_dir: Path) -> None:
-    log = open_log(run_dir)
-    expected = log.column("loss").copy()
-    index = run_dir / INDEX
-    index.write_bytes(index.read_bytes()[700:])
-    np.testing.assert_array_equal(log.column("loss"), expected)
-    (run_dir / "metrics.jsonl").write_text("other\n" * 10**6)
-    with pytest.raises(history.GPT2LabError, match="changed while it was read"):
-        log.column("loss")
-
-
-def test_a_line_damaged_after_it_was_indexed_is_left_out_and_named(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_the_fast_decoder_does_not_take_has_its_row(run_dir: Path) -> None:
+    """Null and text that is not UTF-8 are fine in our log; zero bytes are lines that a power cut took."""
     path = run_dir / "metrics.jsonl"
-    number = 100
-    expected = {event["step"]: event for event in open_log(run_dir).current_steps()}
     lines = path.read_bytes().splitlines(keepends=True)
-    at = next(i for i, line in enumerate(lines) if f'"step": {number},'.encode() in line)
-    for damaged in (
-        b"#" * (len(lines[at]) - 1) + b"\n",
-        lines[at].replace(b'"step": 100', b'"step": 901'),
-    ):
-        path.write_bytes(b"".join([*lines[:at], damaged, *lines[at + 1 :]]))
-        log = read_log(run_dir)
-        assert log.step(number) is None
-        assert {event["step"]: event for event in log.current_steps()} == {
-            step: event for step, event in expected.items() if step != number
-        }
-        assert set(log.recorded_after(number + 1)) == {"step"}
-        assert "metrics.jsonl: damaged after it was written" in capsys.readouterr().err
-        history.warn_once.cache_clear()
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_an_index_that_is_no_regular_file_is_not_touched(
-    run_dir: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
-) -> None:
-    """A run's folder may come from somebody else: status.py must neither hang on it nor write through it."""
-    precious = tmp_path_factory.mktemp("home") / "precious"
-    precious.write_text("mine")
-    if kind == "link":
-        (run_dir / INDEX).symlink_to(precious)
-    else:
-        os.mkfifo(run_dir / INDEX)
+    lines[50] = re.sub(rb'"loss": [^,]*', b'"loss": null', lines[50])
+    lines[60] = bytes(999) + lines[60]
+    lines[70] = re.sub(rb'"batch_hash": "..', rb'"batch_hash": "\\ud800', lines[70])
+    path.write_bytes(b"".join(lines))
     assert_says_what_the_log_says(run_dir)
-    assert precious.read_text() == "mine"
+    assert np.isnan(open_log(run_dir).column("loss")).sum() == 1
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        {"rows": 10**15},
-        {"rows": -1},
-        {"sizes": [-500, *[0] * 13]},
-        {"sizes": []},
-        {"sums": None},
-        {"end": 0},
-        {"end": 150.5},
-        {"end": 10**13},
-        {"end": 10**30},
-        {"first": "0"},
-        {"events": [[0, {"event": "eval"}]]},
-        {"events": [[10**9, None]]},
-        {"events": [[0.5, {"event": "eval", "time": 1, "attempt": 1, "step": 0}]]},
-        {"events": 5},
-        {"damaged": [[1, None]]},
-        {"lines": 1e400},
-        {"surprise": 1},
-    ],
-)
-def test_an_index_that_lies_with_a_sum_that_holds_is_not_believed(
-    run_dir: Path, lie: dict[str, Any]
-) -> None:
-    read_chunks(run_dir)
-    head, _, rest = (run_dir / INDEX).read_bytes().partition(b"\n")
-    body = json.dumps(json.loads(head.partition(b" ")[2]) | lie).encode() + b"\n"
-    (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body, log_index._VERSION), body) + rest)
-    assert_says_what_the_log_says(run_dir)
+def test_columns_are_chosen(run_dir: Path) -> None:
+    log = open_log(run_dir, ("loss",))
+    np.testing.assert_array_equal(log.column("loss"), open_log(run_dir).column("loss"))
+    with pytest.raises(ValueError, match="grad_norm"):
+        log.column("grad_norm")
 
 
-def test_an_index_with_another_number_of_steps_is_one_line(run_dir: Path) -> None:
-    read_chunks(run_dir)
-    head, _, rest = (run_dir / INDEX).read_bytes().partition(b"\n")
-    body = json.dumps(json.loads(head.partition(b" ")[2]) | {"rows": 3}).encode() + b"\n"
-    (run_dir / INDEX).write_bytes(b"%08x %s" % (zlib.crc32(body, log_index._VERSION), body) + rest)
-    with pytest.raises(
-        history.GPT2LabError, match=r"its index is not of it; delete metrics\.index"
-    ):
-        open_log(run_dir)
-
-
-def test_a_run_brings_its_index_up_to_date(tmp_path: Path, small_blocks: None) -> None:
-    logger = MetricsLogger(tmp_path, attempt=1)
-    for step in range(1, 1001):
-        logger.event("step", step, loss=1.0, step_seconds=0.1)
-    logger.close()
-    covered = log_index.read_chunks(tmp_path)
-    stored = [chunk for chunk in covered if chunk.payload is None]
-    written = (tmp_path / "metrics.jsonl").stat().st_size
-    assert written - stored[-1].end < 3 * log_index.BLOCK
-    assert sum(chunk.rows for chunk in covered) == 1000
+def test_a_log_that_was_changed_while_it_was_read_gives_no_other_numbers(run_dir: Path) -> None:
+    log = open_log(run_dir)
+    (run_dir / "metrics.jsonl").write_text("other\n" * 10**6)
+    with pytest.raises(GPT2LabError, match="changed while it was read"):
+        log.last_step()
 
 
 # -- what it costs -----------------------------------------------------------------------------------------------
@@ -309,44 +133,22 @@ READERS: dict[str, Callable[[Path], object]] = {
     "end": summary.describe_run,
     "eta": remaining.estimate_remaining,
     "curves": curves.read_curves,
+    "page": report.render,
 }
 
 
-def bytes_read() -> int:
-    """Return the bytes that this process has read so far, from disk or cache."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
 @pytest.mark.parametrize("name", READERS)
-def test_a_long_log_costs_few_bytes_and_little_memory(long_run: Path, name: str) -> None:
-    """A million lines, 640 MB, must not cost 100 MB of memory: as dictionaries they take 3.5 GB."""
-    size = (long_run / "metrics.jsonl").stat().st_size
-    budget = 100 * LINES + 8 * log_index.BLOCK  # some blocks are parsed at a time
-    if name == "start":  # the index is made: all is read once, little is held
-        (long_run / INDEX).unlink(missing_ok=True)
-        tracemalloc.start()
-        read_chunks(long_run)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < budget
-    read_chunks(long_run)
-    assert (long_run / INDEX).stat().st_size < size / 10
+def test_a_long_log_costs_little_memory(long_run: Path, name: str) -> None:
+    """A million lines, 640 MB, must not cost over about 100 MB: as dictionaries they take 3.5 GB."""
     tracemalloc.start()
-    before = bytes_read()
     assert READERS[name](long_run)
-    read, peak = bytes_read() - before, tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert read < size / 8 + 6 * log_index.BLOCK < size
-    assert peak < budget
-
-
-def test_the_page_of_a_long_log_is_small_and_costs_little_memory(long_run: Path) -> None:
-    read_chunks(long_run)
-    tracemalloc.start()
-    page = report.render(long_run)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 100 * LINES + 8 * log_index.BLOCK
+    assert peak < 125 * LINES + 8 * 2**20
+
+
+def test_the_page_of_a_long_log_is_small(long_run: Path) -> None:
+    page = report.render(long_run)
     assert len(page) < 500_000
     paths = re.findall(r' d="([^"]*)"', page)
     assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
@@ -367,10 +169,9 @@ def damage_lines(path: Path, *numbers: int) -> bytes:
 
 def test_damaged_lines_far_into_a_log_are_named(run_dir: Path) -> None:
     damage_lines(run_dir / "metrics.jsonl", 7, 500, 501, 502, 700)
-    for _ in range(2):  # without an index, and with one
-        problem = str(open_log(run_dir).problem)
-        assert all(f"line {number}: not JSON" in problem for number in (7, 500, 501))
-        assert "and 2 more" in problem
+    problem = str(open_log(run_dir).problem)
+    assert all(f"line {number}: not JSON" in problem for number in (7, 500, 501))
+    assert "and 2 more" in problem
     assert overview.read_run(run_dir).problem == problem
 
 
@@ -417,13 +218,13 @@ def test_a_repair_that_fails_leaves_the_log(run_dir: Path, monkeypatch: pytest.M
 
 def test_a_log_without_a_single_event_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("no\n")
-    with pytest.raises(history.GPT2LabError, match="line 1: not JSON"):
+    with pytest.raises(GPT2LabError, match="line 1: not JSON"):
         read_log(tmp_path)
     assert "line 1" in str(overview.read_run(tmp_path).problem)
 
 
 def test_a_resume_over_damaged_lines_continues_with_the_same_bits(
-    run: Run, straight: Run, small_blocks: None, capsys: pytest.CaptureFixture[str]
+    run: Run, straight: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = ["--max_steps=26", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10"]
     run.train(*common, "--stop_after_steps=15")
@@ -439,8 +240,9 @@ def test_a_resume_over_damaged_lines_continues_with_the_same_bits(
 
 
 def test_the_newest_event_is_found_before_long_and_damaged_lines(
-    tmp_path: Path, small_blocks: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(history, "_TAIL", 8192)
     assert newest_event(tmp_path) is None
     event = {"event": "eval", "time": 1.0, "attempt": 3, "step": 7, "val_loss": None}
     with open(tmp_path / "metrics.jsonl", "w") as file:

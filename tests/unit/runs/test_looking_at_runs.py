@@ -26,16 +26,16 @@ import pytest
 
 import launch
 from gpt2lab.checkpoint import catalog
-from gpt2lab.checkpoint.listing import print_checkpoints
-from gpt2lab.checkpoint.target import find_folder
 from gpt2lab.commands import plot, resume_command
 from gpt2lab.commands.resume_command import plan_continuation, write
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError, GPT2LabError
 from gpt2lab.lab.over_seeds import OverUnits, compare_all
 from gpt2lab.report import curves, plots
-from gpt2lab.runs import history, log_index, overview
+from gpt2lab.runs import history, overview
 from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.summary import print_checkpoints
+from gpt2lab.runs.target import find_folder
 from gpt2lab.training.resolve import resolve
 from launch import call
 from tiny import parse, pretrain
@@ -170,7 +170,7 @@ def test_what_this_user_may_not_read_hides_no_run(
     def rejected(path: Path, mode: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(log_index, "open", rejected, raising=False)
+    monkeypatch.setattr(history, "open", rejected, raising=False)
     assert "Permission denied" in str(overview.read_run(run_dir).problem)
 
 
@@ -301,12 +301,14 @@ def test_hellaswag_is_drawn_beside_the_reference_of_its_own_rule(
         file.write(json.dumps(event) + "\n")
     found = curves.read_curves(run_dir)
     axes = Figure().add_subplot()
-    plots._draw_panel(axes, "acc_norm", [found], plots.View())
+    plots._draw_panel(axes, curves.panels_of([found])[1], [found], plots.View())
     lines = [line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"]
     assert lines == [0.3114, 0.337]
     panels = [axes.get_ylabel() for axes in plots._figure([found], plots.View()).axes]
-    assert "HellaSwag acc_norm" in panels
-    assert "HellaSwag acc_token_norm" not in panels  # the lineage's 0.2955 has no place here
+    assert "HellaSwag acc_norm ± standard error" in panels
+    assert not any(
+        "acc_token_norm" in panel for panel in panels
+    )  # the lineage's 0.2955 has no place here
     plots.draw([found], tmp_path / "x.png", plots.View())
 
 

@@ -27,6 +27,8 @@ from gpt2lab.model.hf_config import (
     PADDED_VOCABULARY,
     read_hf_config,
 )
+from gpt2lab.runs.events import METRICS
+from gpt2lab.runs.history import deleted_newest
 from gpt2lab.tokenizers import chat_template
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -90,6 +92,7 @@ def find_target(name: str, checkpoint_dir: Path) -> Target:
         return Target(name, folder, catalog.open_checkpoint(folder))
     if is_run(folder):
         info, warnings = catalog.newest_valid(folder, set_aside=False)
+        warnings += deleted_newest(folder, info)
         if info is None:
             raise CheckpointError(warnings[0] if warnings else f"{folder}: no checkpoint yet")
         return Target(name, info.path, info, tuple(warnings))
@@ -115,7 +118,7 @@ def find_folder(name: str, checkpoint_dir: Path) -> Path | None:
 
 def is_run(folder: Path) -> bool:
     """Tell whether a folder is a run's."""
-    return catalog.has_checkpoints(folder) or (folder / catalog.METRICS).exists()
+    return catalog.has_checkpoints(folder) or (folder / METRICS).exists()
 
 
 def run_and_step(folder: Path) -> tuple[Path, int | None] | None:

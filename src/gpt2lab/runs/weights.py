@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from gpt2lab.checkpoint.store import load_model
-from gpt2lab.checkpoint.target import Target
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.model.gpt import GPT, empty_model
 from gpt2lab.model.hf_weights import load_hf
 from gpt2lab.model.lora import add_lora, merge_lora
+from gpt2lab.runs.target import Target
 
 
 def load_weights(target: Target) -> GPT:
