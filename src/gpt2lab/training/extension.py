@@ -100,20 +100,24 @@ class Extensions:
         self._each(lambda extension: extension.updating(step))
 
     def ended(self, reason: str | None, error: BaseException | None) -> None:
-        """See Extension; in reverse order, so that what began first ends last."""
-        self._active.reverse()
-        self._each(lambda extension: extension.ended(reason, error))
-        self._active.clear()
+        """See Extension; in reverse order, so that what began first ends last. Nothing is recorded for one that ended."""
+        while self._active:
+            extension = self._active.pop()
+            self._call(extension, lambda extension: extension.ended(reason, error))
 
     def _each(self, call: Callable[[Extension], None]) -> None:
         for extension in list(self._active):
-            try:
-                call(extension)
-            except Exception as error:
-                if extension in self._active:
-                    self._active.remove(extension)
-                    name = type(extension).__name__
-                    self._warn(f"{name} has ended: {type(error).__name__}: {first_line(error)}")
+            if extension in self._active:  # a warning of another may have ended it
+                self._call(extension, call)
+
+    def _call(self, extension: Extension, call: Callable[[Extension], None]) -> None:
+        try:
+            call(extension)
+        except Exception as error:
+            if extension in self._active:
+                self._active.remove(extension)
+            name = type(extension).__name__
+            self._warn(f"{name} has ended: {type(error).__name__}: {first_line(error)}")
 
 
 class Planner(Protocol):

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -282,6 +283,19 @@ def _open_folder(start: Start, runtime: Runtime) -> RunFolder | None:
 # -- train -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Surroundings:
+    """What the components of one start are trained with."""
+
+    folder: RunFolder | None  # on rank 0 only
+    logger: MetricsLogger
+    heartbeat: Heartbeat
+    signals: Signals
+    extensions: Extensions
+    began: float  # reading of the monotonic clock
+    peak_flops: float | None
+
+
 def _train(
     components: Components,
     signals: Signals,
@@ -295,6 +309,7 @@ def _train(
     logger = MetricsLogger(
         start.run_dir if folder else None, attempt=start.attempt, recorded=extensions.recorded
     )
+    logger.newest_step = components.state.step
     heartbeat = Heartbeat(
         start.run_dir,
         rank=runtime.rank,
@@ -302,16 +317,14 @@ def _train(
         hang_seconds=start.config.system.hang_seconds,
         tell=lambda report: _record_hang(report, folder, logger),
     )
-    logger.newest_step = components.state.step
+    peak = _peak_flops(runtime, planner)
+    around = _Surroundings(folder, logger, heartbeat, signals, extensions, began, peak)
     with contextlib.closing(logger), contextlib.closing(heartbeat):
         try:
             if folder:
-                extensions.started(
-                    LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
-                )
-            reason = _run_to_end(
-                components, signals, folder, began, extensions, planner, logger, heartbeat
-            )
+                run = LiveRun(components, folder, logger, signals, runtime.timeout_seconds)
+                extensions.started(run)
+            reason = _run_to_end(components, around)
         except BaseException as error:
             if folder and not isinstance(error, FolderLostError):  # another start may write there
                 _record_failure(folder, logger, error)
@@ -327,49 +340,46 @@ def _train(
                 logger.say(f"warning: no summary of the run: {error}")
 
 
-def _run_to_end(
-    components: Components,
-    signals: Signals,
-    folder: RunFolder | None,
-    began: float,
-    extensions: Extensions,
-    planner: Planner | None,
-    logger: MetricsLogger,
-    heartbeat: Heartbeat,
-) -> str | None:
+def _run_to_end(components: Components, around: _Surroundings) -> str | None:
     """Train to the last step or to a stop; return the reason of the stop, None at the end."""
-    start, runtime, config = components.start, components.runtime, components.start.config
-    runtime.on_rank_zero(lambda: announce(components, folder, logger))
+    runtime, config = components.runtime, components.start.config
+    runtime.on_rank_zero(lambda: announce(components, around.folder, around.logger))
     components.strategy.warm_up_reducer(
         components.trained,
         batch_size=config.batch.mini_batch_size,
         context_length=config.model.context_length,
     )
-    control = Control(
-        signals,
-        runtime,
-        run_dir=folder.path if folder else None,
-        deadlines=start.deadlines,
-        save_every_seconds=60 * config.checkpoint.checkpoint_minutes,
-        heartbeat=heartbeat,
-    )
-    session = Session(
-        folder,
-        logger,
-        control,
-        heartbeat,
-        clock=_open_clock(components, folder, began),
-        look_at_gradients=extensions.updating,
-        peak_flops=_peak_flops(runtime, planner),
-    )
-    saver = Saver(components, session, signals)
+    session = _open_session(components, around)
+    saver = Saver(components, session, around.signals)
     with saver:
         evaluator = Evaluator(components, session, _open_hellaswag(components))
         trainer = Trainer(components, session, saver=saver, evaluator=evaluator)
         reason = trainer.fit()
     step = trainer.state.step
-    runtime.on_rank_zero(lambda: _conclude(folder, logger, reason, step))
+    runtime.on_rank_zero(lambda: _conclude(around.folder, around.logger, reason, step))
     return reason
+
+
+def _open_session(components: Components, around: _Surroundings) -> Session:
+    """Return what loop, saver and evaluator share."""
+    start, folder = components.start, around.folder
+    control = Control(
+        around.signals,
+        components.runtime,
+        run_dir=folder.path if folder else None,
+        deadlines=start.deadlines,
+        save_every_seconds=60 * start.config.checkpoint.checkpoint_minutes,
+        heartbeat=around.heartbeat,
+    )
+    return Session(
+        folder,
+        around.logger,
+        control,
+        around.heartbeat,
+        clock=_open_clock(components, folder, around.began),
+        look_at_gradients=around.extensions.updating,
+        peak_flops=around.peak_flops,
+    )
 
 
 def _peak_flops(runtime: Runtime, planner: Planner | None) -> float | None:
