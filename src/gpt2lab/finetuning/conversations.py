@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt2lab.data.hub import is_offline
 from gpt2lab.errors import DataError, system_errors_as
-from gpt2lab.runs.target import is_offline
 from gpt2lab.tokenizers.chat_template import Turn, alternating
 
 DEMO = "demo"

@@ -16,8 +16,8 @@ import pytest
 import launch
 from corpora import write_jsonl
 from gpt2lab import paths
-from gpt2lab.checkpoint import target as hub
 from gpt2lab.commands import runs, verbs
+from gpt2lab.data import hub
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto
 from gpt2lab.runs import overview

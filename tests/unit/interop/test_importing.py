@@ -118,7 +118,7 @@ def write(path: Path, content: Any) -> Path:
 
 def take(run: Run, file: Path, *more: str) -> None:
     import_checkpoint.import_checkpoint(
-        parse([*run.flags, f"--import_checkpoint={file}", *more]), file
+        parse([*run.flags, f"--import_checkpoint={file}", *more]), file, trust="--trust" in more
     )
 
 

@@ -259,8 +259,7 @@ def test_the_preset_of_an_export_is_the_one_with_its_options(tmp_path: Path) -> 
     sizes["vocab_size"] = 300
     for name, values in (("modern-nano", MODERN), ("gpt2-nano", {})):
         GPT2LabForCausalLM(GPT2LabConfig(**sizes, **values)).save_pretrained(tmp_path / name)
-        command = parse([f"--init_from={tmp_path / name}", "--max_steps=1"])
-        config, _ = begin_from(command, command.config)
+        config, _ = begin_from(parse([f"--init_from={tmp_path / name}", "--max_steps=1"]))
         assert config.optim == preset(name).optim
 
 

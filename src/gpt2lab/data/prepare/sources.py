@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from gpt2lab import fmt
+from gpt2lab.data.hub import is_offline
 from gpt2lab.data.prepare.groups import KINDS, PACKINGS, File, Share, identity_of, kind_of
 from gpt2lab.data.prepare.readers import Document, read, text_per_byte
 from gpt2lab.errors import DataError
-from gpt2lab.runs.target import is_offline
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 _HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<name>.+)")

@@ -1,0 +1,321 @@
+"""A .pt file of another program becomes the first checkpoint of a run, which `--resume` continues."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from gpt2lab import paths
+from gpt2lab.checkpoint import store
+from gpt2lab.checkpoint.state import TrainState
+from gpt2lab.config.mixture import read_sources
+from gpt2lab.config.request import RunRequest
+from gpt2lab.config.schema import LENGTHS
+from gpt2lab.config.settings import ARCHITECTURE, record, to_flat
+from gpt2lab.data.manifest import tokenizer_of
+from gpt2lab.data.shards import open_data
+from gpt2lab.distributed.runtime import Runtime
+from gpt2lab.distributed.strategy import Strategy
+from gpt2lab.errors import CheckpointError, ConfigError, DataError, GPT2LabError
+from gpt2lab.evaluation.validation import ValidationLoss, open_validation
+from gpt2lab.files import sha256_of
+from gpt2lab.interop.foreign import ForeignCheckpoint, read_foreign
+from gpt2lab.interop.nanogpt import Entry, differences, entries_of
+from gpt2lab.model import rng
+from gpt2lab.model.gpt import GPT, build_model
+from gpt2lab.optim.optimizers import build_optimizers
+from gpt2lab.optim.schedule import lr_at
+from gpt2lab.runs.folder import RunFolder
+from gpt2lab.runs.logger import MetricsLogger
+from gpt2lab.tokenizers.interface import Tokenizer
+from gpt2lab.training.pretrain import choose_hardware
+from gpt2lab.training.resolve import resolve
+from gpt2lab.training.resume_check import facts_of
+from gpt2lab.training.start import Start
+
+T = TypeVar("T")
+_VOCABULARY = {"vocab_size", "num_tokens"}
+_NO_BF16 = (
+    "no bf16 on this machine; on a GPU resume with --device cuda --dtype bf16 --allow_change dtype"
+)
+
+
+@dataclass(frozen=True)
+class PlannedImport:
+    """A file that passed its checks, and the run that it becomes."""
+
+    path: Path
+    request: RunRequest  # without what was taken from the file
+    foreign: ForeignCheckpoint
+    start: Start
+    entries: list[Entry]  # what was taken from nanoGPT's settings; [] for other programs
+
+    def settings_table(self) -> list[tuple[str, str, str]]:
+        """Return rows of what nanoGPT had, what the run has, and why the two differ; [] for other programs."""
+        return _settings_table(self) if self.foreign.is_nanogpt else []
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The checkpoint that was written, and its evaluation."""
+
+    folder: Path
+    loss: ValidationLoss
+    seconds: float  # of the evaluation
+
+
+def import_planned(planned: PlannedImport, runtime: Runtime) -> Imported:
+    """Evaluate the file's weights and write the run's folder with its first checkpoint.
+
+    Raises: DataError, CheckpointError, SaveError.
+    """
+    start = planned.start
+    padding = start.config.model.vocab_size - planned.foreign.model.vocab_size
+    foreign = planned.foreign.with_rows(padding)
+    model = _model(start, foreign)
+    loss, seconds = _evaluate(start, model, runtime)
+    folder = _commit(start, foreign, model, planned.path, runtime, loss, seconds)
+    return Imported(folder, loss, seconds)
+
+
+@dataclass
+class _Problems:
+    """All problems, reported in one message."""
+
+    found: list[GPT2LabError] = field(default_factory=list)
+
+    def of(self, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except (CheckpointError, ConfigError, DataError) as error:
+            self.found.append(error)
+            return None
+
+    def reject(self) -> None:
+        """Raise what was found: as it is if it is one thing."""
+        if self.found:
+            first = self.found[0].with_traceback(None)
+            texts = dict.fromkeys(str(error) for error in self.found)
+            raise first if len(texts) == 1 else type(first)("; ".join(texts))
+
+
+def plan_import(request: RunRequest, path: Path, runtime: Runtime, *, trust: bool) -> PlannedImport:
+    """Read the file and plan the run that it becomes; nothing is written.
+
+    Raises: CheckpointError, ConfigError or DataError with all problems of both.
+    """
+    if runtime.world_size > 1:
+        raise ConfigError("--import_checkpoint needs one process; resume with any number of them")
+    problems = _Problems()
+    foreign = problems.of(lambda: read_foreign(path, trust=trust))
+    problems.of(lambda: _check_optimizer(request, path))
+    tokenizer = problems.of(lambda: _tokenizer(request))
+    if foreign is None:  # then what the run would be is not known, but its data may be looked at
+        if "data_dir" in request.chosen:
+            problems.of(lambda: _open_data(request))
+        problems.reject()
+    assert foreign is not None
+    entries = problems.of(lambda: _entries(foreign, tokenizer, path)) or []
+    problems.of(lambda: _check_shape(request, foreign, path))
+    taken = _with_taken(request, foreign, entries, tokenizer)
+    start = None
+    if foreign.is_nanogpt and "data_dir" not in taken.chosen:
+        dataset = foreign.settings.get("dataset", "NAME")
+        problems.found.append(
+            ConfigError(
+                f"--data_dir is missing: the folder data/{dataset} of nanoGPT, after "
+                f"`{paths.command('data')} import` of it"
+            )
+        )
+    else:
+        start = problems.of(lambda: resolve(taken, world_size=1, set_aside=False))
+    if start is not None and foreign.step >= start.plan.max_steps:
+        problems.found.append(
+            ConfigError(
+                f"{path.name} is of step {foreign.step}, the run would have {start.plan.max_steps}: "
+                f"give its full length with --max_steps"
+            )
+        )
+    problems.reject()
+    assert start is not None
+    return PlannedImport(path, request, foreign, choose_hardware(start, runtime), entries)
+
+
+def _check_optimizer(request: RunRequest, path: Path) -> None:
+    if request.config.optim.has_muon:
+        raise ConfigError(f"{path.name} holds AdamW's moments; import it with --optimizer adamw")
+
+
+def _tokenizer(request: RunRequest) -> Tokenizer | None:
+    return tokenizer_of(read_sources(request.config.data).folders[0])
+
+
+def _open_data(request: RunRequest) -> None:
+    for folder in read_sources(request.config.data).folders:
+        open_data(folder, vocab_size=None)
+
+
+def _check_shape(request: RunRequest, foreign: ForeignCheckpoint, path: Path) -> None:
+    typed = request.config.model
+    of_run = _VOCABULARY - request.typed if "num_tokens" in request.chosen else set()
+    wrong = [
+        f"--{name} {getattr(typed, name)}: {path.name} has {getattr(foreign.model, name)}"
+        for name in ARCHITECTURE
+        if name in request.chosen - of_run and getattr(typed, name) != getattr(foreign.model, name)
+    ]
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def _entries(foreign: ForeignCheckpoint, tokenizer: Tokenizer | None, path: Path) -> list[Entry]:
+    if not foreign.is_nanogpt:
+        return []
+    try:
+        taken = entries_of(
+            foreign.settings, block_size=foreign.model.context_length, done=foreign.step
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    rows = foreign.model.vocab_size
+    ids = rows if tokenizer is None else min(rows, tokenizer.size)
+    return [*taken, *differences(has_biases=foreign.has_biases, rows=rows, ids=ids)]
+
+
+def _with_taken(
+    request: RunRequest,
+    foreign: ForeignCheckpoint,
+    entries: list[Entry],
+    tokenizer: Tokenizer | None,
+) -> RunRequest:
+    """Return the request as if the file's shape and settings were chosen, where others were not.
+
+    A run's config.json has the vocabulary of its own data; here the weights have theirs.
+    """
+    values: dict[str, Any] = {
+        name: getattr(foreign.model, name) for name in ARCHITECTURE if name != "num_tokens"
+    }
+    rows = foreign.model.vocab_size
+    if tokenizer is not None and tokenizer.size - 1 == tokenizer.end_of_text == rows:
+        # nanoGPT's characters have no end of text: it gets a row that may be read, but takes no part in the softmax.
+        values |= {"vocab_size": -(-tokenizer.size // 128) * 128, "num_tokens": rows}
+    for entry in entries:
+        values |= entry.settings
+    if _given_length(request) is not None:
+        values.pop("max_steps", None)
+    kept = request.chosen - (_VOCABULARY - request.typed)
+    taken = {name: value for name, value in values.items() if name not in kept}
+    return dataclasses.replace(request.with_settings(**taken), typed=request.typed)
+
+
+def _given_length(request: RunRequest) -> str | None:
+    """Return the unit in which the run's length was chosen; None if it was not."""
+    flat = to_flat(request.config)
+    return next((n for n in LENGTHS if n in request.chosen and flat[n] is not None), None)
+
+
+def _settings_table(planned: PlannedImport) -> list[tuple[str, str, str]]:
+    start, foreign, request = planned.start, planned.foreign, planned.request
+    entries, flat = planned.entries, to_flat(start.config)
+    length = _given_length(request)
+    if foreign.next_rate is not None:
+        rate = lr_at(foreign.step + 1, start.config.optim, max_steps=start.plan.max_steps)
+        same = math.isclose(rate, foreign.next_rate, rel_tol=1e-6)
+        why = "" if same else "the schedules differ: was a flag typed, or is that nanoGPT older?"
+        entries = [
+            *entries,
+            Entry(f"rate of the next step {foreign.next_rate:.6g}", {}, f"{rate:.6g}", why),
+        ]
+    lines = [("nanoGPT", "here", "")]
+    for entry in entries:
+        names = [length if length and name == "max_steps" else name for name in entry.settings]
+        here = ", ".join(f"{name} {flat[name]}" for name in names) or entry.here
+        why = entry.why
+        if request.typed & set(names):
+            why = "as typed"
+        elif request.chosen & set(names):
+            why = "as in the file of --config"
+        elif entry.settings == {"dtype": "auto"} and flat["dtype"] == "fp32":
+            why = "; ".join(filter(None, (why, _NO_BF16)))
+        lines.append((entry.theirs, here, why))
+    return lines
+
+
+def _model(start: Start, foreign: ForeignCheckpoint) -> GPT:
+    model = build_model(start.config.model, seed=start.config.data.seed, device=torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(foreign.weights[name])
+    return model
+
+
+def _evaluate(start: Start, model: GPT, runtime: Runtime) -> tuple[ValidationLoss, float]:
+    """Measure the validation loss of the imported weights, in nats, and the seconds it took.
+
+    Raises: DataError; CheckpointError if the loss is not finite.
+    """
+    config, began = start.config, time.monotonic()
+    validation = open_validation(
+        start.data,
+        start.val_orders,
+        config.model,
+        val_tokens=config.eval.val_tokens,
+        batch_size=config.batch.mini_batch_size,
+        strategy=Strategy(runtime, config.system),
+        runtime=runtime,
+    )
+    result = validation.measure(model.to(runtime.device))
+    model.to("cpu")
+    assert result is not None  # nothing interrupts it
+    if not math.isfinite(result.val_loss):
+        raise CheckpointError(f"the file's weights have a validation loss of {result.val_loss}")
+    return result, time.monotonic() - began
+
+
+def _commit(
+    start: Start,
+    foreign: ForeignCheckpoint,
+    model: GPT,
+    path: Path,
+    runtime: Runtime,
+    loss: ValidationLoss,
+    seconds: float,
+) -> Path:
+    """Write the run's folder with this one checkpoint and its evaluation."""
+    config = start.config
+    rng.seed_everything(config.data.seed)
+    optimizers = build_optimizers(model, config.optim, device=torch.device("cpu"))
+    for optimizer in optimizers:
+        for name, parameter in store.parameters_of(optimizer, model):
+            fresh = {"step": torch.zeros(())}  # AdamW's before its first update
+            fresh |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = foreign.moments[name] if foreign.moments else fresh
+    origin = {"step": foreign.step, "imported": path.name, "sha256": sha256_of(path), "samples": 0}
+    state = TrainState(step=foreign.step, history=(origin,)).with_val_loss(loss.val_loss)
+    facts = facts_of(start, runtime)
+    folder = RunFolder(start.run_dir)
+    try:
+        folder.write_config(record(config, start.chosen), facts, start.tokenizer_files)
+        drafted = store.draft(
+            start.run_dir,
+            kind="rolling",
+            content=store.collect(model, optimizers, keep=True),
+            state=state,
+            rng_states=[rng.capture(runtime.device)],
+            facts=facts,
+            files=start.tokenizer_files,
+        )
+        saved = store.save(start.run_dir, drafted)
+        logger = MetricsLogger(start.run_dir, attempt=start.attempt)
+        logger.event("eval", state.step, **loss.numbers(), seconds=seconds)
+        logger.close()
+        folder.write_status("stopped", step=state.step, reason="imported", exit_code=0)
+    finally:
+        folder.close()
+    return saved
