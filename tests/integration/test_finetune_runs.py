@@ -162,7 +162,7 @@ def test_other_conversations_are_rejected_on_resume(folder: Path, tmp_path: Path
     finetune([*flags, "--resume=latest", f"--instructions={moved}", "--stop_after_steps=3"])
     moved.write_text(spaced.replace("And?", "Then?"))
     with pytest.raises(
-        ConfigError, match=r"would change its mathematics: data .*allow_change data"
+        ConfigError, match=r"would change the training computation: data .*allow_change data"
     ):
         finetune([*flags, "--resume=latest"])
     with pytest.raises(ConfigError, match=r"packing on -> off"):
