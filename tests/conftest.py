@@ -6,12 +6,13 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpt2lab.planner import hardware
+import loopback
 from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
 from whole_run import LAST, Run
 
@@ -26,6 +27,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell starts its background jobs with SIGINT ignored, and programs that the tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+loopback.guard()
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)
@@ -80,8 +83,9 @@ def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.fixture
-def no_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let the shipped table of hardware be all that is known."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    hardware.load.cache_clear()
+@pytest.fixture(autouse=True)
+def _stays_on_this_machine() -> Iterator[None]:
+    """Fail a test that tried to connect elsewhere, though what tried it swallowed the error."""
+    loopback.refused.clear()
+    yield
+    assert loopback.refused == [], "connections beyond loopback"
