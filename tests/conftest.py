@@ -6,14 +6,14 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import loopback
-from tiny import CONTEXT, TRAIN_SHARDS, VAL_SHARDS, VOCAB, write_shards
+from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, write_shards
 from whole_run import LAST, Run
 
 # Programs that the tests start would keep their compiled code in the user's own cache. torch has set a default by now.
@@ -35,25 +35,23 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_data(tmp_path_factory) -> Path:
     """Return a folder with three training shards and one for validation; treat as read-only."""
     folder = tmp_path_factory.mktemp("data") / "tiny"
     return write_shards(folder, train=TRAIN_SHARDS, val=VAL_SHARDS)
 
 
 @pytest.fixture
-def tiny_flags(tiny_data: Path, tmp_path: Path) -> list[str]:
+def tiny_flags(tiny_data, tmp_path) -> list[str]:
     """Return the command line of a run that takes milliseconds a step: 2 layers, 32 wide, T = 16, S = 8."""
     return [
-        *("--n_layer=2", "--n_head=2", "--n_embd=32", f"--context_length={CONTEXT}"),
-        *(f"--vocab_size={VOCAB}", "--total_batch_size=128", "--mini_batch_size=2"),
-        *(f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path / 'runs'}", "--run_name=tiny"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", "--log_freq=1000", "--val_tokens=320"),
+        *(*TINY, "--log_freq=1000", "--run_name=tiny"),
+        *(f"--data_dir={tiny_data}", f"--checkpoint_dir={tmp_path / 'runs'}"),
     ]
 
 
 @pytest.fixture(scope="session")
-def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared_once(tmp_path_factory) -> Path:
     """Prepare a few dozen short documents; treat as read-only."""
     import corpora  # needs tqdm, which the tests of a GPU do without
 
@@ -64,19 +62,35 @@ def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def prepared(prepared_once: Path, tmp_path: Path) -> Path:
+def prepared(prepared_once, tmp_path) -> Path:
     """Return a copy of them to spoil."""
     return Path(shutil.copytree(prepared_once, tmp_path / "prepared"))
 
 
 @pytest.fixture
-def run(tiny_data: Path, tmp_path: Path) -> Run:
+def run(tiny_data, tmp_path) -> Run:
     """Return a tiny run that has not begun."""
     return Run(tiny_data, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def tiny_run(tiny_data, tmp_path_factory) -> Callable[..., Run]:
+    """Return a function that trains a tiny run in a new folder: `tiny_run(max_steps=5, world=2).events("step")`.
+
+    Without settings the run has not begun; `data` names other data, `flags` what is no setting.
+    """
+
+    def train(*flags: str, data: Path = tiny_data, world: int = 1, **settings: object) -> Run:
+        run = Run(data, tmp_path_factory.mktemp("run"), *flags, **settings)
+        if settings:
+            run.train(world=world)
+        return run
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def straight(tiny_data, tmp_path_factory) -> Run:
     """Return a run of 26 steps, into the second epoch; treat as read-only."""
     run = Run(tiny_data, tmp_path_factory.mktemp("straight"))
     run.train(f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5", "--log_freq=10")

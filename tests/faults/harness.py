@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import launch
+from tiny import TINY
 
 STEPS = 40
 
 # One T of 16, eight windows a step: milliseconds each, so that a sleep in the step sets the pace.
-SHAPE = (
-    *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16", "--vocab_size=256"),
-    *("--total_batch_size=128", "--mini_batch_size=1", "--val_tokens=320", "--log_freq=1000"),
-    *("--device=cpu", "--dtype=fp32", "--compile=off", "--sample_freq=0", "--run_name=run"),
-)
+SHAPE = (*(*TINY, "--mini_batch_size=1", "--log_freq=1000", "--sample_freq=0", "--run_name=run"),)
 PACE = "step:sleep0.03@*"
 
 

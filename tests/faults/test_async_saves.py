@@ -17,7 +17,7 @@ Reference = Callable[[int], FaultRun]
 
 
 @pytest.fixture
-def run(run: FaultRun) -> FaultRun:
+def run(run) -> FaultRun:
     run.flags = (*run.flags, "--async_checkpoint=on")
     return run
 
@@ -48,9 +48,7 @@ def start(run: FaultRun, *more: str, fault: str) -> subprocess.Popen[str]:
         ("after_rename", "both", 10),
     ],
 )
-def test_row_02_killed_at_a_stage_of_an_asynchronous_save(
-    stage: str, ends: str, newest: int, run: FaultRun, reference: Reference
-) -> None:
+def test_row_02_killed_at_a_stage_of_an_asynchronous_save(stage, ends, newest, run, reference):
     """The writer never commits after the trainer's death, and never outlives it."""
     process = start(run, fault=f"checkpoint.{stage}:sleep60@10")
     save = "step_00000010" if newest == 10 else ".tmp-00000010-*"
@@ -76,9 +74,7 @@ def test_row_02_killed_at_a_stage_of_an_asynchronous_save(
         ("enospc", "No space left on device"),
     ],
 )
-def test_row_33_the_writer_dies_or_its_disk_is_full(
-    action: str, said: str, run: FaultRun, reference: Reference
-) -> None:
+def test_row_33_the_writer_dies_or_its_disk_is_full(action, said, run, reference):
     """That save is missing, with a warning; the next one has a new writer, or the same."""
     process = start(run, fault=f"checkpoint.optim.safetensors:{action}@10")
     assert run.end_of(process) == 0, run.errors()
@@ -91,7 +87,7 @@ def test_row_33_the_writer_dies_or_its_disk_is_full(
     run.assert_equals(reference(1))
 
 
-def test_row_07_ctrl_c_while_a_save_is_in_flight(run: FaultRun, reference: Reference) -> None:
+def test_row_07_ctrl_c_while_a_save_is_in_flight(run, reference):
     """It reaches both processes. The save ends, then the step of the stop is saved; nothing is lost."""
     process = start(run, "--checkpoint_freq=10", fault="checkpoint.before_rename:sleep2@10")
     run.wait_until(process, lambda: bool(list(run.path.glob(".tmp-00000010-*"))), "a save")
@@ -108,9 +104,7 @@ def test_row_07_ctrl_c_while_a_save_is_in_flight(run: FaultRun, reference: Refer
     run.assert_equals(reference(1))
 
 
-def test_row_22_two_ranks_gather_their_shards_for_one_writer(
-    run: FaultRun, reference: Reference
-) -> None:
+def test_row_22_two_ranks_gather_their_shards_for_one_writer(run, reference):
     """zero1's moments are gathered into the buffer; between CPUs its bits are those of ddp."""
     process = run.start("--parallel=zero1", world=2, FAULT=PACE, RUN_OF=str(run.folder))
     run.wait_for(process, "checkpoint", 5)
@@ -120,7 +114,7 @@ def test_row_22_two_ranks_gather_their_shards_for_one_writer(
     run.assert_equals(reference(2))
 
 
-def test_row_11_a_rank_dies_while_a_save_is_in_flight(run: FaultRun, reference: Reference) -> None:
+def test_row_11_a_rank_dies_while_a_save_is_in_flight(run, reference):
     """Rank 0 first ends the save of step 5, then saves the last complete step."""
     process = run.start(
         world=2,

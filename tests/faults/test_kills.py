@@ -27,9 +27,7 @@ Reference = Callable[[int], FaultRun]
 
 
 @pytest.mark.timeout(3600)
-def test_row_01_random_kills_lose_nothing_that_was_committed(
-    tiny_data: Path, tmp_path: Path
-) -> None:
+def test_row_01_random_kills_lose_nothing_that_was_committed(tiny_data, tmp_path):
     storm = Path(__file__).with_name("kill_storm.py")
     command = [sys.executable, str(storm), str(tiny_data), str(tmp_path), str(KILLS), str(SEED)]
     done = subprocess.run(command, env=launch.environment(), capture_output=True, text=True)
@@ -39,7 +37,7 @@ def test_row_01_random_kills_lose_nothing_that_was_committed(
     assert (told["kills"], told["lost_commits"], told["wrong"]) == (KILLS, 0, 0), told
 
 
-def test_row_01_random_kills_of_two_processes(run: FaultRun, reference: Reference) -> None:
+def test_row_01_random_kills_of_two_processes(run, reference):
     """The launcher and both workers at once, as a machine that loses power."""
     dice = random.Random(SEED)
     for attempt, step in ((1, dice.randrange(6, 14)), (2, dice.randrange(18, 28))):
@@ -62,9 +60,7 @@ def test_row_01_random_kills_of_two_processes(run: FaultRun, reference: Referenc
         ("retain.after_rename", 15),
     ],
 )
-def test_rows_02_and_03_killed_at_a_stage_of_a_save(
-    point: str, newest: int, run: FaultRun, reference: Reference
-) -> None:
+def test_rows_02_and_03_killed_at_a_stage_of_a_save(point, newest, run, reference):
     """What is listed afterwards is complete, and is the newest that was committed."""
     run.flags = (*run.flags, "--keep_checkpoints=1")
     step = 15 if point.startswith("retain") else 10

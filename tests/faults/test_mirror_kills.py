@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from harness import PACE, STEPS, FaultRun
@@ -17,8 +15,8 @@ SEED = int(os.environ.get("SEED", "1337"))
 
 
 def test_killed_machines_leave_a_mirror_that_another_one_goes_on_from(
-    tiny_data: Path, tmp_path: Path, reference: Callable[[int], FaultRun]
-) -> None:
+    tiny_data, tmp_path, reference
+):
     (tmp_path / "bucket").mkdir()
     mirror = f"--checkpoint_mirror=file://{tmp_path / 'bucket'}"
     dice = random.Random(SEED)

@@ -19,7 +19,7 @@ NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_11_a_process_is_killed(rank: int, run: FaultRun, reference: Reference) -> None:
+def test_row_11_a_process_is_killed(rank, run, reference):
     """The survivor saves the last complete step, whichever it is, and the rest goes on as the same bits."""
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=f"{PACE};step:kill9@15,rank={rank}")
@@ -39,9 +39,7 @@ def pipelined(folder: Path) -> Path:
     )
 
 
-def test_row_11_a_process_is_killed_while_a_step_is_in_flight(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_11_a_process_is_killed_while_a_step_is_in_flight(run, reference, tmp_path):
     """The survivor counts step 14, whose loss it had not read, logs it and saves it."""
     run.flags, program = NO_ROLLING, pipelined(tmp_path)
     assert run.finish(world=2, program=program, FAULT=f"{PACE};step:kill9@15,rank=1") != 0
@@ -52,9 +50,7 @@ def test_row_11_a_process_is_killed_while_a_step_is_in_flight(
     run.assert_equals(reference(2))
 
 
-def test_row_29_a_process_freezes_while_a_step_is_in_flight(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_29_a_process_freezes_while_a_step_is_in_flight(run, reference, tmp_path):
     """The watching thread does that for the thread that hangs."""
     program = pipelined(tmp_path)
     frozen = {"world": 2, "program": program, "FAULT": f"{PACE};step:freeze@15,rank=1"}
@@ -66,7 +62,7 @@ def test_row_29_a_process_freezes_while_a_step_is_in_flight(
     run.assert_equals(reference(2))
 
 
-def test_row_11_torchrun_restarts_and_the_run_goes_on(run: FaultRun, reference: Reference) -> None:
+def test_row_11_torchrun_restarts_and_the_run_goes_on(run, reference):
     """The same command line, started again by torchrun itself, finds its run."""
     run.flags = NO_ROLLING
     once = """
@@ -81,9 +77,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     run.assert_equals(reference(2))
 
 
-def test_row_11_a_process_is_killed_after_its_update(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_11_a_process_is_killed_after_its_update(run, reference, tmp_path):
     """Its survivor meets the error when both have the weights of step 10: saved as those of step 10, not of step 9."""
     run.flags = NO_ROLLING
     program = python_program(
@@ -101,7 +95,7 @@ def test_row_11_a_process_is_killed_after_its_update(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Reference) -> None:
+def test_row_12_an_error_in_one_process(rank, run, reference):
     """As an out-of-memory error would: its traceback is the last thing that torchrun shows."""
     run.flags = NO_ROLLING
     process = run.start(world=2, FAULT=f"{PACE};step:raise@15,rank={rank}")
@@ -114,9 +108,7 @@ def test_row_12_an_error_in_one_process(rank: int, run: FaultRun, reference: Ref
     run.assert_equals(reference(2))
 
 
-def test_row_12_an_error_within_the_optimizer_saves_nothing(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
     program = python_program(
         tmp_path,
         "import os\nfrom gpt2lab.optim.adamw import AdamW\nplain, calls = AdamW.step, 0\n"
@@ -138,7 +130,7 @@ def test_row_12_an_error_within_the_optimizer_saves_nothing(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path: Path) -> None:
+def test_row_26_a_bad_gradient_on_one_process(rank, run, tmp_path):
     """All skip the same update, once; four in a row end the run and leave finite weights."""
     program = python_program(
         tmp_path,
@@ -161,7 +153,7 @@ def test_row_26_a_bad_gradient_on_one_process(rank: int, run: FaultRun, tmp_path
     assert run.resume("--resume=latest", "--stop_after_steps=30", world=2) == 0, run.errors()
 
 
-def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -> None:
+def test_row_29_a_frozen_process_is_named(run, reference):
     process = run.start(
         "--hang_seconds=1.5",
         world=2,
@@ -183,9 +175,7 @@ def test_row_29_a_frozen_process_is_named(run: FaultRun, reference: Reference) -
     run.assert_equals(reference(2))
 
 
-def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(
-    run: FaultRun, reference: Reference
-) -> None:
+def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(run, reference):
     """As over NCCL, where a peer's death is no error: torchrun asks to stop, waits, and kills."""
     process = run.start(
         world=2, torchrun=("--shutdown-timeout=30",), FAULT=f"{PACE};step:freeze@15,rank=1"
@@ -201,9 +191,7 @@ def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(
     run.assert_equals(reference(2))
 
 
-def test_row_29_a_hang_within_an_update_saves_nothing(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
     """The weights are then those of no step: the watching thread leaves them alone."""
     program = python_program(
         tmp_path,
@@ -225,7 +213,7 @@ def test_row_29_a_hang_within_an_update_saves_nothing(
     run.assert_equals(reference(2))
 
 
-def test_row_29_a_process_that_waits_for_data_is_named(run: FaultRun, tmp_path: Path) -> None:
+def test_row_29_a_process_that_waits_for_data_is_named(run, tmp_path):
     """It is alive and says so; the others wait for it in the next agreement."""
     program = python_program(
         tmp_path,
@@ -266,9 +254,7 @@ def with_stopped_output(folder: Path, *, hangs: bool) -> Path:
     )
 
 
-def test_row_48_a_run_goes_on_when_nobody_reads_its_output(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_48_a_run_goes_on_when_nobody_reads_its_output(run, reference, tmp_path):
     """The line of a step once stopped it, within the lock that a rescue needs: nothing was saved then."""
     program = with_stopped_output(tmp_path, hangs=False)
     assert run.finish("--hang_seconds=10", "--log_freq=1", program=program) == 0
@@ -277,9 +263,7 @@ def test_row_48_a_run_goes_on_when_nobody_reads_its_output(
     assert all(f"step {step}/{STEPS} | epoch" in said for step in range(1, STEPS + 1))
 
 
-def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(run, reference, tmp_path):
     """The report of the hang once waited for stderr, before the rescue and for good."""
     program = with_stopped_output(tmp_path, hangs=True)
     assert run.finish("--hang_seconds=1.5", "--log_freq=1", program=program) == 78
@@ -289,9 +273,7 @@ def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(
     run.assert_equals(reference(1))
 
 
-def test_row_32_replicas_that_differ_stop_the_run(
-    run: FaultRun, reference: Reference, tmp_path: Path
-) -> None:
+def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
     program = python_program(
         tmp_path,
         "import os\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
@@ -314,7 +296,7 @@ def test_row_32_replicas_that_differ_stop_the_run(
     "where",
     ["forward", "data"],
 )
-def test_a_slow_process_is_named(where: str, run: FaultRun, tmp_path: Path) -> None:
+def test_a_slow_process_is_named(where, run, tmp_path):
     delay = 0.5  # seconds
     target = {
         "forward": "from gpt2lab.model.gpt import GPT as C\nname = 'forward'",

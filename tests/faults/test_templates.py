@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ def start(run: FaultRun, command: list[str], **env: str) -> subprocess.Popen[str
     return process
 
 
-def test_run_until_done_starts_again_after_a_kill(
-    run: FaultRun, reference: Callable[[int], FaultRun]
-) -> None:
+def test_run_until_done_starts_again_after_a_kill(run, reference):
     script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN), *run.argv()]
     process = start(run, script, PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 7)
@@ -56,7 +53,7 @@ def run_pid(run: FaultRun) -> int:
     return int(run.status()["pid"])
 
 
-def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run: FaultRun) -> None:
+def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run):
     script = [str(SCRIPTS / "run_until_done.sh"), sys.executable, str(launch.TRAIN)]
     process = start(run, [*script, *run.argv()], PAUSE="0", FAULT=PACE)
     run.wait_for(process, "step", 3)
@@ -74,7 +71,7 @@ def test_run_until_done_ends_with_a_stop_and_with_what_no_restart_cures(run: Fau
     assert "needs --run_name" in run.errors()
 
 
-def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun) -> None:
+def test_run_until_done_asked_during_its_pause_starts_nothing_more(run):
     marks = run.folder / "starts"
     command = ["bash", "-c", f"echo start >> '{marks}'; exit 1", *run.argv()]
     process = start(run, [str(SCRIPTS / "run_until_done.sh"), *command], PAUSE="60")
@@ -86,9 +83,7 @@ def test_run_until_done_asked_during_its_pause_starts_nothing_more(run: FaultRun
     assert marks.read_text() == "start\n"
 
 
-def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(
-    run: FaultRun,
-) -> None:
+def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(run):
     """The launcher says 1 for it, as for a crash that a restart would cure."""
     command = launch.command_for(launch.TRAIN, run.argv(), world=2)
     script = [str(SCRIPTS / "run_until_done.sh"), *command]
@@ -105,9 +100,7 @@ def test_row_41_run_until_done_begins_nothing_anew_that_somebody_moved_away(
     assert [event["from_step"] for event in run.events("resume")] == [max(5, min(run.saved()))]
 
 
-def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
-    run: FaultRun,
-) -> None:
+def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(run):
     marks, away = run.folder / "starts", run.folder / "away"
     status = '{\n "state": "running",\n "checkpoint": null\n}'
     crash = (
@@ -122,7 +115,7 @@ def test_row_41_run_until_done_begins_nothing_anew_that_went_between_two_starts(
     assert marks.read_text() == "start\n"
 
 
-def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run: FaultRun) -> None:
+def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run):
     """Workers that save after their launcher was killed hold it for seconds, a dead NFS client for longer."""
     run.path.mkdir(parents=True)
     command = launch.command_for(launch.TRAIN, run.argv(), world=2)
@@ -148,8 +141,8 @@ def test_run_until_done_waits_for_a_folder_that_is_still_in_use(run: FaultRun) -
     ],
 )
 def test_slurm_puts_no_job_back_that_somebody_stopped_for_good(
-    run: FaultRun, tmp_path: Path, state: str, reason: str, goes_back: bool
-) -> None:
+    run, tmp_path, state, reason, goes_back
+):
     run.path.mkdir(parents=True)
     status = {"state": state, "reason": reason, "exit_code": int(state == "failed")}
     (tmp_path / "said.json").write_text(json.dumps(status, indent=1) + "\n")
@@ -169,9 +162,7 @@ def test_slurm_puts_no_job_back_that_somebody_stopped_for_good(
     assert (tmp_path / "is_back").exists() == goes_back
 
 
-def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(
-    run: FaultRun, tmp_path: Path
-) -> None:
+def test_slurm_stops_before_the_jobs_end_and_puts_the_job_back(run, tmp_path):
     fake = tmp_path / "bin"
     fake.mkdir()
     (fake / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.txt\n')

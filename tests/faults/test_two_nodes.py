@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,9 +81,7 @@ def start_node(run: FaultRun, node: int, *more: str, **env: str) -> subprocess.P
 
 
 @pytest.mark.usefixtures("cable")
-def test_one_of_two_nodes_is_killed_and_both_go_on(
-    run: FaultRun, reference: Callable[[int], FaultRun]
-) -> None:
+def test_one_of_two_nodes_is_killed_and_both_go_on(run, reference):
     run.flags = ("--checkpoint_freq=5", "--eval_freq=0", f"--max_steps={STEPS}")
     first, second = (start_node(run, node, FAULT=PACE) for node in (0, 1))
     run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
@@ -137,9 +135,7 @@ def send(run: FaultRun, number: signal.Signals, node: subprocess.Popen[str], wor
     os.kill(worker, number)
 
 
-def test_row_45_a_node_that_freezes_is_named_and_waited_for(
-    run: FaultRun, reference: Callable[[int], FaultRun]
-) -> None:
+def test_row_45_a_node_that_freezes_is_named_and_waited_for(run, reference):
     """The other one ends its hang and starts again; once the frozen one moves, both go on by themselves."""
     port = free_port()
     first, second = (start_script(run, node, port) for node in (0, 1))
@@ -156,9 +152,7 @@ def test_row_45_a_node_that_freezes_is_named_and_waited_for(
     run.assert_equals(reference(2))
 
 
-def test_row_45_a_slow_node_is_named_and_one_that_reboots_is_waited_for(
-    run: FaultRun, reference: Callable[[int], FaultRun], tmp_path: Path
-) -> None:
+def test_row_45_a_slow_node_is_named_and_one_that_reboots_is_waited_for(run, reference, tmp_path):
     """All its processes are gone at once, and come back later with the same command line; the other one never left."""
     slow = python_program(
         tmp_path,

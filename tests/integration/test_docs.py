@@ -69,8 +69,8 @@ def missing(line: str, texts: list[str]) -> list[str]:
     return [part for part in parts if part and not any(part in text for text in texts)]
 
 
-def test_every_quoted_message_is_in_the_source() -> None:
-    boxes = re.findall(r"```text\n(.*?)```", TROUBLE, flags=re.S)
+def test_every_quoted_message_is_in_the_source():
+    boxes = re.findall(r"```text\n(.*?)```", TRAINING, flags=re.S)
     lines, texts = [line for box in boxes for line in box.splitlines()], texts_of_the_program()
     assert len(lines) >= 12
     for line in lines:
@@ -79,8 +79,9 @@ def test_every_quoted_message_is_in_the_source() -> None:
     assert missing("is slow: … s of its own a day", texts) == ["s of its own a day"]
 
 
-def test_every_problem_quotes_a_message_and_names_a_flag() -> None:
-    parts = re.split(r"^\*\*", TROUBLE, flags=re.M)[1:]
+def test_every_problem_quotes_a_message_and_names_a_flag():
+    problems = TRAINING.partition("## When something is wrong")[2].partition("\n## ")[0]
+    parts = re.split(r"^\*\*", problems, flags=re.M)[1:]
     assert len(parts) == 9
     for part in parts:
         assert "```text\n" in part, part
@@ -95,7 +96,7 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_and_path_exists(page: str) -> None:
+def test_every_link_and_path_exists(page):
     folder = (REPOSITORY / page).parent
     for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         if "://" in link:
@@ -112,7 +113,7 @@ def test_every_link_and_path_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_cited_test_exists(page: str) -> None:
+def test_every_cited_test_exists(page):
     sources = {path.name: path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py")}
     for file, name in re.findall(r"`(?:[\w/]*/)?(test_\w+\.py)(?:::(\w+))?", PAGES[page]):
         assert file in sources, file
@@ -165,8 +166,8 @@ def verb_of(words: list[str]) -> str | None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    known: dict[str, set[str]] = {}
+def test_every_flag_of_every_command_exists(page, capsys):
+    known: dict[tuple[str, str | None], set[str]] = {}
     for words in commands(PAGES[page]):
         verb = verb_of(words)
         if verb is None or verb.startswith("-"):
@@ -179,7 +180,7 @@ def test_every_flag_of_every_command_exists(page: str, capsys: pytest.CaptureFix
         assert typed <= known[verb], words
 
 
-def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_in_a_sentence_exists(capsys):
     known = {*LEAVES, *Actions.__dataclass_fields__, *FOREIGN}
     for verb in VERBS:
         for inner in FAMILIES.get(verb, ("",)):
@@ -190,7 +191,7 @@ def test_every_flag_in_a_sentence_exists(capsys: pytest.CaptureFixture[str]) -> 
         assert not unknown, f"{page}: {unknown}"
 
 
-def test_the_picture_of_speeds_repeats_the_table() -> None:
+def test_the_picture_of_speeds_repeats_the_table():
     drawn = json.loads((REPOSITORY / "docs" / "benchmarks.json").read_text())
     rows: dict[str, list[str]] = {}
     for line in PAGES["docs/benchmarks.md"].splitlines():

@@ -99,12 +99,12 @@ class Store:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory) -> Path:
     return write_shards(tmp_path_factory.mktemp("s3") / "tiny", train=TRAIN_SHARDS, val=VAL_SHARDS)
 
 
 @pytest.fixture
-def store(data: Path, tmp_path: Path) -> Iterator[Store]:
+def store(data, tmp_path) -> Iterator[Store]:
     pytest.importorskip("s3fs", reason="s3fs is not installed (requirements-dev.txt)")
     pytest.importorskip("moto.server", reason="moto is not installed (requirements-dev.txt)")
     from moto.server import ThreadedMotoServer
@@ -116,7 +116,7 @@ def store(data: Path, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="module")
-def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(data, tmp_path_factory) -> Path:
     """Return a run of all steps that had no mirror and never ended early."""
     folder = tmp_path_factory.mktemp("straight")
     store = Store.__new__(Store)
@@ -126,9 +126,7 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store.path("one")
 
 
-def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(
-    store: Store, reference: Path
-) -> None:
+def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(store, reference):
     works_with("s3fs", version("s3fs"), "checkpoints on an S3 server (moto), with kills")
     store.stop_after("a", 5)
     killed = store.run(
@@ -159,9 +157,7 @@ def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(
     store.assert_equals("c", reference)
 
 
-def test_damaged_and_partial_copies_are_passed_over_with_a_warning(
-    store: Store, reference: Path
-) -> None:
+def test_damaged_and_partial_copies_are_passed_over_with_a_warning(store, reference):
     store.stop_after("a", 5, 10, 15)
     (fifteen,) = (key for key in store.list_keys() if "15-" in key and "model.safe" in key)
     body = bytearray(store.s3.get_object(Bucket=store.bucket, Key=fifteen)["Body"].read())
@@ -177,7 +173,7 @@ def test_damaged_and_partial_copies_are_passed_over_with_a_warning(
     store.assert_equals("b", reference)
 
 
-def test_the_newer_of_mirror_and_folder_is_used(store: Store, reference: Path) -> None:
+def test_the_newer_of_mirror_and_folder_is_used(store, reference):
     store.stop_after("a", 5)
     store.stop_after("b", 10)
     store.stop_after("a", 15)  # has 5, the mirror 10
@@ -189,7 +185,7 @@ def test_the_newer_of_mirror_and_folder_is_used(store: Store, reference: Path) -
     store.assert_equals("a", reference)
 
 
-def test_a_run_that_went_back_is_not_brought_forward_by_its_mirror(store: Store) -> None:
+def test_a_run_that_went_back_is_not_brought_forward_by_its_mirror(store):
     store.stop_after("a", 5, 10)
     killed = store.run("a", "--resume=5", FAULT="step:kill9@7")
     assert killed.returncode == -9
@@ -199,7 +195,7 @@ def test_a_run_that_went_back_is_not_brought_forward_by_its_mirror(store: Store)
     assert [e["from_step"] for e in launch.events(store.path("b"), "resume")][-1:] == [8]
 
 
-def test_two_ranks_resume_on_a_new_machine(store: Store) -> None:
+def test_two_ranks_resume_on_a_new_machine(store):
     assert store.run("a", "--stop_after_steps=10", world=2).returncode == 0
     done = store.run("b", world=2, train=launch.train)
     assert done.returncode == 0, done.stderr
@@ -210,8 +206,8 @@ def test_two_ranks_resume_on_a_new_machine(store: Store) -> None:
 
 
 def test_a_lost_bucket_is_an_error_and_a_dead_server_never_stops_a_run_that_has_begun(
-    store: Store, reference: Path
-) -> None:
+    store, reference
+):
     store.stop_after("a", 5)
     for key in store.list_keys():
         store.s3.delete_object(Bucket=store.bucket, Key=key)

@@ -18,7 +18,7 @@ from launch import HANG_SECONDS, REPOSITORY, steps
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory) -> Path:
     """Return the folder of programs of a fresh venv with the wheel, built from the source archive, as for a release.
 
     The wheel's dependencies, torch above all, are read from this venv's site-packages through a .pth file: installing
@@ -57,14 +57,14 @@ def run(command: list[str], folder: Path, **extra: str) -> str:
     return done.stdout
 
 
-def test_the_changelog_tells_of_this_version() -> None:
+def test_the_changelog_tells_of_this_version():
     text = (REPOSITORY / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[([^]]+)\](?: - \d{4}-\d\d-\d\d)?$", text, flags=re.M)
     assert versions[:2] == ["Unreleased", gpt2lab.__version__]
 
 
 @pytest.mark.slow
-def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed: Path, tmp_path: Path) -> None:
+def test_the_wheel_takes_a_newcomer_from_text_to_a_sample(installed, tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
     before = {path for path in installed.parent.rglob("*") if "__pycache__" not in path.parts}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import launch
 from tiny import flags_of, write_items, write_shards
@@ -41,12 +40,12 @@ def run_with_few_packages(program: str) -> str:
     return done.stdout
 
 
-def test_the_tests_of_a_gpu_are_found() -> None:
+def test_the_tests_of_a_gpu_are_found():
     words = ["-m", "gpu", "tests/gpu", "--collect-only", "-q", "-p", "pytest_timeout"]
     assert "test_gpu.py" in run_with_few_packages(f"import pytest\nsys.exit(pytest.main({words}))")
 
 
-def test_a_run_trains_evaluates_and_samples(tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_and_samples(tmp_path):
     write_shards(tmp_path / "data", train=(2000,), val=(650,))
     write_items(tmp_path / "items.jsonl", 4)
     flags = flags_of(tmp_path, "run", "--sample_freq=2")

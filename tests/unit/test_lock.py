@@ -14,7 +14,7 @@ def pins_of(name: str) -> set[tuple[str, str]]:
     return {(re.sub(r"[-_.]+", "-", m[1]).lower(), m[2]) for m in found if m}
 
 
-def test_the_lock_has_every_pin_and_many_more() -> None:
+def test_the_lock_has_every_pin_and_many_more():
     wanted, locked = pins_of("requirements.txt"), pins_of("requirements.lock")
     assert len(wanted) > 15
     assert wanted <= locked

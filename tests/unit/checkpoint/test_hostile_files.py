@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ RAW = "@raw@"  # what follows stands in the file as it is
 
 
 @pytest.fixture(scope="module")
-def two(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def two(tiny_data, tmp_path_factory) -> Run:
     """Return a run with checkpoints of steps 2 and 4 of 5; copy before use."""
     run = Run(tiny_data, tmp_path_factory.mktemp("two"))
     run.train("--max_steps=5", "--checkpoint_freq=2", "--eval_freq=2", "--stop_after_steps=4")
@@ -51,7 +51,7 @@ def copied(two: Run, folder: Path) -> Run:
 
 
 @pytest.fixture
-def run(two: Run, tmp_path: Path) -> Run:
+def run(two, tmp_path) -> Run:
     return copied(two, tmp_path / "runs")
 
 
@@ -158,9 +158,7 @@ CASES: list[tuple[str, tuple[Any, ...], Any, str]] = [
 
 
 @pytest.mark.parametrize(("file", "place", "value", "message"), CASES)
-def test_a_resume_says_in_one_line_what_is_wrong(
-    run: Run, file: str, place: tuple[Any, ...], value: Any, message: str
-) -> None:
+def test_a_resume_says_in_one_line_what_is_wrong(run, file, place, value, message):
     edit(run, file, place, value)
     look_at(run)
     before = run.listing()
@@ -190,9 +188,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "file", ["manifest.json", "state.json", "config.json", "status.json", "run.json"]
 )
-def test_any_edit_is_one_line_or_a_run_that_goes_on(
-    two: Run, tmp_path_factory: pytest.TempPathFactory, file: str
-) -> None:
+def test_any_edit_is_one_line_or_a_run_that_goes_on(two, tmp_path_factory, file):
     folder = two.path / STEP if file in ("manifest.json", "state.json") else two.path
     of_file = list(places(json.loads((folder / file).read_text())))
     work = tmp_path_factory.mktemp("fuzz")
@@ -230,9 +226,7 @@ def device(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [f"{STEP}/{name}" for name in ("manifest.json", "state.json", "model.safetensors")]
 )
-def test_a_checkpoint_with_a_pipe_or_a_device_is_damaged(
-    run: Run, name: str, spoil: Callable[[Path], None]
-) -> None:
+def test_a_checkpoint_with_a_pipe_or_a_device_is_damaged(run, name, spoil):
     spoil(run.path / name)
     look_at(run)
     with pytest.raises(CheckpointError, match=r"not a regular file|a link, not a file"):
@@ -243,7 +237,7 @@ def test_a_checkpoint_with_a_pipe_or_a_device_is_damaged(
 
 
 @pytest.mark.parametrize("name", ["config.json", "status.json", "run.json", "labels/best"])
-def test_a_pipe_among_the_files_of_a_run_is_never_waited_for(run: Run, name: str) -> None:
+def test_a_pipe_among_the_files_of_a_run_is_never_waited_for(run, name):
     pipe(run.path / name)
     look_at(run)
     for program in ("report", "runs resume-command"):
@@ -252,7 +246,7 @@ def test_a_pipe_among_the_files_of_a_run_is_never_waited_for(run: Run, name: str
 
 
 @pytest.mark.parametrize("target", ["../../elsewhere", "/", "x", "..", "step_1/../..", "a\nb"])
-def test_a_label_names_a_checkpoint_of_its_run_and_nothing_else(run: Run, target: str) -> None:
+def test_a_label_names_a_checkpoint_of_its_run_and_nothing_else(run, target):
     (run.path.parent / "elsewhere").mkdir()
     (run.path / "labels" / "best").write_text(target)
     look_at(run)
@@ -265,7 +259,7 @@ def test_a_label_names_a_checkpoint_of_its_run_and_nothing_else(run: Run, target
 
 
 @pytest.fixture
-def hf(tmp_path: Path) -> Path:
+def hf(tmp_path) -> Path:
     """Return a Hugging Face folder whose header is small."""
     import numpy as np
 
@@ -295,8 +289,8 @@ def hf(tmp_path: Path) -> Path:
     ],
 )
 def test_sizes_are_compared_with_the_weights_before_a_model_is_built(
-    hf: Path, tmp_path: Path, key: str, value: Any, message: str
-) -> None:
+    hf, tmp_path, key, value, message
+):
     values = json.loads((hf / "config.json").read_text()) | {key: value}
     (hf / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=message):
@@ -304,7 +298,7 @@ def test_sizes_are_compared_with_the_weights_before_a_model_is_built(
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_init_from_waits_for_no_pipe(hf: Path, tiny_flags: list[str], name: str) -> None:
+def test_init_from_waits_for_no_pipe(hf, tiny_flags, name):
     pipe(hf / name)
     done = launch.call(launch.TRAIN, *tiny_flags, f"--init_from={hf}", "--dry_run")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -323,9 +317,7 @@ HEADERS = st.binary(max_size=60) | st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(header=HEADERS, length=st.none() | st.integers(0, 2**64 - 1))
-def test_any_header_is_read_or_rejected(
-    tmp_path_factory: pytest.TempPathFactory, header: bytes, length: int | None
-) -> None:
+def test_any_header_is_read_or_rejected(tmp_path_factory, header, length):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
     with pytest.raises(CheckpointError) as caught:

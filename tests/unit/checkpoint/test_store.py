@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -19,7 +18,7 @@ DTYPES = (
 )
 
 
-def test_files_are_those_of_safetensors_own_library(tmp_path: Path) -> None:
+def test_files_are_those_of_safetensors_own_library(tmp_path):
     """Of every type and of awkward names and shapes, and of a tensor that is hashed beside its writing."""
     tensors = {
         f"{name}{dtype}": torch.arange(count).reshape(shape).to(dtype)
@@ -48,7 +47,7 @@ def test_files_are_those_of_safetensors_own_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_one_weight_that_is_not_finite_is_found(value: float) -> None:
+def test_one_weight_that_is_not_finite_is_found(value):
     model = torch.nn.Linear(5, 3)
     assert store.collect(model, [], keep=True).is_finite
     model.weight.data[2, 4] = value

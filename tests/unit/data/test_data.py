@@ -36,7 +36,7 @@ SOURCE_DIR = Path(__file__).resolve().parents[3] / "src"
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> Path:
+def foreign(tmp_path) -> Path:
     return write_shards(tmp_path / "foreign", train=(300, 200), val=(150,))
 
 
@@ -94,17 +94,15 @@ BROKEN_SHARDS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), BROKEN_SHARDS)
-def test_a_broken_shard_is_rejected_by_name(
-    foreign: Path, spoil: Callable[[Path], None], message: str
-) -> None:
+def test_a_broken_shard_is_rejected_by_name(foreign, spoil, message):
     open_data(foreign, vocab_size=VOCAB)  # was fine before
     spoil(foreign)
     with pytest.raises(DataError, match=f"tiny_train_000001.npy: .*{message}"):
         open_data(foreign, vocab_size=VOCAB)
 
 
-def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no such data folder; .*gpt2lab prepare"):
+def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(tmp_path):
+    with pytest.raises(DataError, match=r"no such data folder; .*prepare_data\.py"):
         open_data(tmp_path / "nowhere", vocab_size=VOCAB)
     both = r"gpt2lab data tokenizer train \S+ --vocab_size 512 --out tok512 && gpt2lab prepare .* --tokenizer tok512"
     with pytest.raises(DataError, match=f"no such data folder; .*{both} --out .*nowhere$"):
@@ -112,9 +110,7 @@ def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(tmp_pat
 
 
 @pytest.mark.parametrize("kept", [None, "train", "val"])
-def test_a_folder_without_shards_of_a_split_is_rejected(
-    foreign: Path, tmp_path: Path, kept: str | None
-) -> None:
+def test_a_folder_without_shards_of_a_split_is_rejected(foreign, tmp_path, kept):
     folder = tmp_path / "partial"
     folder.mkdir()
     for path in foreign.iterdir():
@@ -125,7 +121,7 @@ def test_a_folder_without_shards_of_a_split_is_rejected(
         open_data(folder, vocab_size=VOCAB)
 
 
-def test_ids_are_below_the_vocabulary_and_never_padding(tmp_path: Path) -> None:
+def test_ids_are_below_the_vocabulary_and_never_padding(tmp_path):
     folder = write_shards(tmp_path / "d", train=(300,), val=(150,))
     for largest, vocab_size, is_fine in [
         (NUM_TOKENS - 1, 50304, True),
@@ -141,7 +137,7 @@ def test_ids_are_below_the_vocabulary_and_never_padding(tmp_path: Path) -> None:
                 open_data(folder, vocab_size=vocab_size)
 
 
-def test_a_foreign_folder_is_accepted_with_one_warning(foreign: Path) -> None:
+def test_a_foreign_folder_is_accepted_with_one_warning(foreign):
     data = open_data(foreign, vocab_size=VOCAB)
     assert [len(data.splits["train"]), len(data.splits["val"])] == [2, 1]
     assert [data.tokens("train"), data.tokens("val")] == [500, 150]
@@ -149,9 +145,7 @@ def test_a_foreign_folder_is_accepted_with_one_warning(foreign: Path) -> None:
     assert "shards.json" in data.warnings[0]
 
 
-def test_a_foreign_fingerprint_covers_names_sizes_and_nothing_of_this_machine(
-    foreign: Path, tmp_path: Path
-) -> None:
+def test_a_foreign_fingerprint_covers_names_sizes_and_nothing_of_this_machine(foreign, tmp_path):
     def fingerprint(folder: Path) -> str:
         return open_data(folder, vocab_size=VOCAB).fingerprint
 
@@ -168,7 +162,7 @@ def test_a_foreign_fingerprint_covers_names_sizes_and_nothing_of_this_machine(
     assert len({original, longer, resized, fingerprint(copied)}) == 4
 
 
-def test_an_existing_edufineweb_set_loads_in_the_order_of_its_numbers(tmp_path: Path) -> None:
+def test_an_existing_edufineweb_set_loads_in_the_order_of_its_numbers(tmp_path):
     for name in ("train_000010", "train_000001", "train_000002", "val_000000", "train_1000000"):
         np.save(tmp_path / f"edufineweb_{name}.npy", np.zeros(50, dtype=np.uint16))
     data = open_data(tmp_path, vocab_size=50304)
@@ -177,7 +171,7 @@ def test_an_existing_edufineweb_set_loads_in_the_order_of_its_numbers(tmp_path: 
     ]
 
 
-def test_a_prepared_folder_opens_without_a_warning(prepared: Path) -> None:
+def test_a_prepared_folder_opens_without_a_warning(prepared):
     data = open_data(prepared, vocab_size=50304)
     assert data.warnings == ()
     assert data.fingerprint == json.loads((prepared / "shards.json").read_text())["fingerprint"]
@@ -221,9 +215,7 @@ MANIFEST_REFUSALS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), MANIFEST_REFUSALS)
-def test_a_folder_that_is_not_what_its_manifest_says_is_rejected(
-    prepared: Path, spoil: Callable[[Path], None], message: str
-) -> None:
+def test_a_folder_that_is_not_what_its_manifest_says_is_rejected(prepared, spoil, message):
     before = snapshot(prepared)
     spoil(prepared)
     assert snapshot(prepared) != before
@@ -231,9 +223,7 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_rejected(
         open_data(prepared, vocab_size=50304)
 
 
-def test_a_prepared_set_is_rejected_for_a_vocabulary_that_its_ids_do_not_fit(
-    prepared: Path,
-) -> None:
+def test_a_prepared_set_is_rejected_for_a_vocabulary_that_its_ids_do_not_fit(prepared):
     with pytest.raises(DataError, match=r"tiny_train_000000\.npy: token id .* = 256"):
         open_data(prepared, vocab_size=256)
 
@@ -267,7 +257,7 @@ print(resident() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc/self/statm")
-def test_memory_does_not_grow_with_the_size_of_a_shard(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_size_of_a_shard(tmp_path):
     path = tmp_path / "big_train_000000.npy"
     np.save(path, (np.arange(20_000_000) % 50257).astype(np.uint16))
     answer = subprocess.run(
@@ -283,7 +273,7 @@ def test_memory_does_not_grow_with_the_size_of_a_shard(tmp_path: Path) -> None:
     assert read < 10e6
 
 
-def test_windows_are_right_with_more_shards_than_files_are_kept_open(tmp_path: Path) -> None:
+def test_windows_are_right_with_more_shards_than_files_are_kept_open(tmp_path):
     count = 150
     folder = write_shards(tmp_path / "many", train=(40,) * count, val=(40,))
     data = open_data(folder, vocab_size=VOCAB)
@@ -311,9 +301,7 @@ def loader_over(data: TokenData, *, samples: int = 8, id_limit: int = VOCAB) -> 
     return Loader(order, reader, plan, rank=0, device=torch.device("cpu"))
 
 
-def test_a_shard_damaged_after_it_was_opened_is_named_in_the_step_that_needs_it(
-    prepared: Path,
-) -> None:
+def test_a_shard_damaged_after_it_was_opened_is_named_in_the_step_that_needs_it(prepared):
     data = open_data(prepared, vocab_size=50304)
     (shard,) = data.splits["train"]
     with open(shard.path, "r+b") as file:  # as a failing disk would: after the manifest was checked
@@ -330,7 +318,7 @@ def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("taken", [1, 3])
-def test_the_prefetching_thread_ends_when_the_stream_is_closed(tiny_data: Path, taken: int) -> None:
+def test_the_prefetching_thread_ends_when_the_stream_is_closed(tiny_data, taken):
     before = set(threading.enumerate())
     batches = loader_over(open_data(tiny_data, vocab_size=VOCAB)).batches(0)
     for _ in range(taken):
@@ -342,7 +330,7 @@ def test_the_prefetching_thread_ends_when_the_stream_is_closed(tiny_data: Path, 
     assert not thread.is_alive()
 
 
-def test_batches_are_read_ahead_and_never_more_than_asked_for_plus_two(tiny_data: Path) -> None:
+def test_batches_are_read_ahead_and_never_more_than_asked_for_plus_two(tiny_data):
     loader = loader_over(open_data(tiny_data, vocab_size=VOCAB))
     fetch, fetched = loader.fetch, []
     loader.fetch = lambda first: (fetched.append(first), fetch(first))[1]  # type: ignore
@@ -356,7 +344,7 @@ def test_batches_are_read_ahead_and_never_more_than_asked_for_plus_two(tiny_data
     batches.close()
 
 
-def test_the_order_of_the_tiny_corpus_continues_into_the_next_epoch(tiny_data: Path) -> None:
+def test_the_order_of_the_tiny_corpus_continues_into_the_next_epoch(tiny_data):
     windows = sum((size - 1) // CONTEXT for size in TRAIN_SHARDS)
     loader = loader_over(open_data(tiny_data, vocab_size=VOCAB), samples=1)
     assert loader.fetch(0).hash == loader.fetch(windows).hash != loader.fetch(1).hash
@@ -364,7 +352,7 @@ def test_the_order_of_the_tiny_corpus_continues_into_the_next_epoch(tiny_data: P
 
 
 @pytest.mark.parametrize("damage", ["file cut", "file gone"])
-def test_a_shard_lost_after_opening_is_named(tmp_path: Path, damage: str) -> None:
+def test_a_shard_lost_after_opening_is_named(tmp_path, damage):
     folder = write_shards(tmp_path / "d", train=(2000,), val=(300,))
     data = open_data(folder, vocab_size=VOCAB)
     path = data.splits["train"][0].path
@@ -378,7 +366,7 @@ def test_a_shard_lost_after_opening_is_named(tmp_path: Path, damage: str) -> Non
             next(batches)
 
 
-def test_the_prefetching_thread_ends_even_if_its_last_read_failed(tmp_path: Path) -> None:
+def test_the_prefetching_thread_ends_even_if_its_last_read_failed(tmp_path):
     folder = write_shards(tmp_path / "d", train=(2000,), val=(300,))
     data = open_data(folder, vocab_size=VOCAB)
     shard = data.splits["train"][0]
@@ -396,7 +384,7 @@ def test_the_prefetching_thread_ends_even_if_its_last_read_failed(tmp_path: Path
 
 
 @pytest.mark.parametrize("byte", range(10, 70))
-def test_a_damaged_shard_header_is_rejected_or_read_as_before(tmp_path: Path, byte: int) -> None:
+def test_a_damaged_shard_header_is_rejected_or_read_as_before(tmp_path, byte):
     folder = write_shards(tmp_path / "d", train=(200,), val=(200,))
     path = folder / "tiny_train_000000.npy"
     whole = path.read_bytes()
@@ -412,7 +400,7 @@ def test_a_damaged_shard_header_is_rejected_or_read_as_before(tmp_path: Path, by
             assert data.splits["train"][0].tokens == 200
 
 
-def test_headers_are_read_in_many_threads_at_once(tiny_data: Path) -> None:
+def test_headers_are_read_in_many_threads_at_once(tiny_data):
     """Python up to 3.11.7 fails when ast, which numpy parses headers with, is in two threads at once."""
     path = next(tiny_data.glob("*.npy"))
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
@@ -433,7 +421,7 @@ def test_headers_are_read_in_many_threads_at_once(tiny_data: Path) -> None:
     assert shards == {open_shard(path)}
 
 
-def test_a_shard_with_other_content_of_the_same_size_is_named(tmp_path: Path) -> None:
+def test_a_shard_with_other_content_of_the_same_size_is_named(tmp_path):
     """Its header, size and ids are fine, and so is the manifest: only its hash tells."""
     write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)
     run_prepare(tmp_path / "corpus.jsonl", tmp_path / "out")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +21,7 @@ MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(240)]
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def dataset(tmp_path, monkeypatch) -> str:
     """Return the name of a dataset of four files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "dataset"
@@ -33,14 +32,12 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"hf:{folder}"
 
 
-def test_a_dataset_is_read_in_its_order(dataset: str, tmp_path: Path) -> None:
+def test_a_dataset_is_read_in_its_order(dataset, tmp_path):
     run_prepare(dataset, tmp_path / "out", val_tokens=300)
     assert_divided(tmp_path / "out", MANY)
 
 
-def test_whole_files_are_dealt_out_to_parts(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_files_are_dealt_out_to_parts(dataset, tmp_path, monkeypatch):
     read: list[str] = []
     original = readers._read_parquet
 
@@ -60,9 +57,7 @@ def test_whole_files_are_dealt_out_to_parts(
     assert snapshot(tmp_path / "whole") == snapshot(tmp_path / "one")
 
 
-def test_a_lost_connection_keeps_the_groups_that_are_done(
-    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_connection_keeps_the_groups_that_are_done(dataset, tmp_path, monkeypatch):
     sizes = {"val_tokens": 300, "group_bytes": 3_000}
     run_prepare(dataset, tmp_path / "straight", **sizes)
     read: list[str] = []
@@ -86,7 +81,7 @@ def test_a_lost_connection_keeps_the_groups_that_are_done(
 
 
 @pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (2, 3), (999, 6)])
-def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures: int, attempts: int) -> None:
+def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures, attempts):
     done = subprocess.run(
         [sys.executable, str(launch.WORKERS / "hub_outage.py"), str(failures)],
         capture_output=True,
@@ -116,13 +111,8 @@ def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures: int, attempt
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_one_line(
-    dataset: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str | None,
-    column: str,
-    message: str,
-) -> None:
+    dataset, tmp_path, monkeypatch, name, column, message
+):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for long
@@ -141,9 +131,7 @@ def test_a_dataset_that_cannot_be_used_is_one_line(
         ("full", "fineweb_edu_full", "default"),
     ],
 )
-def test_subsets_of_fineweb_edu_have_folders_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, subset: str | None, folder: str, config: str
-) -> None:
+def test_subsets_of_fineweb_edu_have_folders_of_their_own(monkeypatch, subset, folder, config):
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(sources, "_hugging_face", lambda *given: asked.append(given))
     open_source("fineweb-edu", text_column="text", subset=subset, revision="abc")
@@ -151,6 +139,6 @@ def test_subsets_of_fineweb_edu_have_folders_of_their_own(
 
 
 @pytest.mark.parametrize("flag", ["subset", "revision"])
-def test_other_sources_have_no_subsets_or_revisions(flag: str) -> None:
+def test_other_sources_have_no_subsets_or_revisions(flag):
     with pytest.raises(DataError, match=f"--{flag} x: only fineweb-edu and hf:NAME have {flag}s"):
         open_source("python-stdlib", text_column="text", **{flag: "x"})

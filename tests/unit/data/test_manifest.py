@@ -63,9 +63,7 @@ EDITS: dict[str, tuple[Callable[[Manifest], object], str]] = {
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_a_manifest_edited_by_hand_is_rejected_with_what_is_wrong(
-    prepared: Path, case: str
-) -> None:
+def test_a_manifest_edited_by_hand_is_rejected_with_what_is_wrong(prepared, case):
     change, message = EDITS[case]
     edit(prepared, change)
     for read in (lambda: open_data(prepared, vocab_size=50304), lambda: verify(prepared)):
@@ -149,9 +147,7 @@ def _datatrove(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_ours, _llmc_elsewhere, _datatrove])
-def test_no_edit_of_a_manifest_raises_anything_but_one_line(
-    tmp_path: Path, make: Callable[[Path], None]
-) -> None:
+def test_no_edit_of_a_manifest_raises_anything_but_one_line(tmp_path, make):
     folder = tmp_path / "data"
     make(folder)
     original = read_manifest(folder)
@@ -170,7 +166,7 @@ def test_no_edit_of_a_manifest_raises_anything_but_one_line(
     assert min(seen.values()) > 20, seen
 
 
-def test_no_edit_of_a_parts_manifest_breaks_a_merge_or_a_repetition(tmp_path: Path) -> None:
+def test_no_edit_of_a_parts_manifest_breaks_a_merge_or_a_repetition(tmp_path):
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
     parts = [tmp_path / f"part{i}" for i in (1, 2)]
 

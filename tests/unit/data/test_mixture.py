@@ -52,7 +52,7 @@ def mixture(*phases: tuple[int, tuple[float, ...]]) -> Mixture:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
+def folders(tmp_path) -> dict[str, Path]:
     """Return three folders of one shape, so that equal orders would show."""
     return {
         name: write_shards(tmp_path / name, train=(500, 700, 600, 800), val=(300,))
@@ -69,7 +69,7 @@ def opened(*words: object, at: tuple[str, ...] = ()) -> TokenData:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_every_pattern_has_its_exact_counts(weights: tuple[float, ...]) -> None:
+def test_every_pattern_has_its_exact_counts(weights):
     counts = count_places(weights)
     assert counts.sum() == PATTERN
     quotas = np.array(weights) / sum(weights) * PATTERN
@@ -77,23 +77,23 @@ def test_every_pattern_has_its_exact_counts(weights: tuple[float, ...]) -> None:
     assert np.bincount(build_pattern(counts), minlength=len(weights)).tolist() == counts.tolist()
 
 
-def test_what_is_left_goes_to_the_largest_remainders() -> None:
+def test_what_is_left_goes_to_the_largest_remainders():
     assert count_places((0.7, 0.25, 0.05)).tolist() == [2867, 1024, 205]  # 2867.2, 1024, 204.8
     assert count_places((1, 1, 1)).tolist() == [1366, 1365, 1365]
 
 
-def test_weights_are_relative() -> None:
+def test_weights_are_relative():
     assert count_places((0.7, 0.25, 0.05)).tolist() == count_places((14, 5, 1)).tolist()
 
 
-def test_a_weight_without_a_place_is_rejected_and_a_weight_of_zero_is_not() -> None:
+def test_a_weight_without_a_place_is_rejected_and_a_weight_of_zero_is_not():
     with pytest.raises(ValueError, match="1"):
         count_places((1, 1e-5))
     assert count_places((1, 0)).tolist() == [PATTERN, 0]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights: tuple[float, ...]) -> None:
+def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights):
     counts = count_places(weights)
     same = [Order([100], context_length=T, shuffle="none", seed=0)] * len(weights)
     sources, _ = Mixture(same, [(0, counts)], names=[""] * len(weights)).divide(np.arange(MANY))
@@ -104,7 +104,7 @@ def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights: tuple[floa
         assert np.abs(off).max() <= bound * PATTERN
 
 
-def test_sorting_middles_would_be_off_by_more() -> None:
+def test_sorting_middles_would_be_off_by_more():
     """Why the pattern is not simply sorted: many small sources fall due at once."""
     counts = count_places(WEIGHTS["one large, many small"]).tolist()
     keys = sorted(((j + 0.5) / k, source) for source, k in enumerate(counts) for j in range(k))
@@ -122,9 +122,7 @@ PHASES = (
 
 
 @pytest.mark.parametrize("phases", PHASES, ids=["weights that stay", "weights that change"])
-def test_samples_are_those_of_a_walk_that_counts(
-    phases: list[tuple[int, tuple[float, ...]]],
-) -> None:
+def test_samples_are_those_of_a_walk_that_counts(phases):
     """Each source is taken from its beginning without a gap or a repeat, through all phases."""
     mixed, own = mixture(*phases), orders()
     first_shard = [0, 3, 4]
@@ -148,7 +146,7 @@ def test_samples_are_those_of_a_walk_that_counts(
         assert (shards[sample], offsets[sample]) == (shard + first_shard[source], offset)
 
 
-def test_a_sample_is_the_same_whatever_it_is_asked_with() -> None:
+def test_a_sample_is_the_same_whatever_it_is_asked_with():
     mixed = mixture(*PHASES[1])
     samples = np.random.RandomState(0).permutation(4_000)
     together = np.stack(mixed.locate(np.arange(4_000)))
@@ -157,7 +155,7 @@ def test_a_sample_is_the_same_whatever_it_is_asked_with() -> None:
     assert (np.stack(alone, axis=1) == together[:, samples[:50]]).all()
 
 
-def test_a_source_is_complete_before_it_repeats() -> None:
+def test_a_source_is_complete_before_it_repeats():
     mixed = mixture(*PHASES[1])
     sources, _ = mixed.divide(np.arange(12_000))
     shards, offsets = mixed.locate(np.arange(12_000))
@@ -170,7 +168,7 @@ def test_a_source_is_complete_before_it_repeats() -> None:
             assert len(set(places[begin : begin + size])) == size
 
 
-def test_epochs_are_counted_for_each_source() -> None:
+def test_epochs_are_counted_for_each_source():
     mixed = mixture(*PHASES[0])
     sources, _ = mixed.divide(np.arange(5000))
     windows = [order.windows_per_epoch for order in mixed.orders]
@@ -183,7 +181,7 @@ def test_epochs_are_counted_for_each_source() -> None:
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_folder_is_no_mixture(folders: dict[str, Path]) -> None:
+def test_one_folder_is_no_mixture(folders):
     data = opened(folders["a"])
     order = training_order(data, context_length=T, shuffle="shards", seed=7)
     plain = Order([500, 700, 600, 800], context_length=T, shuffle="shards", seed=7)
@@ -194,7 +192,7 @@ def test_one_folder_is_no_mixture(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("shuffle", ["shards", "windows"])
-def test_sources_of_one_size_shuffle_differently(folders: dict[str, Path], shuffle: str) -> None:
+def test_sources_of_one_size_shuffle_differently(folders, shuffle):
     data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
     order = training_order(data, context_length=T, shuffle=shuffle, seed=7)  # type: ignore[arg-type]
     assert isinstance(order, Mixture)
@@ -203,7 +201,7 @@ def test_sources_of_one_size_shuffle_differently(folders: dict[str, Path], shuff
     assert not np.array_equal(a.locate(second), b.locate(second))
 
 
-def test_the_shards_of_all_sources_are_in_one_row(folders: dict[str, Path]) -> None:
+def test_the_shards_of_all_sources_are_in_one_row(folders):
     data = opened(f"{folders['b']}:1", f"{folders['a']}:3")
     assert [s.path.parent.name for s in data.splits["train"]] == ["b"] * 4 + ["a"] * 4
     order = training_order(data, context_length=T, shuffle="none", seed=7)
@@ -213,7 +211,7 @@ def test_the_shards_of_all_sources_are_in_one_row(folders: dict[str, Path]) -> N
     assert names == [order.names[source] for source in order.divide(samples)[0]]
 
 
-def test_the_fingerprint_is_of_folders_weights_and_changes(folders: dict[str, Path]) -> None:
+def test_the_fingerprint_is_of_folders_weights_and_changes(folders):
     write_shards(folders["b"], train=(500, 700, 600, 801), val=(300,))
     a, b, c = folders.values()
     found = {
@@ -232,7 +230,7 @@ def test_the_fingerprint_is_of_folders_weights_and_changes(folders: dict[str, Pa
     assert opened(f"{a}:0.5", f"{b}:0.5").fingerprint == opened(f"{a}:1", f"{b}:1").fingerprint
 
 
-def test_weights_change_at_the_first_window_past_the_token(folders: dict[str, Path]) -> None:
+def test_weights_change_at_the_first_window_past_the_token(folders):
     words = (f"{folders['a']}:1", f"{folders['b']}:0")
     for tokens, first in ((160, 10), (161, 11), (176, 11)):
         data = opened(*words, at=(f"{tokens}:0,1",))
@@ -243,33 +241,33 @@ def test_weights_change_at_the_first_window_past_the_token(folders: dict[str, Pa
         assert numbers.tolist() == [*range(first), *range(20 - first)]
 
 
-def test_a_weight_too_small_for_a_place_is_one_line(folders: dict[str, Path]) -> None:
+def test_a_weight_too_small_for_a_place_is_one_line(folders):
     with pytest.raises(ConfigError, match="b: its weight 1e-05 is too small a part"):
         opened(f"{folders['a']}:1", f"{folders['b']}:1e-5")
 
 
-def test_a_folder_behind_a_link_is_the_same_folder(folders: dict[str, Path]) -> None:
+def test_a_folder_behind_a_link_is_the_same_folder(folders):
     link = folders["a"].parent / "link"
     link.symlink_to(folders["a"])
     with pytest.raises(ConfigError, match="link: given twice"):
         opened(f"{folders['a']}:1", f"{link}:1")
 
 
-def test_one_folder_with_a_weight_is_told_what_weights_need(folders: dict[str, Path]) -> None:
+def test_one_folder_with_a_weight_is_told_what_weights_need(folders):
     with pytest.raises(DataError, match="no such data folder; a weight needs several"):
         opened(f"{folders['a']}:0.7")
     named = folders["a"].rename(folders["a"].parent / "a:0.7")
     assert opened(named).folder == named
 
 
-def test_a_short_shard_is_named_with_its_folder(folders: dict[str, Path]) -> None:
+def test_a_short_shard_is_named_with_its_folder(folders):
     write_shards(folders["b"], train=(500, 9), val=(300,))
     data = opened(f"{folders['a']}:1", f"{folders['b']}:1")
     with pytest.raises(DataError, match=r"/b, train shard 1: 9 tokens hold no window"):
         training_order(data, context_length=T, shuffle="none", seed=7)
 
 
-def test_other_tokenizers_do_not_mix(folders: dict[str, Path]) -> None:
+def test_other_tokenizers_do_not_mix(folders):
     def take(name: str, tokenizer: str) -> None:
         (folders[name] / "shards.json").unlink(missing_ok=True)
         done = launch.call("data", "import", folders[name], f"--tokenizer={tokenizer}")

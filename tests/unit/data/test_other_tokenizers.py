@@ -37,12 +37,12 @@ TOKENIZERS: dict[str, Tokenizer] = {
 
 
 @pytest.fixture(params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+def tokenizer(request) -> Tokenizer:
     return TOKENIZERS[request.param]
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     return write_jsonl(tmp_path / "corpus" / "a.jsonl", TEXT)
 
 
@@ -56,9 +56,7 @@ def documents_of(data: TokenData, split: str) -> list[str]:
     return [data.tokenizer.decode(part[1:].tolist()) for part in parts[1:]]
 
 
-def test_every_document_is_there_in_its_own_ids(
-    tokenizer: Tokenizer, source: Path, tmp_path: Path
-) -> None:
+def test_every_document_is_there_in_its_own_ids(tokenizer, source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=tokenizer)
     data = open_data(tmp_path / "out", vocab_size=2**17)
     assert data.tokenizer == tokenizer == tokenizer_of(tmp_path / "out")
@@ -76,9 +74,7 @@ def test_every_document_is_there_in_its_own_ids(
     assert f"tokenizer {tokenizer.describe()}" in data.describe(0)
 
 
-def test_the_same_documents_are_held_out_whatever_the_tokenizer(
-    source: Path, tmp_path: Path
-) -> None:
+def test_the_same_documents_are_held_out_whatever_the_tokenizer(source, tmp_path):
     held_out = []
     for name, tokenizer in {"gpt2": GPT2, **TOKENIZERS}.items():
         run_prepare(source, tmp_path / name, tokenizer=tokenizer)
@@ -89,7 +85,7 @@ def test_the_same_documents_are_held_out_whatever_the_tokenizer(
 
 
 @pytest.mark.parametrize("name", ["trained", "70,000 ids"])
-def test_workers_and_parts_change_no_byte(name: str, tmp_path: Path) -> None:
+def test_workers_and_parts_change_no_byte(name, tmp_path):
     for number in range(4):
         write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", TEXT[number::4] * 20)
     tokenizer = TOKENIZERS[name]
@@ -106,7 +102,7 @@ def test_workers_and_parts_change_no_byte(name: str, tmp_path: Path) -> None:
     assert corpora.snapshot(tmp_path / "merged") == expected
 
 
-def test_parts_of_two_tokenizers_are_not_joined(tmp_path: Path) -> None:
+def test_parts_of_two_tokenizers_are_not_joined(tmp_path):
     for number in range(2):
         write_jsonl(tmp_path / "corpus" / f"{number}.jsonl", TEXT[number::2] * 20)
     for part, name in ((1, "trained"), (2, "bytes")):
@@ -121,7 +117,7 @@ def test_parts_of_two_tokenizers_are_not_joined(tmp_path: Path) -> None:
         merge(tmp_path / "merged", [tmp_path / "part1", tmp_path / "part2"])
 
 
-def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source: Path, tmp_path: Path) -> None:
+def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=BYTES)
     assert run_prepare(source, tmp_path / "out", tokenizer=BYTES) is None
     with pytest.raises(DataError, match="holds something else already"):
@@ -129,7 +125,7 @@ def test_a_folder_of_one_tokenizer_is_not_taken_for_anothers(source: Path, tmp_p
 
 
 @pytest.mark.parametrize("harm", ["another", "missing"])
-def test_a_changed_tokenizer_file_is_refused(source: Path, tmp_path: Path, harm: str) -> None:
+def test_a_changed_tokenizer_file_is_refused(source, tmp_path, harm):
     out = tmp_path / "out"
     run_prepare(source, out, tokenizer=TOKENIZERS["characters"])
     if harm == "missing":
@@ -142,15 +138,13 @@ def test_a_changed_tokenizer_file_is_refused(source: Path, tmp_path: Path, harm:
     assert "restore the" in verify(out)[0]
 
 
-def test_a_character_that_the_tokenizer_lacks_stops_the_preparation(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_character_that_the_tokenizer_lacks_stops_the_preparation(source, tmp_path):
     with pytest.raises(DataError, match="is not among the 3 of this tokenizer"):
         run_prepare(source, tmp_path / "out", tokenizer=CharactersTokenizer("abc"))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_id_above_the_tokenizers_is_refused(source: Path, tmp_path: Path) -> None:
+def test_an_id_above_the_tokenizers_is_refused(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=BYTES)
     with pytest.raises(DataError, match=r"must be below min\(vocab_size, 257\) = 200"):
         open_data(tmp_path / "out", vocab_size=200)
@@ -168,8 +162,9 @@ def test_an_id_above_the_tokenizers_is_refused(source: Path, tmp_path: Path) -> 
     ],
 )
 def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(
-    vocab_size: int, fix: str, tmp_path: Path
-) -> None:
+    vocab_size, fix, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gpt2lab.paths.command", lambda verb: verb)
     with pytest.raises(DataError) as caught:
         open_data(tmp_path / "none", vocab_size=vocab_size)
     name = "tok512" if vocab_size == 512 else "bytes"
@@ -177,7 +172,7 @@ def test_a_folder_that_is_missing_is_made_with_a_tokenizer_of_its_size(
     assert str(caught.value).endswith(words)
 
 
-def test_windows_of_32_bit_ids(source: Path, tmp_path: Path) -> None:
+def test_windows_of_32_bit_ids(source, tmp_path):
     run_prepare(source, tmp_path / "out", tokenizer=MANY)
     data = open_data(tmp_path / "out", vocab_size=2**17)
     (shard,) = data.splits["train"]
@@ -197,7 +192,7 @@ def test_windows_of_32_bit_ids(source: Path, tmp_path: Path) -> None:
         )
 
 
-def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path: Path) -> None:
+def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path):
     characters = "\n abcdef"
     ids = np.arange(4000) % len(characters)
     for name in ("train", "val"):
@@ -215,7 +210,7 @@ def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_files_of_another_program_take_a_named_tokenizer(tmp_path: Path, elsewhere: bool) -> None:
+def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere):
     (tmp_path / "t").mkdir()
     tokenizer = TOKENIZERS["trained"]
     for name, content in tokenizer.files.items():

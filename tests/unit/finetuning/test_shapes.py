@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -63,8 +62,8 @@ def shapes(texts: list[str], system: str) -> list[dict[str, Any]]:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3), st.one_of(st.just(""), TEXTS))
 def test_a_conversation_has_the_same_ids_and_mask_in_every_shape(
-    tmp_path_factory: pytest.TempPathFactory, exchanges: list[tuple[str, str]], system: str
-) -> None:
+    tmp_path_factory, exchanges, system
+):
     texts = [text for exchange in exchanges for text in exchange]
     path = tmp_path_factory.mktemp("shapes") / "all.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in shapes(texts, system)))
@@ -74,7 +73,7 @@ def test_a_conversation_has_the_same_ids_and_mask_in_every_shape(
     assert read == [encode(turns, GPT2)] * len(read)
 
 
-def test_every_answer_of_two_turns_after_a_system_message_is_a_target_token_by_token() -> None:
+def test_every_answer_of_two_turns_after_a_system_message_is_a_target_token_by_token():
     turns = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Yo."), ("user", "More")]
     ids, is_answer = encode([Turn(*turn) for turn in [*turns, ("assistant", "No.")]], GPT2)
     shown = [(GPT2.decode([id]), answer) for id, answer in zip(ids, is_answer, strict=True)]
@@ -137,7 +136,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_learned_is_named_with_its_line(name: str, tmp_path: Path) -> None:
+def test_what_cannot_be_learned_is_named_with_its_line(name, tmp_path):
     record, reason = BAD[name]
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(map(json.dumps, [{"data": ["Hi", "Yo"]}, record])))
@@ -147,7 +146,7 @@ def test_what_cannot_be_learned_is_named_with_its_line(name: str, tmp_path: Path
     assert reason in str(caught.value)
 
 
-def test_an_array_and_a_table_are_read_like_lines(tmp_path: Path) -> None:
+def test_an_array_and_a_table_are_read_like_lines(tmp_path):
     records = [{"messages": [HI, YO]}, {"messages": [HI, {"role": "assistant", "content": "No"}]}]
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, records)))
@@ -174,7 +173,7 @@ def test_an_array_and_a_table_are_read_like_lines(tmp_path: Path) -> None:
         read_conversations(str(tmp_path / "bad.parquet"))
 
 
-def test_every_shape_of_the_docs_is_read(tmp_path: Path) -> None:
+def test_every_shape_of_the_docs_is_read(tmp_path):
     page = (REPOSITORY / "docs" / "finetuning.md").read_text()
     records = re.findall(r"^\| .* \| `(\{.*\})` \|$", page, flags=re.M)
     assert len(records) == 5
@@ -198,7 +197,7 @@ class Echo:
         return ["Yes"]
 
 
-def test_a_chat_keeps_its_system_message_in_the_template_of_training() -> None:
+def test_a_chat_keeps_its_system_message_in_the_template_of_training():
     echo = Echo()
     chat = Chat(echo, system="Be brief.")  # type: ignore[arg-type]
     for number in range(6):
@@ -208,7 +207,7 @@ def test_a_chat_keeps_its_system_message_in_the_template_of_training() -> None:
     assert 2 <= len(chat.turns) < 12, "nothing was forgotten, or all"
 
 
-def test_a_dry_run_shows_what_the_first_conversation_trains_on(tmp_path: Path) -> None:
+def test_a_dry_run_shows_what_the_first_conversation_trains_on(tmp_path):
     record = {"messages": [{"role": "system", "content": "S\x1b[2J"}, HI, YO, HI, YO]}
     lines = [record, {"data": ["Hi", "No"]}]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -28,7 +28,7 @@ from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
 
 
 @pytest.fixture(params=["file", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def url(request, tmp_path) -> str:
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}"
     (tmp_path / "bucket").mkdir()
@@ -36,12 +36,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path) -> Path:
     return new_run(tmp_path / "runs" / "run")
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Path:
+def fresh(tmp_path) -> Path:
     """Return the run's folder on a machine that has nothing of it."""
     return tmp_path / "elsewhere" / "run"
 
@@ -49,9 +49,7 @@ def fresh(tmp_path: Path) -> Path:
 # -- copies ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(
-    url: str, run_dir: Path, fresh: Path
-) -> None:
+def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(url, run_dir, fresh):
     mirror = connect(url, "run")
     assert mirror.list_copies() == ([], [])
     first, second = commit(run_dir, 1), commit(run_dir, 2)
@@ -67,7 +65,7 @@ def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(
     assert not list(fresh.glob(".tmp-*"))
 
 
-def test_a_copy_without_its_manifest_is_none_and_is_done_again(url: str, run_dir: Path) -> None:
+def test_a_copy_without_its_manifest_is_none_and_is_done_again(url, run_dir):
     mirror, folder = connect(url, "run"), commit(run_dir, 1)
     copy_to(mirror, folder)
     place = f"{mirror._root}/{copy_name(manifest.read_manifest(folder))}"
@@ -79,9 +77,7 @@ def test_a_copy_without_its_manifest_is_none_and_is_done_again(url: str, run_dir
 
 @pytest.mark.parametrize("file", ["model.safetensors", "manifest.json", "of_run.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_copy_is_never_fetched(
-    file: str, damage: str, run_dir: Path, fresh: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_copy_is_never_fetched(file, damage, run_dir, fresh, tmp_path):
     (tmp_path / "bucket").mkdir()
     url = f"file://{tmp_path / 'bucket'}"
     mirror, folder = connect(url, "run"), commit(run_dir, 2)
@@ -101,9 +97,7 @@ def test_a_damaged_copy_is_never_fetched(
         assert (found, len(problems)) == ([], int(damage != "remove"))
 
 
-def test_a_download_that_hangs_is_given_up(
-    run_dir: Path, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_hangs_is_given_up(run_dir, fresh, tmp_path, monkeypatch):
     """As from a network disk that no longer answers: the weights' first block never comes."""
     free, read = threading.Event(), LocalFileOpener.read
 
@@ -124,7 +118,7 @@ def test_a_download_that_hangs_is_given_up(
     assert [path.name for path in fresh.iterdir()] == ["run.lock"]
 
 
-def test_a_damaged_log_in_a_copy_is_found(run_dir: Path, fresh: Path, tmp_path: Path) -> None:
+def test_a_damaged_log_in_a_copy_is_found(run_dir, fresh, tmp_path):
     (tmp_path / "bucket").mkdir()
     mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
     copy_to(mirror, folder)
@@ -136,7 +130,7 @@ def test_a_damaged_log_in_a_copy_is_found(run_dir: Path, fresh: Path, tmp_path: 
     assert not (fresh / "metrics.jsonl").exists()
 
 
-def test_a_checkpoint_that_is_damaged_here_is_not_completed_there(url: str, run_dir: Path) -> None:
+def test_a_checkpoint_that_is_damaged_here_is_not_completed_there(url, run_dir):
     mirror, folder = connect(url, "run"), commit(run_dir, 2)
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[7] ^= 1
@@ -146,9 +140,7 @@ def test_a_checkpoint_that_is_damaged_here_is_not_completed_there(url: str, run_
     assert steps(connect(url, "run")) == []
 
 
-def test_a_log_here_that_goes_on_is_kept_and_another_is_set_aside(
-    url: str, run_dir: Path, fresh: Path
-) -> None:
+def test_a_log_here_that_goes_on_is_kept_and_another_is_set_aside(url, run_dir, fresh):
     mirror, folder = connect(url, "run"), commit(run_dir, 2)
     copy_to(mirror, folder)
     (copy,) = mirror.list_copies()[0]
@@ -166,9 +158,7 @@ def test_a_log_here_that_goes_on_is_kept_and_another_is_set_aside(
 
 
 @pytest.mark.parametrize("labels", [{"../best": "step_00000002"}, {"best": "../../etc"}, []])
-def test_a_forged_label_leaves_nothing(
-    labels: Any, run_dir: Path, fresh: Path, tmp_path: Path
-) -> None:
+def test_a_forged_label_leaves_nothing(labels, run_dir, fresh, tmp_path):
     (tmp_path / "bucket").mkdir()
     mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
     copy_to(mirror, folder)
@@ -215,8 +205,8 @@ class GivenUpError(Exception):
 
 @pytest.mark.parametrize("protocol", ["file", "buffered"])
 def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
-    protocol: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    protocol, run_dir, tmp_path, monkeypatch
+):
     monkeypatch.setattr("gpt2lab.mirror.storage._BLOCK", 400)
     fsspec.register_implementation("buffered", Buffered, clobber=True)
     Buffered.store.clear()
@@ -249,8 +239,8 @@ def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
 
 
 def test_a_copy_in_a_folder_is_on_its_disk_before_its_manifest_has_a_name(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_dir, tmp_path, monkeypatch
+):
     """Every file is flushed before its rename, and the folder after it, so that a power cut takes the last ones."""
     (tmp_path / "bucket").mkdir()
     mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
@@ -283,7 +273,7 @@ def test_a_copy_in_a_folder_is_on_its_disk_before_its_manifest_has_a_name(
 # -- whose copies ----------------------------------------------------------------------------------------------------
 
 
-def test_two_runs_of_one_name_do_not_mix(url: str, run_dir: Path, tmp_path: Path) -> None:
+def test_two_runs_of_one_name_do_not_mix(url, run_dir, tmp_path):
     other = new_run(tmp_path / "other" / "run", FIRST_LINE.replace("1.0", "2.0"))
     mirror = connect(url, "run")
     copy_to(mirror, commit(run_dir, 1))
@@ -294,9 +284,7 @@ def test_two_runs_of_one_name_do_not_mix(url: str, run_dir: Path, tmp_path: Path
     assert steps(connect(url, "run")) == [1]
 
 
-def test_a_run_that_died_before_its_first_copy_is_replaced(
-    url: str, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_died_before_its_first_copy_is_replaced(url, run_dir, tmp_path):
     other = new_run(tmp_path / "other" / "run", FIRST_LINE.replace("1.0", "2.0"))
     mirror = connect(url, "run")
     mirror._claim(run_dir)
@@ -308,8 +296,8 @@ def test_a_run_that_died_before_its_first_copy_is_replaced(
     ("text", "is_claimed"), [("", True), ('{"format": "gpt2la', True), ('{"format": "x/2"}', False)]
 )
 def test_a_torn_owner_is_written_again_and_another_formats_is_left(
-    text: str, is_claimed: bool, run_dir: Path, tmp_path: Path
-) -> None:
+    text, is_claimed, run_dir, tmp_path
+):
     place = tmp_path / "bucket" / "run"
     place.mkdir(parents=True)
     (place / "mirror.json").write_text(text)
@@ -323,7 +311,7 @@ def test_a_torn_owner_is_written_again_and_another_formats_is_left(
         assert (place / "mirror.json").read_text() == text
 
 
-def test_files_of_others_are_neither_claimed_nor_deleted(run_dir: Path, tmp_path: Path) -> None:
+def test_files_of_others_are_neither_claimed_nor_deleted(run_dir, tmp_path):
     place = tmp_path / "bucket" / "run"
     place.mkdir(parents=True)
     (place / "thesis.tex").write_text("years of work")
@@ -333,9 +321,7 @@ def test_files_of_others_are_neither_claimed_nor_deleted(run_dir: Path, tmp_path
     assert [path.name for path in place.iterdir()] == ["thesis.tex"]
 
 
-def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(run_dir, tmp_path):
     bucket = tmp_path / "bucket" / "run"
     bucket.parent.mkdir()
     mirror = connect(f"file://{bucket.parent}", "run")
@@ -373,13 +359,13 @@ def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(
         ("memory:///", "name a bucket or folder"),
     ],
 )
-def test_a_url_that_cannot_be_a_mirrors_is_one_line(url: str, said: str) -> None:
+def test_a_url_that_cannot_be_a_mirrors_is_one_line(url, said):
     with pytest.raises(ConfigError, match=said) as caught:
         connect(url, "run")
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch):
     for name in ("fsspec.core", "s3fs"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, name, None)
@@ -413,7 +399,7 @@ def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
     assert done.returncode == -9, done.stderr
 
 
-def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir: Path, tmp_path: Path) -> None:
+def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir, tmp_path):
     (tmp_path / "bucket").mkdir()
     url = f"file://{tmp_path / 'bucket'}"
     run_killed("upload", url, commit(run_dir, 1), "mirror.upload.model.safetensors")
@@ -426,9 +412,7 @@ def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir: Path, tmp_p
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
-def test_killed_in_the_middle_of_an_upload_leaves_no_copy(
-    file: str, run_dir: Path, fresh: Path, tmp_path: Path
-) -> None:
+def test_killed_in_the_middle_of_an_upload_leaves_no_copy(file, run_dir, fresh, tmp_path):
     (tmp_path / "bucket").mkdir()
     url, folder = f"file://{tmp_path / 'bucket'}", commit(run_dir, 1)
     run_killed("upload", url, folder, f"mirror.upload.{file}")
@@ -442,8 +426,8 @@ def test_killed_in_the_middle_of_an_upload_leaves_no_copy(
     "point", ["download.model.safetensors", "download.manifest.json", "before_rename"]
 )
 def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
-    point: str, run_dir: Path, fresh: Path, tmp_path: Path
-) -> None:
+    point, run_dir, fresh, tmp_path
+):
     (tmp_path / "bucket").mkdir()
     url, folder = f"file://{tmp_path / 'bucket'}", commit(run_dir, 1)
     mirror = connect(url, "run")
@@ -475,11 +459,11 @@ def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
         ),
     ],
 )
-def test_status_says_how_far_the_mirror_is(status: dict[str, Any], line: str | None) -> None:
+def test_status_says_how_far_the_mirror_is(status, line):
     assert describe_status(status) == line
 
 
-def test_the_log_of_a_copy_is_plain_gzip(run_dir: Path, tmp_path: Path) -> None:
+def test_the_log_of_a_copy_is_plain_gzip(run_dir, tmp_path):
     (tmp_path / "bucket").mkdir()
     mirror = connect(f"file://{tmp_path / 'bucket'}", "run")
     copy_to(mirror, commit(run_dir, 1))

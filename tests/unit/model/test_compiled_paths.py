@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("T", [1, 7, 64])
-def test_attention_by_matmul_is_causal_attention(T: int) -> None:
+def test_attention_by_matmul_is_causal_attention(T):
     """Values and all three gradients, in fp32, where the two differ by rounding alone."""
     q, k, v = _qkv(T, torch.float32)
     gradient = torch.randn(2, 3, T, 16, generator=torch.Generator().manual_seed(0))
@@ -40,9 +39,7 @@ def test_attention_by_matmul_is_causal_attention(T: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(monkeypatch):
     """All else goes through torch's own attention, bit by bit where nothing is compiled."""
     taken: list[int] = []
     real = gpt.causal_by_matmul
@@ -75,7 +72,7 @@ def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(
         pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_loss_of_the_head_is_cross_entropy(dtype: torch.dtype, is_frozen: bool) -> None:
+def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen):
     """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head."""
     generator = torch.Generator().manual_seed(3)
     hidden = (5 * torch.randn(2, 9, 16, generator=generator)).requires_grad_()
@@ -105,9 +102,7 @@ def test_compiled_loss_of_the_head_is_cross_entropy(dtype: torch.dtype, is_froze
         )
 
 
-def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(monkeypatch):
     """What is not compiled gives the bits of the plain form; and a score that is not finite is seen in the loss."""
     model = build_model(
         ModelConfig(n_layer=1, n_head=1, n_embd=8, context_length=4, vocab_size=10),
@@ -130,7 +125,7 @@ def test_loss_with_its_gradient_in_forward_is_for_compiled_steps_alone(
     assert model(ids, targets).isnan()
 
 
-def test_fast_fp32_products_are_fp32() -> None:
+def test_fast_fp32_products_are_fp32():
     try:
         taken = runtime.use_fast_fp32_matmul()
         assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
@@ -141,7 +136,7 @@ def test_fast_fp32_products_are_fp32() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch):
     """As on processors with AMX, where torch's switch means bf16: played by a product that rounds when it is set."""
     real = torch.Tensor.__matmul__
 
@@ -158,7 +153,7 @@ def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_fast_paths_follow_the_plain_fp32_loss(tmp_path: Path) -> None:
+def test_fast_paths_follow_the_plain_fp32_loss(tmp_path):
     """Thirty steps from equal weights and data: as a long run computes by default, and in fp32, beside plain fp32."""
     tokens = token_stream.text_tokens(150_000, vocab_size=50304)
     token_stream.write_formats(tokens, tmp_path / "data")

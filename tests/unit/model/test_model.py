@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def disturbed(config: ModelConfig, *, seed: int = 0) -> GPT:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_on_meta_has_as_many_parameters_as_the_plan_counts(name) -> None:
+def test_preset_on_meta_has_as_many_parameters_as_the_plan_counts(name):
     config = preset(name).model
     with torch.device("meta"):
         model = GPT(config)
@@ -62,7 +61,7 @@ def test_preset_on_meta_has_as_many_parameters_as_the_plan_counts(name) -> None:
         ("gpt2-xl", 1_557_611_200),
     ],
 )
-def test_gpt2_sizes_at_the_published_vocabulary_equal_the_released_models(name, parameters) -> None:
+def test_gpt2_sizes_at_the_published_vocabulary_equal_the_released_models(name, parameters):
     config = override(preset(name), {"vocab_size": 50257}).model
     with torch.device("meta"):
         model = GPT(config)
@@ -71,7 +70,7 @@ def test_gpt2_sizes_at_the_published_vocabulary_equal_the_released_models(name, 
     assert count_parameters(config) == parameters
 
 
-def test_head_is_the_token_embedding_and_is_counted_once() -> None:
+def test_head_is_the_token_embedding_and_is_counted_once():
     model = disturbed(SMALL)
     named = list(model.named_parameters(remove_duplicate=False))
     assert len({parameter.data_ptr() for _, parameter in named}) == len(named)
@@ -118,7 +117,7 @@ def transformers_twin(model: GPT) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("length", [1, 7, SMALL.context_length])
-def test_logits_equal_those_of_transformers(length) -> None:
+def test_logits_equal_those_of_transformers(length):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -135,7 +134,7 @@ def test_logits_equal_those_of_transformers(length) -> None:
     assert difference <= 1e-5 * max(1.0, theirs.abs().max().item())
 
 
-def test_attention_equals_a_naive_float64_reference() -> None:
+def test_attention_equals_a_naive_float64_reference():
     config = ModelConfig(n_layer=1, n_head=3, n_embd=12, context_length=9, vocab_size=50)
     layer = disturbed(config).blocks[0].attn
     assert isinstance(layer, Attention)
@@ -165,7 +164,7 @@ def test_attention_equals_a_naive_float64_reference() -> None:
 # -- causality ---------------------------------------------------------------------------------------------------
 
 
-def test_loss_at_a_position_has_no_gradient_from_later_inputs() -> None:
+def test_loss_at_a_position_has_no_gradient_from_later_inputs():
     model = disturbed(SMALL)
     inputs: list[torch.Tensor] = []
 
@@ -185,7 +184,7 @@ def test_loss_at_a_position_has_no_gradient_from_later_inputs() -> None:
     assert (strength[t + 1 :] == 0).all(), "no later position may"
 
 
-def test_changing_a_token_leaves_all_earlier_logits_as_they_were() -> None:
+def test_changing_a_token_leaves_all_earlier_logits_as_they_were():
     model = disturbed(SMALL)
     ids = random_ids(SMALL)
     changed = ids.clone()
@@ -200,7 +199,7 @@ def test_changing_a_token_leaves_all_earlier_logits_as_they_were() -> None:
 # -- initial weights ---------------------------------------------------------------------------------------------
 
 
-def test_initial_weights_have_gpt2s_statistics() -> None:
+def test_initial_weights_have_gpt2s_statistics():
     config = ModelConfig(n_layer=8, n_head=4, n_embd=128, context_length=256, vocab_size=2048)
     for name, value in build_model(config, seed=7, device=CPU).named_parameters():
         if name.endswith("bias"):
@@ -216,7 +215,7 @@ def test_initial_weights_have_gpt2s_statistics() -> None:
             assert abs(value.mean().item()) < 5 * std / math.sqrt(value.numel()), name
 
 
-def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
+def test_initial_weights_are_a_function_of_the_seed_alone():
     states = []
     for global_seed in (1, 2):
         torch.manual_seed(global_seed)
@@ -226,14 +225,14 @@ def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
     assert not torch.equal(states[0]["wte.weight"], other["wte.weight"])
 
 
-def test_building_a_model_leaves_the_global_generator_alone() -> None:
+def test_building_a_model_leaves_the_global_generator_alone():
     torch.manual_seed(42)
     before = torch.get_rng_state()
     build_model(SMALL, seed=1337, device=CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_initial_weights_do_not_depend_on_the_default_device_or_dtype() -> None:
+def test_initial_weights_do_not_depend_on_the_default_device_or_dtype():
     plain = build_model(SMALL, seed=1337, device=CPU).state_dict()
     with torch.device("meta"):
         elsewhere = build_model(SMALL, seed=1337, device=CPU).state_dict()
@@ -241,7 +240,7 @@ def test_initial_weights_do_not_depend_on_the_default_device_or_dtype() -> None:
         assert torch.equal(value, elsewhere[name]), name
 
 
-def test_first_loss_is_that_of_a_uniform_guess() -> None:
+def test_first_loss_is_that_of_a_uniform_guess():
     config = override(Config(), {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 1000}).model
     model = build_model(config, seed=1337, device=CPU)
     ids = random_ids(config)[:, :65]
@@ -251,7 +250,7 @@ def test_first_loss_is_that_of_a_uniform_guess() -> None:
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_residual_stream_in_bf16_is_rounded_and_that_in_fp32_is_not(positions: Any) -> None:
+def test_a_residual_stream_in_bf16_is_rounded_and_that_in_fp32_is_not(positions):
     model = build_model(replace(SMALL, positions=positions), seed=1, device=CPU)
     ids, strategy = random_ids(SMALL), Strategy(Runtime(), SystemConfig(dtype="bf16"))
     seen: list[torch.dtype] = []
@@ -271,7 +270,7 @@ def test_a_residual_stream_in_bf16_is_rounded_and_that_in_fp32_is_not(positions:
 # -- dropout -----------------------------------------------------------------------------------------------------
 
 
-def test_dropout_acts_in_training_mode_only() -> None:
+def test_dropout_acts_in_training_mode_only():
     config = ModelConfig(
         n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=97, dropout=0.3
     )
@@ -299,9 +298,7 @@ def test_dropout_acts_in_training_mode_only() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(("rows", "count"), [(50304, NUM_TOKENS), (384, 300)])
-def test_padding_rows_take_no_part_in_the_training_loss(
-    chunked: bool, rows: int, count: int
-) -> None:
+def test_padding_rows_take_no_part_in_the_training_loss(chunked, rows, count):
     """One rule for training and validation: the softmax is over the tokenizer's ids alone."""
     config = ModelConfig(
         n_layer=1, n_head=2, n_embd=16, context_length=8, vocab_size=rows, num_tokens=count

@@ -53,7 +53,7 @@ def ids_of(config: ModelConfig, batch: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("option", EACH)
-def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alone(option) -> None:
+def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alone(option):
     config = dataclasses.replace(PLAIN, **option)
     ids = ids_of(PLAIN)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alon
     assert options_of(PLAIN) == ""
 
 
-def test_rotary_attention_with_normalized_heads_equals_a_naive_float64_reference() -> None:
+def test_rotary_attention_with_normalized_heads_equals_a_naive_float64_reference():
     """Pairs as complex numbers, each turned by its position times its frequency."""
     config = dataclasses.replace(PLAIN, n_head=3, n_embd=12, positions="rotary", qk_norm="rmsnorm")
     model = disturbed(config)
@@ -96,7 +96,7 @@ def test_rotary_attention_with_normalized_heads_equals_a_naive_float64_reference
     np.testing.assert_allclose(ours, expected, atol=5e-6)
 
 
-def test_rmsnorm_and_relu2_are_what_they_are_called() -> None:
+def test_rmsnorm_and_relu2_are_what_they_are_called():
     model = disturbed(ALL)
     x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(5))
     exact = x.double()
@@ -116,7 +116,7 @@ def test_rmsnorm_and_relu2_are_what_they_are_called() -> None:
 
 @pytest.mark.parametrize("option", [*EACH, pytest.param(OPTIONS, id="all")])
 @pytest.mark.parametrize("cuts", [[1] * 24, [5, 1, 1, 17]])
-def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cuts) -> None:
+def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cuts):
     model = disturbed(dataclasses.replace(PLAIN, **option)).eval()
     ids = ids_of(PLAIN)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cu
 
 
 @pytest.mark.parametrize("option", [*EACH, pytest.param(OPTIONS, id="all")])
-def test_texts_that_share_a_row_do_not_see_each_other(option) -> None:
+def test_texts_that_share_a_row_do_not_see_each_other(option):
     """As HellaSwag packs them: positions begin anew, and the mask is block by block."""
     model = disturbed(dataclasses.replace(PLAIN, **option)).eval()
     ids = ids_of(PLAIN, batch=1)
@@ -140,7 +140,7 @@ def test_texts_that_share_a_row_do_not_see_each_other(option) -> None:
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_a_later_token_changes_no_earlier_logit() -> None:
+def test_a_later_token_changes_no_earlier_logit():
     model, ids = disturbed(ALL), ids_of(ALL)
     changed = ids.clone()
     changed[:, 13] = (changed[:, 13] + 1) % 211
@@ -154,7 +154,7 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("modern-")])
-def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
+def test_a_modern_preset_has_the_sizes_of_its_gpt2(name):
     twin = {"modern-small": "gpt2"}.get(name, name.replace("modern", "gpt2"))
     modern, plain = preset(name).model, preset(twin).model
     for size in ("n_layer", "n_head", "n_embd", "context_length", "vocab_size"):
@@ -164,7 +164,7 @@ def test_a_modern_preset_has_the_sizes_of_its_gpt2(name) -> None:
     assert preset(name).optim.max_lr > 5 * preset(twin).optim.max_lr  # GPT-2's are far too low
 
 
-def test_heads_that_cannot_be_turned_are_rejected() -> None:
+def test_heads_that_cannot_be_turned_are_rejected():
     odd = override(Config(), {"n_embd": 9, "n_head": 3, "positions": "rotary"})
     (problem,) = find_problems(odd)
     assert "n_embd 9 / n_head 3 must be even" in problem
@@ -174,7 +174,7 @@ def test_heads_that_cannot_be_turned_are_rejected() -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tiny_data, tmp_path_factory) -> Path:
     """Return a finished run of a tiny modern model; treat as read-only."""
     folder = tmp_path_factory.mktemp("modern") / "runs"
     flags = [
@@ -188,14 +188,12 @@ def run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "modern"
 
 
-def test_it_is_evaluated_afterwards_with_the_trainers_own_loss(run: Path) -> None:
+def test_it_is_evaluated_afterwards_with_the_trainers_own_loss(run):
     report = ask("evaluate.py", "modern", "--device=cpu", "--json", folder=run.parent)
     assert report["val_loss"] == launch.events(run, "eval")[-1]["val_loss"]
 
 
-def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(
-    run: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(run, tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="another architecture: positions rotary -> learned"):
         resume = [f"--checkpoint_dir={run.parent}", "--resume=latest", "--positions=learned"]
         resolve(parse(resume), world_size=1, set_aside=False)
@@ -206,7 +204,7 @@ def test_its_architecture_is_fixed_and_a_new_run_can_begin_with_it(
         resolve(parse([*fresh, "--norm=layernorm"]), world_size=1, set_aside=False)
 
 
-def test_settings_saved_before_there_were_options_mean_gpt2(run: Path) -> None:
+def test_settings_saved_before_there_were_options_mean_gpt2(run):
     infos, _ = catalog.list_checkpoints(run)
     saved = dict(infos[-1].manifest["config"])
     assert json.loads((run / "config.json").read_text())["positions"] == "rotary"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def steps_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_steps_and_state_are_those_of_torch(fused: bool) -> None:
+def test_steps_and_state_are_those_of_torch(fused):
     torch.manual_seed(1)
     ours = nn.Sequential(nn.Linear(19, 23), nn.LayerNorm(23), nn.Linear(23, 5))
     theirs = copy.deepcopy(ours)
@@ -53,7 +52,7 @@ def test_steps_and_state_are_those_of_torch(fused: bool) -> None:
         assert all(torch.equal(mine_of[key], theirs_of[key]) for key in mine_of)
 
 
-def test_an_update_that_is_found_infinite_leaves_weights_and_steps() -> None:
+def test_an_update_that_is_found_infinite_leaves_weights_and_steps():
     model = nn.Linear(4, 3)
     (optimizer,) = build_optimizers(model, OptimConfig(), device=torch.device("cpu"))
     steps_of(optimizer, model)
@@ -66,7 +65,7 @@ def test_an_update_that_is_found_infinite_leaves_weights_and_steps() -> None:
     assert [state["step"].item() for state in optimizer.state.values()] == steps
 
 
-def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path: Path) -> None:
+def test_an_uncompiled_run_and_its_evaluation_import_no_compiler(tmp_path):
     """These modules take longer to import than the rest of a start."""
     write_shards(tmp_path / "data", train=(2000,), val=(650,))
     write_items(tmp_path / "items.jsonl", 4)

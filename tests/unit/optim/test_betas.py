@@ -9,11 +9,9 @@ from gpt2lab.config.schema import Config, OptimConfig
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.optim.optimizers import build_optimizers
-from tiny import parse
-from whole_run import Run
 
 
-def test_the_betas_reach_the_optimizer() -> None:
+def test_the_betas_reach_the_optimizer():
     def betas(config: OptimConfig) -> list[tuple[float, float]]:
         model = torch.nn.Linear(2, 2)
         (optimizer,) = build_optimizers(model, config, device=torch.device("cpu"))
@@ -24,12 +22,12 @@ def test_the_betas_reach_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
-def test_a_beta_of_one_never_forgets(name: str) -> None:
+def test_a_beta_of_one_never_forgets(name):
     assert find_problems(override(Config(), {name: 1.0})) == [f"{name} 1.0 must be below 1"]
     assert find_problems(override(Config(), {name: 0.0})) == []
 
 
-def test_another_beta_on_a_resume_is_asked_for(run: Run) -> None:
+def test_another_beta_on_a_resume_is_asked_for(run):
     run.train("--max_steps=4", "--stop_after_steps=2")
     error = run.rejected("--resume=latest", "--beta2=0.99")
     assert isinstance(error, ConfigError)

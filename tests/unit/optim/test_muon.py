@@ -34,7 +34,7 @@ def matrices(shapes: list[tuple[int, int]], seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_three_steps_equal_those_of_torch(precision, monkeypatch) -> None:
+def test_three_steps_equal_those_of_torch(precision, monkeypatch):
     """Theirs computes in bf16 always. Ours too: equal up to the order of sums; ours in fp32: up to bf16's rounding."""
     shapes = [(8, 8), (8, 8), (32, 8), (8, 32), (8, 8)]
     ours = [nn.Parameter(value) for value in matrices(shapes, 1)]
@@ -60,7 +60,7 @@ def test_three_steps_equal_those_of_torch(precision, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 16), (16, 48)])
-def test_singular_values_come_near_one_and_directions_stay(shape) -> None:
+def test_singular_values_come_near_one_and_directions_stay(shape):
     batch = torch.stack(matrices([shape] * 3, seed=2)).double()
     found = orthogonalize(batch)
     left, _, right = torch.linalg.svd(batch, full_matrices=False)
@@ -71,7 +71,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape) -> None:
     assert values.max() < 1.3
 
 
-def test_matrices_in_one_parameter_are_each_made_orthogonal() -> None:
+def test_matrices_in_one_parameter_are_each_made_orthogonal():
     whole = nn.Parameter(torch.zeros(24, 8))
     parts = [nn.Parameter(torch.zeros(8, 8)) for _ in range(3)]
     whole.grad = torch.cat(gradients := matrices([(8, 8)] * 3, 4))
@@ -82,7 +82,7 @@ def test_matrices_in_one_parameter_are_each_made_orthogonal() -> None:
     assert torch.equal(whole.detach(), torch.cat([part.detach() for part in parts]))
 
 
-def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm() -> None:
+def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm():
     """Against the formula written out for one parameter after the other, its average corrected for its begin."""
     shapes = [(8, 8), (24, 8), (32, 8), (8, 32)]
     parameters = [nn.Parameter(value) for value in matrices(shapes, 1)]
@@ -112,7 +112,7 @@ def test_normuon_divides_rows_by_their_mean_square_and_keeps_the_updates_norm() 
     assert torch.equal(parameters[2].detach()[5], matrices(shapes, 1)[2][5])
 
 
-def test_normuon_without_any_gradient_moves_nothing() -> None:
+def test_normuon_without_any_gradient_moves_nothing():
     parameter = nn.Parameter(torch.ones(4, 8))
     parameter.grad = torch.zeros(4, 8)
     Muon([{"params": [parameter]}], lr=0.1, even_rows=True).step()
@@ -141,9 +141,7 @@ class Weights:
 
 
 @pytest.mark.parametrize("even_rows", [False, True])
-def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_rejections(
-    even_rows: bool,
-) -> None:
+def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_rejections(even_rows):
     here, plain = Weights(even_rows=even_rows), Weights(even_rows=even_rows)
     for number in (1, 2, 3):
         gradients = matrices(here.shapes, number)
@@ -159,7 +157,7 @@ def test_a_rejected_update_changes_no_bit_and_an_accepted_one_is_as_without_reje
             assert here.bits() == plain.bits()
 
 
-def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
+def test_muon_takes_the_blocks_matrices_and_adamw_all_else():
     model = build_model(ModelConfig(**SHAPE, qk_norm="rmsnorm"), seed=1, device=CPU)
     config = OptimConfig(optimizer="muon", max_lr=0.01, muon_lr=0.03)
     adamw, own = build_optimizers(model, config, device=CPU)
@@ -176,7 +174,7 @@ def test_muon_takes_the_blocks_matrices_and_adamw_all_else() -> None:
     assert len(build_optimizers(model, OptimConfig(), device=CPU)) == 1
 
 
-def test_a_rate_that_is_none_and_one_that_cannot_work() -> None:
+def test_a_rate_that_is_none_and_one_that_cannot_work():
     model = build_model(ModelConfig(**SHAPE), seed=1, device=CPU)
     _, own = build_optimizers(model, OptimConfig(optimizer="muon"), device=CPU)
     assert {group["lr_scale"] for group in own.param_groups} == {1.0}
@@ -198,14 +196,14 @@ def _flags(data: Path, folder: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tiny_data, tmp_path_factory) -> Path:
     """Return the folder of a run that was never stopped; treat as read-only."""
     folder = tmp_path_factory.mktemp("muon")
     pretrain(parse(_flags(tiny_data, folder)))
     return folder / "run"
 
 
-def test_kill_and_resume_is_bit_identical(straight: Path, tiny_data: Path, tmp_path: Path) -> None:
+def test_kill_and_resume_is_bit_identical(straight, tiny_data, tmp_path):
     flags = _flags(tiny_data, tmp_path)
     assert launch.train_in_forks(flags, FAULT="step:kill9@8").returncode != 0
     pretrain(parse([*flags, "--resume=latest"]))
@@ -216,9 +214,7 @@ def test_kill_and_resume_is_bit_identical(straight: Path, tiny_data: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_two_processes_learn_the_same_and_one_goes_on(
-    straight: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_two_processes_learn_the_same_and_one_goes_on(straight, tiny_data, tmp_path):
     flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
     done = launch.train_in_forks([*flags, "--stop_after_steps=6"], world=2)
     assert done.returncode == 0, done.stderr
@@ -229,7 +225,7 @@ def test_two_processes_learn_the_same_and_one_goes_on(
         assert ours[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
 
 
-def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight: Path) -> None:
+def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight):
     path = straight / "step_00000012" / "optim.safetensors"
     tensors = safetensors.torch.load_file(path)
     keys: dict[str, set[str]] = {}
@@ -248,8 +244,8 @@ def test_a_checkpoint_holds_one_moment_of_each_matrix_by_its_name(straight: Path
 
 
 def test_another_optimizer_is_rejected_unless_allowed_and_then_begins_afresh(
-    straight: Path, tiny_data: Path, tmp_path: Path
-) -> None:
+    straight, tiny_data, tmp_path
+):
     flags, run = _flags(tiny_data, tmp_path), tmp_path / "run"
     pretrain(parse([*flags, "--stop_after_steps=6"]))
     other = [*flags, "--optimizer=adamw", "--resume=latest"]

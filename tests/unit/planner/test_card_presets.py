@@ -22,7 +22,7 @@ WORLDS = {"1x4090": 1, "1xa100": 1, "1xh200": 1, "4xh200": 4, "8xh100": 8}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory) -> Path:
     """Return shards with one step of half a million tokens."""
     return write_shards(tmp_path_factory.mktemp("data") / "d", train=(600_000,), val=(4000,))
 
@@ -38,9 +38,7 @@ def job_of(start: Start) -> Job:
 
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-medium"])
-def test_only_the_cut_changes_and_it_fits_the_card(
-    data: Path, capsys: pytest.CaptureFixture[str], name: str, model: str
-) -> None:
+def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
     world = WORLDS[name]
     plain = resolve(
         parse([f"--data_dir={data}", f"--model={model}", "--run_name=r"]),
@@ -65,7 +63,7 @@ def test_only_the_cut_changes_and_it_fits_the_card(
     assert start.plan.batch.mini_batch_size == min(largest, auto.PRESET_MAX_BATCH)
 
 
-def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data: Path) -> None:
+def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data):
     large = ("--model=gpt2-large", "--n_layer=42", "--preset=1x4090")
     _, start = settled(data, *large, world=1)
     job = job_of(start)
@@ -78,9 +76,7 @@ def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data: Pa
     assert typed.config.system.activation_checkpointing == "none"
 
 
-def test_a_typed_mini_batch_wins_and_is_judged(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
     _, start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
     assert start.plan.batch.mini_batch_size == 32
     said = capsys.readouterr().err
@@ -89,7 +85,7 @@ def test_a_typed_mini_batch_wins_and_is_judged(
         settled(data, "--preset=1x4090", "--mini_batch_size=7", world=1)
 
 
-def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: Path) -> None:
+def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
     _, start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
     assert (start.plan.batch.mini_batch_size, start.plan.batch.accumulation) == (24, 1)
 
@@ -103,9 +99,7 @@ def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data: P
         (["--preset=3xh100"], 1, "--preset 3xh100: give one of 1x4090, "),
     ],
 )
-def test_a_preset_that_cannot_be_is_one_line(
-    data: Path, flags: list[str], world: int, message: str
-) -> None:
+def test_a_preset_that_cannot_be_is_one_line(data, flags, world, message):
     with pytest.raises(ConfigError, match=message) as rejection:
         settled(data, *flags, world=world)
     assert "\n" not in str(rejection.value)
@@ -119,13 +113,7 @@ def test_a_preset_that_cannot_be_is_one_line(
         ("NVIDIA A100-SXM4-80GB", None),
     ],
 )
-def test_another_machine_than_the_presets_is_said(
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    here: str | None,
-    says: str | None,
-) -> None:
+def test_another_machine_than_the_presets_is_said(data, monkeypatch, capsys, here, says):
     card = (0, here or "", 8e10, 8e10, 0.0, "1", "8.0", None, None, None)
     seen = DetectedHardware((GpuState(*card),) if here else ())
     monkeypatch.setattr(auto, "look", lambda: seen)
@@ -134,9 +122,7 @@ def test_another_machine_than_the_presets_is_said(
     assert (says in said) if says else ("warning" not in said)
 
 
-def test_a_run_with_a_preset_trains_and_resumes_on_another(
-    tiny_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_preset_trains_and_resumes_on_another(tiny_flags, tmp_path, capsys):
     flags = [flag for flag in tiny_flags if "mini_batch_size" not in flag]
     pretrain(parse([*flags, "--max_steps=2", "--stop_after_steps=1", "--mini_batch_size=2"]))
     train([*flags, "--resume=latest", "--preset=1x4090"])

@@ -28,7 +28,7 @@ def ask(tmp_path: Path, *argv: str) -> Done:
     return call("estimate_time.py", f"--checkpoint_dir={tmp_path / 'runs'}", *argv)
 
 
-def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_path):
     program = [sys.executable, "-X", "importtime", str(SCRIPTS / "estimate_time.py")]
     answer = subprocess.run(
         [*program, f"--checkpoint_dir={tmp_path}"],
@@ -63,10 +63,8 @@ def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_pat
         [],
     ],
 )
-def test_json_is_one_object_with_every_key_in_every_mode(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
-) -> None:
-    from gpt2lab.commands.parser import parse_flags
+def test_json_is_one_object_with_every_key_in_every_mode(tmp_path, capsys, flags):
+    from gpt2lab.commands.command_line import run_tyro
 
     (tmp_path / "runs").mkdir()
     flags = [*flags, f"--checkpoint_dir={tmp_path / 'runs'}", "--json"]
@@ -89,9 +87,7 @@ def test_json_is_one_object_with_every_key_in_every_mode(
     ],
     ids=str,
 )
-def test_the_api_answers_as_the_command_does(
-    a_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, Any]
-) -> None:
+def test_the_api_answers_as_the_command_does(a_run, tmp_path, capsys, flags):
     flags = {**flags, "checkpoint_dir": a_run.parent}
     report = tmp_path / "report.json"
     found = gpt2lab.estimate(**flags, report=str(report))
@@ -108,7 +104,7 @@ def _shape(document: dict[str, Any]) -> dict[str, type]:
     return {name: type(value) for name, value in document.items()}
 
 
-def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path: Path) -> None:
+def test_the_report_file_holds_the_keys_of_the_window_planner(tmp_path):
     report = tmp_path / "optimization_report.json"
     flags = ["--gpu=H100", "--gpus=4", "--tokens=2B", "--deadline=12h", f"--report={report}"]
     answer = ask(tmp_path, *flags)
@@ -191,9 +187,8 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_what_cannot_be_is_one_line_and_an_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_what_cannot_be_is_one_line_and_an_exit_code(tmp_path, capsys, monkeypatch, what):
+    from gpt2lab.commands.command_line import run_tyro
     from gpt2lab.commands.entry import run
     from gpt2lab.commands.parser import parse_flags
 
@@ -222,28 +217,24 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
         (["--kwh=0.3"], r"\(power at \$0.3 a kWh\)"),
     ],
 )
-def test_a_price_has_one_source(
-    flags: list[str], row: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_price_has_one_source(flags, row, capsys):
     estimate_time.main(["--gpu=H100", *flags])
     assert re.search(f"^cost .*{row}", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_run_beyond_the_calendar_never_finishes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_beyond_the_calendar_never_finishes(capsys):
     shape = ["--n_layer=10000", "--n_embd=1000000", "--n_head=10000", "--tokens=1e17"]
     estimate_time.main(["--gpu=L4", *shape])
     assert "finishes never" in capsys.readouterr().out
 
 
-def test_a_model_too_large_names_a_few_cards_that_it_fits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_too_large_names_a_few_cards_that_it_fits(capsys):
     estimate_time.main(["--gpu=RTX-4090", "--model=gpt2-xl"])
     (line,) = re.findall(r"^.*one sequence at a time needs.*$", capsys.readouterr().out, re.M)
     assert re.search(r"fits (\S+, ){3}\S+ and \d+ more;", line)
 
 
-def test_memory_check_rejects_what_it_does_not_answer(tmp_path: Path) -> None:
+def test_memory_check_rejects_what_it_does_not_answer(tmp_path):
     words = ["--gpu=H100", "--deadline=12h", f"--report={tmp_path / 'r.json'}", "--explain"]
     code, said, error = call("doctor", *words)
     assert (code, said, error.count("\n")) == (2, "", 1)
@@ -254,9 +245,7 @@ def test_memory_check_rejects_what_it_does_not_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("typed", [["--model=modern-small"], ["--model=gpt2", "--optimizer=muon"]])
-def test_the_loss_of_what_is_not_gpt2_is_not_predicted_as_gpt2s(
-    tmp_path: Path, typed: list[str]
-) -> None:
+def test_the_loss_of_what_is_not_gpt2_is_not_predicted_as_gpt2s(tmp_path, typed):
     flags = ["--gpu=H100", "--tokens=10B"]
     assert json.loads(ask(tmp_path, *flags, *typed, "--json").stdout)["loss"] is None
     (line,) = [x for x in ask(tmp_path, *flags, *typed).stdout.splitlines() if x[:4] == "loss"]
@@ -266,14 +255,14 @@ def test_the_loss_of_what_is_not_gpt2_is_not_predicted_as_gpt2s(
     assert known["value"] == pytest.approx(3.28, abs=0.005)
 
 
-def test_settings_that_make_no_sense_together_are_named(tmp_path: Path) -> None:
+def test_settings_that_make_no_sense_together_are_named(tmp_path):
     answer = ask(tmp_path, "--gpu=H100", "--steps=100", "--warmup_steps=715")
     assert answer.returncode == 0
     assert "warm-up of 715 steps in a run of 100" in answer.stdout
     assert "eval_freq 250 is longer than the run" in answer.stdout
 
 
-def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path: Path) -> None:
+def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path):
     data = write_shards(tmp_path / "d", train=TRAIN_SHARDS, val=(650,))
     flags = ["--gpu=H100", "--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16"]
     flags += ["--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2", "--epochs=3"]
@@ -285,7 +274,7 @@ def test_the_length_of_a_run_in_epochs_is_counted_in_the_data(tmp_path: Path) ->
 
 
 @pytest.fixture
-def a_run(tmp_path: Path) -> Path:
+def a_run(tmp_path) -> Path:
     """Return the folder of a run that stopped half-way, with an estimate."""
     run_dir = tmp_path / "runs" / "r"
     run_dir.mkdir(parents=True)
@@ -314,10 +303,8 @@ def a_run(tmp_path: Path) -> Path:
     return run_dir
 
 
-def test_the_newest_run_is_projected_with_its_events_and_milestones(
-    a_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    left = remaining.estimate_remaining(a_run)
+def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsys):
+    left = run_clock.estimate_remaining(a_run)
     assert left.seconds is not None
     assert left.seconds.value == pytest.approx(500 * 2.0 + 2 * 10.0)
     assert left.seconds.low <= 1020 <= left.seconds.high
@@ -342,9 +329,7 @@ def test_the_newest_run_is_projected_with_its_events_and_milestones(
     ],
     ids=lambda settings: "+".join(map(str, settings.values())),
 )
-def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(
-    a_run: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, str]
-) -> None:
+def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(a_run, capsys, settings):
     flat = json.loads((a_run / "config.json").read_text()) | settings
     (a_run / "config.json").write_text(json.dumps(flat))
     environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
@@ -367,9 +352,7 @@ def test_a_runs_memory_is_that_of_how_it_shares_and_what_it_recomputes(
     assert (found["total"], found["peak_at"]) == (expected.tensors, expected.peak_at)
 
 
-def test_memory_that_no_formula_knows_is_null(
-    a_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_no_formula_knows_is_null(a_run, capsys):
     flat = json.loads((a_run / "config.json").read_text()) | {"fsdp_offload": True}
     (a_run / "config.json").write_text(json.dumps(flat))
     environment = {"world_size": 4, "mini_batch_size": 16, "dtype": "bf16"}
@@ -378,7 +361,7 @@ def test_memory_that_no_formula_knows_is_null(
     assert json.loads(capsys.readouterr().out)["memory"] is None
 
 
-def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run: Path) -> None:
+def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run):
     metrics = a_run / "metrics.jsonl"
     text = metrics.read_text()
     metrics.write_text(text + '{"event": "step", "st')  # torn: the writer was killed
@@ -397,7 +380,7 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run: Path) -> None
         remaining.estimate_remaining(a_run)
 
 
-def test_a_forecast_is_scored(a_run: Path) -> None:
+def test_a_forecast_is_scored(a_run):
     predicted = {"estimated_hours": 0.3, "low_hours": 0.2, "high_hours": 0.4}
     speed = {"source": "calibrated", "value": 3.0, "low": 2.0, "high": 4.0}
     document = {"estimate": predicted, "throughput": speed, "memory": None}

@@ -28,9 +28,7 @@ def estimate_of(run_dir: Path) -> dict:
     return json.loads((run_dir / "estimate.json").read_text())
 
 
-def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(tiny_flags, tmp_path):
     runs = tmp_path / "runs"
     long = ["--max_steps=30", "--eval_freq=10", "--checkpoint_freq=10"]
     pretrain(parse([*tiny_flags, *long, "--stop_after_steps=15"]))
@@ -55,9 +53,7 @@ def test_a_finished_run_is_compared_with_its_forecast_and_the_next_one_learns(
     assert logged["elapsed_seconds"] > logged["step_seconds"]
 
 
-def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(tiny_flags, tmp_path):
     run_dir = tmp_path / "runs" / "tiny"
     endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
     pretrain(parse([*tiny_flags, *endless, "--max_hours=0.001"]))
@@ -72,7 +68,7 @@ def test_max_hours_stops_and_saves_before_the_limit_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_max_hours_ends_all_processes_at_one_step(tiny_flags: list[str], tmp_path: Path) -> None:
+def test_max_hours_ends_all_processes_at_one_step(tiny_flags, tmp_path):
     endless = ["--max_steps=1000000", "--checkpoint_freq=0", "--eval_freq=0", "--sample_freq=0"]
     done = train_in_forks([*tiny_flags, *endless, "--max_hours=0.002"], world=2)
     assert done.returncode == 0, done.stderr
@@ -80,9 +76,7 @@ def test_max_hours_ends_all_processes_at_one_step(tiny_flags: list[str], tmp_pat
     assert stop["reason"] == "max_hours"
 
 
-def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(tiny_flags, tmp_path):
     fit = ["--fit_schedule", "--max_hours=0.05", "--max_steps=1000000", "--stop_after_steps=1"]
     with pytest.raises(ConfigError, match="--measure"):
         train([*tiny_flags, *fit, "--run_name=early"])
@@ -102,17 +96,15 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(
 @pytest.mark.parametrize(
     "typed", [["--mini_batch_size", "auto"], ["--mini_batch_size=auto"], ["--mini-batch-size=auto"]]
 )
-def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed: list[str]) -> None:
-    command = parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
-    assert command.open_settings == {"mini_batch_size"}
+def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed):
+    command = command_line.parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
+    assert command.finds_mini_batch
     assert command.config.batch.mini_batch_size == 8
     assert not parse(["--mini_batch_size=4"]).open_settings
     assert "mini_batch_size" not in command.chosen
 
 
-def test_the_poorest_process_decides_the_mini_batch_of_all(
-    tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_poorest_process_decides_the_mini_batch_of_all(tiny_flags, monkeypatch):
     offered = []
 
     def search(job: Job, folder: Path, *, memory_bytes: float, **_: object) -> dict[str, int]:
@@ -144,9 +136,7 @@ def test_the_poorest_process_decides_the_mini_batch_of_all(
 
 
 @pytest.mark.slow
-def test_an_automatic_mini_batch_is_found_stored_and_used_again(
-    tiny_flags: list[str], tmp_path: Path
-) -> None:
+def test_an_automatic_mini_batch_is_found_stored_and_used_again(tiny_flags, tmp_path):
     plain = [flag for flag in tiny_flags if not flag.startswith("--mini_batch_size")]
     pretrain(parse([*plain, "--mini_batch_size=auto", "--max_steps=4", "--stop_after_steps=2"]))
     run_dir = tmp_path / "runs" / "tiny"
@@ -173,7 +163,7 @@ def clock(hours: float | None, *, ago: float, expected: float | None = None) -> 
     )
 
 
-def test_max_hours_ends_a_start_before_a_slow_step_and_the_save() -> None:
+def test_max_hours_ends_a_start_before_a_slow_step_and_the_save():
     before = time.monotonic()
     [(reason, at)] = find_deadlines(None, {}, max_hours=1.0).items()
     assert reason == "max_hours"
@@ -190,7 +180,7 @@ def test_max_hours_ends_a_start_before_a_slow_step_and_the_save() -> None:
     assert find_deadlines(None, {}) == {}
 
 
-def test_on_track_is_judged_by_the_limit_or_else_the_forecast() -> None:
+def test_on_track_is_judged_by_the_limit_or_else_the_forecast():
     left = Interval(100.0, 80.0, 130.0)
     assert clock(1.0, ago=3480).is_on_track(left) is False
     assert clock(1.0, ago=3400).is_on_track(left) is True
@@ -200,8 +190,8 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast() -> None:
     assert clock(1.0, ago=50).is_on_track(None) is None
 
 
-def test_a_start_counts_from_the_beginning_of_its_process() -> None:
-    code = "import time; from gpt2lab.training.progress import process_began; time.sleep(0.5); "
+def test_a_start_counts_from_the_beginning_of_its_process():
+    code = "import time; from gpt2lab.planner.run_clock import process_began; time.sleep(0.5); "
     code += "print(time.monotonic() - process_began())"
     source = str(Path(__file__).resolve().parents[3] / "src")
     began = time.monotonic()

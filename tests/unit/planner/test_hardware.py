@@ -16,7 +16,7 @@ from launch import REPOSITORY
 pytestmark = pytest.mark.usefixtures("no_user_file")
 
 
-def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_is_one_without_additions(monkeypatch):
     """As in a container that is started with a number for a user."""
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("no home directory")))
@@ -54,19 +54,19 @@ def test_a_user_without_a_home_is_one_without_additions(monkeypatch: pytest.Monk
         ("NVIDIA GB200", None),
     ],
 )
-def test_a_device_name_means_its_card_or_none(device: str, name: str | None) -> None:
+def test_a_device_name_means_its_card_or_none(device, name):
     found = KNOWN.recognise(device)
     assert (found.name if found else None) == name
 
 
-def test_every_card_with_a_rate_has_a_memory() -> None:
+def test_every_card_with_a_rate_has_a_memory():
     """Else no forecast could say whether a batch fits."""
     rated = [gpu for gpu in KNOWN.gpus.values() if gpu.peak_flops]
     assert len(rated) >= 25
     assert [gpu.name for gpu in rated if not (gpu.memory_bytes and gpu.bandwidth)] == []
 
 
-def test_every_number_has_a_source_with_a_date() -> None:
+def test_every_number_has_a_source_with_a_date():
     document = json.loads(hardware.SHIPPED.read_text())
     assert all(source["date"] for source in document["sources"].values())
     numbers = [
@@ -83,7 +83,7 @@ def test_every_number_has_a_source_with_a_date() -> None:
     assert {source for _, source in numbers} <= set(document["sources"])
 
 
-def test_a_users_file_merges_over_the_shipped_one(tmp_path: Path) -> None:
+def test_a_users_file_merges_over_the_shipped_one(tmp_path):
     own = tmp_path / "own.json"
     own.write_text(
         json.dumps(
@@ -120,7 +120,7 @@ def test_a_users_file_merges_over_the_shipped_one(tmp_path: Path) -> None:
         hardware.load(own)
 
 
-def test_every_number_has_a_source_and_every_source_an_address() -> None:
+def test_every_number_has_a_source_and_every_source_an_address():
     """But for listings of nvidia-smi whose pages nobody noted: the file says so."""
     table = json.loads(hardware.SHIPPED.read_text())
     numbers = [pair for gpu in table["gpus"].values() for pair in gpu.values()]

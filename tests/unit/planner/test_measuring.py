@@ -29,7 +29,7 @@ def small_job(model: ModelName = "gpt2-nano", *, ranks: int = 1, **settings: Any
     return Job(config, max_steps=9, world_size=ranks, dtype="fp32", compiled=False)
 
 
-def test_a_trial_has_a_rate_though_a_save_may_take_longer_than_it(tmp_path: Path) -> None:
+def test_a_trial_has_a_rate_though_a_save_may_take_longer_than_it(tmp_path):
     job = small_job("modern-nano", activation_checkpointing="block")
     trial = measuring.run_trial(job, tmp_path, seconds=0.9 * MARGIN_SECONDS)
     assert len(trial.steps) >= measuring.FEWEST_STEPS
@@ -47,9 +47,7 @@ def test_a_trial_has_a_rate_though_a_save_may_take_longer_than_it(tmp_path: Path
         assert trial.config[name] == wanted[name] != plain[name]
 
 
-def test_a_trial_without_a_rate_is_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_without_a_rate_is_no_answer(tmp_path, monkeypatch):
     """A Slurm job that is about to end stops each trial at its first step."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
     with pytest.raises(NoSourceError, match=r"mini_batch_size 1: the trial took [01] of 6 steps"):
@@ -58,9 +56,7 @@ def test_a_trial_without_a_rate_is_no_answer(
         )
 
 
-def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, monkeypatch):
     """On a device whose steps are long no size beyond the two of the memory's line is tried."""
     seen: list[int] = []
 
@@ -110,7 +106,7 @@ def trained_by(job: Job) -> Config:
 
 
 @pytest.mark.parametrize("settings", OF_A_STEP, ids=str)
-def test_a_trial_has_every_setting_that_its_speed_depends_on(settings: dict[str, Any]) -> None:
+def test_a_trial_has_every_setting_that_its_speed_depends_on(settings):
     job = small_job(ranks=2, **settings)
     wanted, found = to_flat(job.config), to_flat(trained_by(job))
     model = {name for name, (section, _) in LEAVES.items() if section == "model"}
@@ -119,14 +115,12 @@ def test_a_trial_has_every_setting_that_its_speed_depends_on(settings: dict[str,
 
 
 @pytest.mark.parametrize("model", ["modern-nano", "modern-small"])
-def test_a_trial_of_a_modern_model_is_no_gpt2(model: ModelName) -> None:
+def test_a_trial_of_a_modern_model_is_no_gpt2(model):
     config = trained_by(small_job(model)).model
     assert (config.positions, config.norm, config.activation) == ("rotary", "rmsnorm", "relu2")
 
 
-def test_ranks_that_share_what_one_holds_are_tried_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_that_share_what_one_holds_are_tried_together(monkeypatch):
     """One rank alone would hold all of it; those of other machines cannot be started from here."""
     job = small_job(ranks=4, mini_batch_size=1, total_batch_size=128)
     shared = small_job(ranks=4, mini_batch_size=1, total_batch_size=128, parallel="fsdp")
@@ -140,7 +134,7 @@ def test_ranks_that_share_what_one_holds_are_tried_together(
 
 
 @pytest.mark.slow
-def test_a_real_trial_of_ranks_that_share_has_them_all(tmp_path: Path) -> None:
+def test_a_real_trial_of_ranks_that_share_has_them_all(tmp_path):
     job = small_job(ranks=2, parallel="zero1")
     trial = measuring.run_trial(measuring.trial_job(job, 2), tmp_path, steps=4)
     assert trial.config["parallel"] == "zero1"
