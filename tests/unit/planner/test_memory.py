@@ -48,15 +48,8 @@ def tracked_peak(
         batch = batch_of(config, B, A)
         with tracker:
             for _ in range(2):
-                train_step(
-                    model,
-                    optimizers,
-                    batch,
-                    1e-3,
-                    strategy=Alone(dtype, tracker),  # type: ignore[arg-type]
-                    grad_clip=1.0,
-                    seed=0,
-                )
+                how: Any = {"strategy": Alone(dtype, tracker), "grad_clip": 1.0, "seed": 0}
+                train_step(model, optimizers, batch, 1e-3, **how)
         return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])
 
 
@@ -68,23 +61,10 @@ def fake_numbers(monkeypatch) -> Iterator[None]:
 
 
 def predicted(
-    config: ModelConfig,
-    B: int,
-    A: int,
-    dtype: str,
-    optimizer: Optimizer = "adamw",
-    tuning: TuningConfig = PRETRAINING,
-    **sharing: Any,
+    config: ModelConfig, B: int, A: int, dtype: str, optimizer: Optimizer = "adamw", **how: Any
 ) -> Memory:
-    return StepMemory(
-        config,
-        micro_batch=B,
-        accumulation=A,
-        dtype=dtype,  # type: ignore[arg-type]
-        optimizer=optimizer,
-        tuning=tuning,
-        **sharing,
-    ).peak()
+    cut = {"micro_batch": B, "accumulation": A, "dtype": dtype, "optimizer": optimizer}
+    return StepMemory(config, **{"tuning": PRETRAINING, **cut, **how}).peak()
 
 
 # Each is in a regime of its own: what peaks is the head, the blocks, the embedding, the weights' gradients.
