@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -15,6 +17,14 @@ import torch
 import loopback
 from tiny import TINY, TRAIN_SHARDS, VAL_SHARDS, write_shards
 from whole_run import LAST, Run
+
+MESSAGES = Path(__file__).with_name("golden") / "messages.json"
+TEMPORARY = re.compile(r"/[^\s']*/pytest-\d+/[^/\s:']+\d")  # pytest's folder of a test
+# What Python and numpy say in parentheses differs by their version; what we say there does not.
+OF_OTHERS = re.compile(
+    r"(not JSON|not readable as JSON|not a \.npy file|do not restore)"
+    r" \((?!nested|\S+ is not a finite|numpy's).*?\)(?=;|$| \(and)"
+)
 
 # Programs that the tests start would keep their compiled code in the user's own cache. torch has set a default by now.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
@@ -103,3 +113,23 @@ def _stays_on_this_machine() -> Iterator[None]:
     loopback.refused.clear()
     yield
     assert loopback.refused == [], "connections beyond loopback"
+
+
+@pytest.fixture
+def wording(request: pytest.FixtureRequest) -> Callable[[BaseException], None]:
+    """Return a function that compares an error with the one line that is recorded of this case.
+
+    The lines stand in tests/golden/messages.json; `UPDATE_GOLDEN=1 pytest -n 0 THE_TEST` records them.
+    """
+
+    def check(error: BaseException) -> None:
+        line = OF_OTHERS.sub(r"\1", TEMPORARY.sub("FOLDER", str(error)))
+        name = request.node.name
+        assert "\n" not in line
+        known = json.loads(MESSAGES.read_text())
+        if os.environ.get("UPDATE_GOLDEN") == "1":
+            known[name] = line
+            MESSAGES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        assert line == known.get(name)
+
+    return check

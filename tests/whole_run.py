@@ -70,9 +70,11 @@ class Run:
             return error.with_traceback(None)
         pytest.fail("this start should have been rejected")
 
-    def bits(self) -> tuple[dict[int, str], str]:
-        """Return every loss in hex and the hash of the newest weights: equal only if every bit is."""
-        return launch.losses(self.path), launch.parameter_hash(self.path, max(self.checkpoints()))
+    def bits(self) -> tuple[dict[int, str], str, str]:
+        """Return every loss in hex and the hashes of the newest weights and moments: equal only if every bit is."""
+        files = self.checkpoints()[max(self.checkpoints())].manifest["files"]
+        hashes = (files[f"{name}.safetensors"]["sha256"] for name in ("model", "optim"))
+        return launch.losses(self.path), *hashes
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """Return {step: its event} along the line of steps that the newest weights went through."""

@@ -37,19 +37,7 @@ def cable() -> Iterator[None]:
     try:
         for node in NODES:
             ip("netns", "add", node)
-        ip(
-            "link",
-            "add",
-            "wire",
-            "netns",
-            NODES[0],
-            "type",
-            "veth",
-            "peer",
-            "wire",
-            "netns",
-            NODES[1],
-        )
+        ip(*f"link add wire netns {NODES[0]} type veth peer wire netns {NODES[1]}".split())
         for node, address in zip(NODES, ADDRESSES, strict=True):
             ip("-n", node, "addr", "add", f"{address}/24", "dev", "wire")
             ip("-n", node, "link", "set", "wire", "up")

@@ -19,7 +19,8 @@ from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
-from tiny import VOCAB, parse, pretrain, write_shards
+from gpt2lab.training.pretrain import pretrain
+from tiny import TINY, VOCAB, write_shards
 
 T, S, LAST = 16, 8, 24
 CHANGE = "1700:0,0.2,0.8"  # tokens: in the middle of step 14
@@ -47,10 +48,8 @@ def words(data: Path, **weights: float) -> list[str]:
 
 def flags_of(data: Path, runs: Path, name: str, *more: str) -> list[str]:
     return [
-        *("--n_layer=1", "--n_head=2", "--n_embd=16", f"--context_length={T}", "--max_lr=0.01"),
-        *(f"--vocab_size={VOCAB}", f"--total_batch_size={T * S}", "--mini_batch_size=2"),
+        *(*TINY, "--n_layer=1", "--n_embd=16", "--max_lr=0.01", f"--checkpoint_dir={runs}"),
         *("--val_tokens=960", "--eval_freq=12", "--checkpoint_freq=6", f"--max_steps={LAST}"),
-        *("--device=cpu", "--dtype=fp32", "--compile=off", f"--checkpoint_dir={runs}"),
         *(f"--run_name={name}", *words(data, **WEIGHTS), "--data_weights_at", CHANGE, *more),
     ]
 

@@ -14,7 +14,7 @@ import pytest
 
 import launch
 from ecosystem import works_with
-from tiny import TRAIN_SHARDS, VAL_SHARDS, write_shards
+from tiny import TINY
 
 pytestmark = pytest.mark.slow
 
@@ -29,19 +29,12 @@ class Store:
 
         host, port = server.get_host_and_port()
         self.data, self.folder = data, folder
-        self.env = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        self.env = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+        keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
         self.s3 = boto3.client(
-            "s3",
-            endpoint_url=self.env["AWS_ENDPOINT_URL"],
-            aws_access_key_id="key",
-            aws_secret_access_key="secret",
-            region_name="us-east-1",
+            "s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1", **keys
         )
+        self.env |= {name.upper(): value for name, value in keys.items()}
         self.bucket = f"bucket-{uuid.uuid4().hex}"  # all servers of a process share moto's state
         self.s3.create_bucket(Bucket=self.bucket)
 
@@ -56,10 +49,7 @@ class Store:
         """Start the run on a machine: in a folder of its own."""
         return train(
             [
-                *("--n_layer=2", "--n_head=2", "--n_embd=32", "--context_length=16"),
-                *("--vocab_size=256", "--total_batch_size=128", "--mini_batch_size=2"),
-                *("--device=cpu", "--dtype=fp32", "--compile=off", "--val_tokens=320"),
-                *(f"--data_dir={self.data}", "--run_name=run", f"--max_steps={STEPS}"),
+                *(*TINY, f"--data_dir={self.data}", "--run_name=run", f"--max_steps={STEPS}"),
                 *("--checkpoint_freq=5", "--eval_freq=10", "--sample_freq=0"),
                 *(f"--checkpoint_dir={self.folder / machine}", "--resume=auto"),
                 *(f"--checkpoint_mirror=s3://{self.bucket}/models", *more),
@@ -98,32 +88,22 @@ class Store:
         assert hashes[0] == hashes[1]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("s3") / "tiny", train=TRAIN_SHARDS, val=VAL_SHARDS)
-
-
 @pytest.fixture
-def store(data, tmp_path) -> Iterator[Store]:
+def store(tiny_data, tmp_path) -> Iterator[Store]:
     pytest.importorskip("s3fs", reason="s3fs is not installed (requirements-dev.txt)")
     pytest.importorskip("moto.server", reason="moto is not installed (requirements-dev.txt)")
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    yield Store(server, data, tmp_path)
+    yield Store(server, tiny_data, tmp_path)
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def reference(data, tmp_path_factory) -> Path:
+def reference(tiny_run) -> Path:
     """Return a run of all steps that had no mirror and never ended early."""
-    folder = tmp_path_factory.mktemp("straight")
-    store = Store.__new__(Store)
-    store.data, store.folder, store.env, store.bucket = data, folder, {}, "none"
-    done = store.run("one", "--checkpoint_mirror=None")
-    assert done.returncode == 0, done.stderr
-    return store.path("one")
+    return tiny_run(max_steps=STEPS, checkpoint_freq=5, eval_freq=10, sample_freq=0).path
 
 
 def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(store, reference):
@@ -147,12 +127,8 @@ def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(store
     assert done.returncode == 0, done.stderr
     assert f"fetching step {newest}" in done.stdout
     status = json.loads((store.path("c") / "status.json").read_text())
-    assert status["mirror"] == {
-        "url": f"s3://{store.bucket}/models/run",
-        "step": STEPS,
-        "newest": STEPS,
-        "error": None,
-    }
+    place = {"url": f"s3://{store.bucket}/models/run", "error": None}
+    assert status["mirror"] == {**place, "step": STEPS, "newest": STEPS}
     assert not list(store.path("c").glob(".tmp-*"))
     store.assert_equals("c", reference)
 

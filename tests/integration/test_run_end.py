@@ -6,19 +6,17 @@ import errno
 import os
 import subprocess
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import launch
-from gpt2lab.errors import ConfigError, NonFiniteError, SaveError
+from gpt2lab.errors import ConfigError, NonFiniteError, OutOfMemoryError, SaveError
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import trainer
-from gpt2lab.training.train_step import StepStats
 from whole_run import LAST
 
 
@@ -196,47 +194,34 @@ def test_every_start_ends_with_a_report_that_says_how_to_go_on(run, capsys):
     assert report in (run.path / "log.txt").read_text()
 
 
-def test_a_full_device_ends_in_one_line_with_the_lever_and_the_last_step_saved(run, monkeypatch):
-    monkeypatch.setattr(trainer, "train_step", _full_from_step_two(trainer.train_step))
-    rejection = run.rejected("--max_steps=3")
-    assert rejection.exit_code == 1
-    assert str(rejection).startswith(
-        "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. A"
-    )
-    assert "lower --mini_batch_size" in str(rejection)
-    assert "\n" not in str(rejection)
-    assert list(run.checkpoints()) == [1]
-    monkeypatch.undo()
-    run.train("--resume=latest", "--mini_batch_size=1")
-    assert run.status()["state"] == "completed"
+@pytest.mark.parametrize(
+    ("where", "saved"),
+    [
+        ("the step", [1]),
+        ("the update", []),  # it makes the state, and what moved by then is not saved
+    ],
+)
+def test_a_full_device_ends_in_one_line_with_the_lever(where, saved, run, monkeypatch):
+    owner, name = (trainer, "train_step") if where == "the step" else (AdamW, "step")
+    plain, taken = getattr(owner, name), []
 
-
-def test_a_device_too_full_for_the_optimizers_state_ends_in_one_line_too(run, monkeypatch):
-    """It is made by the first update, when the step itself has fitted; what moved by then is not saved."""
-
-    def full(self: AdamW, closure: object = None) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nGPU 0 ...")
-
-    monkeypatch.setattr(AdamW, "step", full)
-    rejection = run.rejected("--max_steps=3")
-    assert str(rejection).startswith(
-        "out of memory: CUDA out of memory. Tried to allocate 6.00 GiB."
-    )
-    assert list(run.checkpoints()) == []
-
-
-def _full_from_step_two(train_step: Callable[..., StepStats]) -> Callable[..., StepStats]:
-    taken: list[StepStats] = []
-
-    def step(*args: Any, **options: Any) -> StepStats:
-        if taken:
-            raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of ..."
-            )
-        taken.append(train_step(*args, **options))
+    def call(*args: Any, **options: Any) -> Any:
+        if taken or where == "the update":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried 2.00 GiB.\nGPU 0 has ...")
+        taken.append(plain(*args, **options))
         return taken[0]
 
-    return step
+    monkeypatch.setattr(owner, name, call)
+    rejection = run.rejected("--max_steps=3")
+    assert isinstance(rejection, OutOfMemoryError)
+    assert rejection.exit_code == 1
+    assert "2.00 GiB" in str(rejection)
+    assert "--mini_batch_size" in str(rejection)
+    assert "\n" not in str(rejection)
+    assert list(run.checkpoints()) == saved
+    monkeypatch.undo()
+    run.train("--resume=auto", "--mini_batch_size=1", "--max_steps=3")
+    assert run.status()["state"] == "completed"
 
 
 def test_stop_after_steps_saves_and_leaves_the_schedule_alone(run, straight):

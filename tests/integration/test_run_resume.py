@@ -18,21 +18,7 @@ from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import resolve as resolve_module
 from gpt2lab.training.resolve import resolve
 from tiny import make_tokens, write_shards
-from whole_run import LAST, S, T
-
-
-def test_resume_continues_with_the_same_bits_and_says_from_where(run, straight):
-    common = [f"--max_steps={LAST}", "--eval_freq=4", "--checkpoint_freq=5"]
-    run.train(*common, "--stop_after_steps=13")
-    run.train(*common, "--resume=latest")
-    assert list(run.losses(attempt=2)) == list(range(14, LAST + 1))
-    assert run.losses() == straight.losses()
-    (resume,) = run.events("resume")
-    assert (resume["from_step"], resume["world_size"], resume["attempt"]) == (13, 1, 2)
-    assert (resume["changes"], resume["level"]) == ({}, "bit-identical")
-    names = ("model.safetensors", "optim.safetensors")
-    ours, theirs = (r.checkpoints()[LAST].manifest["files"] for r in (run, straight))
-    assert [ours[name] for name in names] == [theirs[name] for name in names]
+from whole_run import S, T
 
 
 def test_worse_evaluation_after_a_resume_is_not_labelled_best(run):
@@ -130,7 +116,7 @@ def test_a_run_of_the_first_shuffle_goes_on_with_it(run, monkeypatch, tmp_path):
 
 def test_typing_the_saved_value_again_is_no_change(run):
     run.train("--max_steps=4", "--stop_after_steps=2")
-    same = ["--max_lr=6e-4", "--warmup_steps=0", "--seed=1337", "--model=gpt2"]
+    same = ["--max_lr=6e-4", "--min_lr=6e-5", "--warmup_steps=0", "--seed=1337", "--model=gpt2"]
     run.train("--max_steps=4", "--resume=latest", *same)
     (resume,) = run.events("resume")
     assert (resume["changes"], resume["level"]) == ({}, "bit-identical")
@@ -220,9 +206,6 @@ def test_retention_keeps_the_last_rolling_ones_and_everything_labelled(run):
     assert list(run.checkpoints()) == [2, 3, 4, 6]
 
 
-REAL_VOCABULARY = ["--vocab_size=50304", "--sample_tokens=4", "--checkpoint_freq=0"]
-
-
 def test_best_follows_the_run_back(run):
     run.train("--max_steps=6", "--eval_freq=2", "--checkpoint_freq=2")
     assert run.labels()["best"] == "step_00000006"
@@ -237,12 +220,6 @@ def test_going_back_again_and_again_keeps_every_superseded_checkpoint(run):
     aside = sorted(path.parent.name for path in run.path.glob("superseded-*/step_00000003"))
     assert len(set(aside)) == 3
     assert sorted(run.checkpoints()) == [1, 2, 3, 4]
-
-
-def test_typing_the_value_that_people_see_is_no_change(run):
-    run.train("--max_steps=4", "--stop_after_steps=2")
-    run.train("--max_steps=4", "--resume=latest", "--min_lr=6e-5", "--max_lr=6e-4")
-    assert run.events("resume")[0]["changes"] == {}
 
 
 def test_a_superseded_checkpoint_is_not_trained_in_where_it_lies(run):

@@ -97,74 +97,46 @@ def look_at(run: Run) -> None:
 
 
 DEEP = RAW + "[" * 100_000
-CASES: list[tuple[str, tuple[Any, ...], Any, str]] = [
-    ("manifest.json", ("config", "n_layer"), 10_000_000, "n_layer 10000000 must be at most 10000"),
-    (
-        "manifest.json",
-        ("config", "n_layer"),
-        9_999,
-        "holds 2 blocks, its settings say n_layer 9999",
-    ),
-    ("manifest.json", ("config", "n_embd"), 10**6, "wte.weight is .*, its settings mean"),
-    ("manifest.json", ("config", "lora_r"), 10**15, "holds 34,176 values, its settings mean"),
-    (
-        "manifest.json",
-        ("config", "context_length"),
-        10**30,
-        "'?context_length'? 1000.* is not a whole",
-    ),
-    ("manifest.json", ("config", "n_layer"), "2", "n_layer '2' is not a whole number"),
-    ("manifest.json", ("config", "hellaswag_path"), "\0", "hellaswag_path .* is not text"),
-    ("manifest.json", ("config", "max_lr"), RAW + "1e400", "1e400 is not a finite number"),
-    ("manifest.json", ("config",), DEEP, "not readable as JSON"),
-    ("manifest.json", ("config",), [], r"'config' is \[\], not an object"),
-    ("manifest.json", ("val_loss",), RAW + "NaN", "NaN is not a finite number"),
-    ("manifest.json", ("step",), ..., "no 'step'"),
-    ("manifest.json", ("step",), -4, "'step' is -4, not a whole number"),
-    ("manifest.json", ("samples",), -1, "'samples' is -1, not a whole number"),
-    ("manifest.json", ("samples",), 2**53, "'samples' is 9007199254740992, not a whole number"),
-    ("manifest.json", ("samples",), 10**15, "its state says samples 32, its manifest 10000"),
-    (
-        "manifest.json",
-        ("environment", "world_size"),
-        0,
-        "'world_size' is 0, not a whole number above",
-    ),
-    ("manifest.json", ("environment", "world_size"), 2, "generators of 1 ranks, not all"),
-    ("manifest.json", ("environment",), ..., "no 'environment'"),
-    ("manifest.json", ("order_version",), 7, "in an order of version 7"),
-    ("state.json", ("state", "samples"), 10**15, "its state says samples 1000"),
-    ("state.json", ("state", "samples"), ..., "state: no 'samples'"),
-    ("state.json", ("state", "best_val_loss"), RAW + "NaN", "NaN is not a finite number"),
-    (
-        "state.json",
-        ("state", "recent_losses"),
-        [RAW + "Infinity"],
-        "Infinity is not a finite number",
-    ),
-    (
-        "state.json",
-        ("state", "recent_losses"),
-        ["5.5"],
-        "'recent_losses' is .*, not a list of numbers",
-    ),
-    ("state.json", ("state", "other"), 1, "state: unknown 'other'"),
-    ("state.json", ("state",), DEEP, "not readable as JSON"),
-    ("state.json", ("rng",), [], "generators of 0 ranks, not all"),
-    ("state.json", ("rng", 0), {}, "the saved generators do not restore"),
-    ("state.json", ("rng", 0, "numpy", 2), 10**9, "the saved generators do not restore"),
-    ("state.json", ("rng", 0, "python"), None, "the saved generators do not restore"),
+MANIFEST: dict[tuple[Any, ...], tuple[Any, ...]] = {
+    ("config", "n_layer"): (10_000_000, 9_999, "2"),
+    ("config", "n_embd"): (10**6,),
+    ("config", "lora_r"): (10**15,),
+    ("config", "context_length"): (10**30,),
+    ("config", "hellaswag_path"): ("\0",),
+    ("config", "max_lr"): (RAW + "1e400",),
+    ("config",): (DEEP, []),
+    ("val_loss",): (RAW + "NaN",),
+    ("step",): (..., -4),
+    ("samples",): (-1, 2**53, 10**15),
+    ("environment", "world_size"): (0, 2),
+    ("environment",): (...,),
+    ("order_version",): (7,),
+}
+STATE: dict[tuple[Any, ...], tuple[Any, ...]] = {
+    ("state", "samples"): (10**15, ...),
+    ("state", "best_val_loss"): (RAW + "NaN",),
+    ("state", "recent_losses"): ([RAW + "Infinity"], ["5.5"]),
+    ("state", "other"): (1,),
+    ("state",): (DEEP,),
+    ("rng",): ([],),
+    ("rng", 0): ({},),
+    ("rng", 0, "numpy", 2): (10**9,),
+    ("rng", 0, "python"): (None,),
+}
+CASES = [
+    pytest.param(file, place, value, id=f"{file} {'/'.join(map(str, place))} {number}")
+    for file, edits in (("manifest.json", MANIFEST), ("state.json", STATE))
+    for place, values in edits.items()
+    for number, value in enumerate(values)
 ]
 
 
-@pytest.mark.parametrize(("file", "place", "value", "message"), CASES)
-def test_a_resume_says_in_one_line_what_is_wrong(run, file, place, value, message):
+@pytest.mark.parametrize(("file", "place", "value"), CASES)
+def test_a_resume_says_in_one_line_what_is_wrong(run, file, place, value, wording):
     edit(run, file, place, value)
     look_at(run)
     before = run.listing()
-    with pytest.raises(GPT2LabError, match=message) as caught:
-        run.train("--resume=4")
-    assert "\n" not in str(caught.value)
+    wording(run.rejected("--resume=4"))
     assert {name for name in run.listing() if not name.endswith("run.lock")} <= set(before)
 
 
@@ -277,24 +249,20 @@ def hf(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value"),
     [
-        ("n_layer", 10**7, "holds 1 blocks, its settings say n_layer 10000000"),
-        ("n_embd", 10**6, "its settings mean"),
-        ("n_positions", 10**12, "its settings mean"),
-        ("vocab_size", 10**12, "its settings mean"),
-        ("n_head", 0, "'n_head' is 0, not a whole number above 0"),
-        ("n_head", 3, "not a multiple of n_head 3"),
-        ("n_layer", "1", "'n_layer' is '1', not a whole number"),
+        *(("n_layer", 10**7), ("n_layer", "1"), ("n_embd", 10**6), ("n_positions", 10**12)),
+        *(("vocab_size", 10**12), ("n_head", 0), ("n_head", 3)),
     ],
 )
 def test_sizes_are_compared_with_the_weights_before_a_model_is_built(
-    hf, tmp_path, key, value, message
+    hf, tmp_path, key, value, wording
 ):
     values = json.loads((hf / "config.json").read_text()) | {key: value}
     (hf / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError) as caught:
         find_target(str(hf), tmp_path).model_config()
+    wording(caught.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -58,18 +57,19 @@ BROKEN_SHARDS: dict[str, Callable[[Path], object]] = {
     ">u2": saved(np.zeros(200, ">u2")),
     "2-dimensional": saved(np.zeros((20, 10), np.uint16)),
     "truncated": changed(lambda content: content[:-7]),
-    "its header promises": changed(lambda content: content + b"\0\0"),
-    "not a .npy": changed(lambda content: b"PK\x03\x04 something else entirely"),
-    "not a .npy file": changed(lambda content: b""),
+    "overlong": changed(lambda content: content + b"\0\0"),
+    "zip": changed(lambda content: b"PK\x03\x04 something else entirely"),
+    "empty": changed(lambda content: b""),
 }
 
 
-@pytest.mark.parametrize("says", BROKEN_SHARDS)
-def test_a_broken_shard_is_rejected_by_name(foreign, says):
+@pytest.mark.parametrize("case", BROKEN_SHARDS)
+def test_a_broken_shard_is_rejected_by_name(foreign, case, wording):
     open_data(foreign, vocab_size=VOCAB)  # was fine before
-    BROKEN_SHARDS[says](foreign / SHARD)
-    with pytest.raises(DataError, match=f"{SHARD}: .*{re.escape(says)}"):
+    BROKEN_SHARDS[case](foreign / SHARD)
+    with pytest.raises(DataError, match=f"{SHARD}: ") as caught:
         open_data(foreign, vocab_size=VOCAB)
+    wording(caught.value)
 
 
 def test_a_missing_folder_is_rejected_with_the_command_that_prepares_one(tmp_path):
@@ -170,13 +170,14 @@ MANIFEST_REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", MANIFEST_REFUSALS)
-def test_a_folder_that_is_not_what_its_manifest_says_is_rejected(prepared, case):
+def test_a_folder_that_is_not_what_its_manifest_says_is_rejected(prepared, case, wording):
     spoil, name = MANIFEST_REFUSALS[case]
     before = snapshot(prepared)
     spoil(prepared)
     assert snapshot(prepared) != before
-    with pytest.raises(DataError, match=f"/{name}: "):
+    with pytest.raises(DataError, match=f"/{name}: ") as caught:
         open_data(prepared, vocab_size=50304)
+    wording(caught.value)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

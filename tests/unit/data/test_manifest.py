@@ -40,37 +40,35 @@ def _first(manifest: Manifest) -> Manifest:
     return manifest["files"][0]  # type: ignore[no-any-return]
 
 
-EDITS: dict[str, tuple[Callable[[Manifest], object], str]] = {
-    "no tokenizer": (lambda m: m.pop("tokenizer"), "no 'tokenizer'"),
-    "no files": (lambda m: m.pop("files"), "no 'files'"),
-    "files by name": (lambda m: m.update(files={}), "'files' is {}, not a list of objects"),
-    "a file without a name": (lambda m: _first(m).pop("name"), "file 0: no 'name'"),
-    "a file without a hash": (lambda m: _first(m).pop("sha256"), "file 0: no 'sha256'"),
-    "a short hash": (lambda m: _first(m).update(sha256="00"), "not 64 hex digits"),
-    "tokens as text": (lambda m: _first(m).update(tokens="10"), "'tokens' is '10', not a whole"),
-    "tokens true": (lambda m: _first(m).update(tokens=True), "'tokens' is True, not a whole"),
-    "another split": (lambda m: _first(m).update(split="test"), "'split' is 'test', not train or"),
-    "a folder above": (lambda m: _first(m).update(name="../a.npy"), "without a folder"),
-    "a path": (lambda m: _first(m).update(name="/etc/passwd"), "without a folder"),
-    "a file twice": (lambda m: m["files"].append(_first(m)), "a file is listed twice"),
-    "half a place": (lambda m: _first(m).update(offset=128), "file 0: no 'dtype'"),
-    "another type": (lambda m: _first(m).update(dtype="<f4", offset=0), "not <u2 or <u4"),
-    "an end of text without a place": (lambda m: m.update(end_of_text={"id": 1}), "no 'place'"),
-    "no name of the tokenizer": (lambda m: m.update(tokenizer={}), "tokenizer: no 'name'"),
-    "a folder that is none": (lambda m: m.update(folder="nowhere"), "nowhere, which is not there"),
-    "a number for a folder": (lambda m: m.update(folder=3), "'folder' is 3, not text"),
+EDITS: dict[str, Callable[[Manifest], object]] = {
+    "no tokenizer": lambda m: m.pop("tokenizer"),
+    "no files": lambda m: m.pop("files"),
+    "files by name": lambda m: m.update(files={}),
+    "a file without a name": lambda m: _first(m).pop("name"),
+    "a file without a hash": lambda m: _first(m).pop("sha256"),
+    "a short hash": lambda m: _first(m).update(sha256="00"),
+    "tokens as text": lambda m: _first(m).update(tokens="10"),
+    "tokens true": lambda m: _first(m).update(tokens=True),
+    "another split": lambda m: _first(m).update(split="test"),
+    "a folder above": lambda m: _first(m).update(name="../a.npy"),
+    "a path": lambda m: _first(m).update(name="/etc/passwd"),
+    "a file twice": lambda m: m["files"].append(_first(m)),
+    "half a place": lambda m: _first(m).update(offset=128),
+    "another type": lambda m: _first(m).update(dtype="<f4", offset=0),
+    "an end of text without a place": lambda m: m.update(end_of_text={"id": 1}),
+    "no name of the tokenizer": lambda m: m.update(tokenizer={}),
+    "a folder that is none": lambda m: m.update(folder="nowhere"),
+    "a number for a folder": lambda m: m.update(folder=3),
 }
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_a_manifest_edited_by_hand_is_rejected_with_what_is_wrong(prepared, case):
-    change, message = EDITS[case]
-    edit(prepared, change)
+def test_a_manifest_edited_by_hand_is_rejected_with_what_is_wrong(prepared, case, wording):
+    edit(prepared, EDITS[case])
     for read in (lambda: open_data(prepared, vocab_size=50304), lambda: verify(prepared)):
-        with pytest.raises(DataError, match=message) as caught:
+        with pytest.raises(DataError, match=r"/shards\.json: ") as caught:
             read()
-        assert str(prepared / "shards.json") in str(caught.value)
-        assert "\n" not in str(caught.value)
+        wording(caught.value)
 
 
 # -- any edit at all -------------------------------------------------------------------------------------------------

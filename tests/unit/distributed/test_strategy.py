@@ -29,7 +29,7 @@ from whole_run import Run
 
 STEPS = 20
 MODES = ("ddp", "zero1", "fsdp")
-COUNTER, OPTIM = launch.WORKERS / "count_traffic.py", "optim.safetensors"
+COUNTER = launch.WORKERS / "count_traffic.py"
 # 257 rows of the embedding, which two processes cannot share evenly.
 MODEL = ModelConfig(n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=257)
 PADDED = 4 * (count_parameters(MODEL) + MODEL.n_embd)  # bytes, with the embedding's 258th row
@@ -81,8 +81,6 @@ def test_zero1_trains_as_ddp_bit_by_bit(optimizer, by_two):
     """The update of a number, or of a matrix, needs no other one, so who makes it cannot matter."""
     one, other = by_two("ddp", optimizer)[0], by_two("zero1", optimizer)[0]
     assert one.bits() == other.bits()
-    moments = [run.checkpoints()[STEPS].manifest["files"][OPTIM] for run in (one, other)]
-    assert moments[0] == moments[1]
 
 
 @pytest.mark.slow

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from conversations import CONTEXT, finetune, flags_of, write_model
+from conversations import CONTEXT, Echo, finetune, flags_of, write_model
 from ecosystem import works_with
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams
@@ -45,23 +44,6 @@ def folder(tmp_path_factory) -> Path:
 
 def talk(folder: Path, target: str, text: str, *flags: str) -> Done:
     return call("chat", target, "--checkpoint_dir=runs", *flags, folder=folder, stdin=text)
-
-
-class Echo:
-    """Answers with the number of tokens that it was given."""
-
-    context_length = CONTEXT
-    tokenizer = GPT2
-    style = SamplingParams(max_new_tokens=12, temperature=0.0, top_k=0, seed=0)
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[list[int], int | None]] = []
-
-    def stream(
-        self, ids: list[int], *, number: int, place: int, at_most: int | None
-    ) -> Iterator[str]:
-        self.asked.append((ids, at_most))
-        yield from (" ", str(len(ids)), "\n")
 
 
 def test_what_was_said_is_the_context_until_it_no_longer_fits():

@@ -245,37 +245,26 @@ def test_equal_records_from_the_hub_are_read_like_a_file(folder, monkeypatch):
 
 GOOD = json.dumps({"instruction": "Hi", "output": "Hello"})
 LINES = {
-    "no JSON": ("{'a': 1}", "not JSON"),
-    "not UTF-8": ("\udcff", "not JSON"),
-    "a list": ("[1, 2]", "list, not an object"),
-    "other keys": (
-        '{"question": "Hi", "answer": "Yo"}',
-        'it has the keys question, answer; needed are "mess',
-    ),
-    "a number": ('{"instruction": 7, "output": "Yo"}', '"instruction" is int, not text'),
-    "no content": ('{"messages": [{"role": "user"}]}', '"content" is NoneType, not text'),
-    "no list": ('{"messages": "Hi"}', '"messages" is not a list'),
-    "wrong role": (
-        '{"messages": [{"role": "human", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}',
-        "role 'human' where 'user' is expected",
-    ),
-    "unanswered": ('{"messages": [{"role": "user", "content": "Hi"}]}', "last message must be the"),
+    "no JSON": "{'a': 1}",
+    "not UTF-8": "\udcff",
+    "a list": "[1, 2]",
+    "other keys": '{"question": "Hi", "answer": "Yo"}',
+    "a number": '{"instruction": 7, "output": "Yo"}',
+    "no content": '{"messages": [{"role": "user"}]}',
+    "no list": '{"messages": "Hi"}',
+    "wrong role": '{"messages": [{"role": "human", "content": "Hi"}]}',
+    "unanswered": '{"messages": [{"role": "user", "content": "Hi"}]}',
 }
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_a_broken_line_is_named_with_its_place(name, folder, tmp_path):
-    line, part = LINES[name]
+def test_a_broken_line_is_named_with_its_place(name, folder, tmp_path, wording):
     path = tmp_path / "pairs.jsonl"
-    content = "\n".join([GOOD, "", line, line, GOOD])
+    content = "\n".join([GOOD, "", LINES[name], LINES[name], GOOD])
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=f"^{path}:3: .*1 more") as caught:
         finetune([*flags_of(folder, tmp_path / "runs", "r"), f"--instructions={path}"])
-    message = str(caught.value)
-    assert message.startswith(f"{path}:3: ")
-    assert part in message
-    assert message.endswith("(and 1 more like it); correct the record or remove it")
-    assert "\n" not in message
+    wording(caught.value)
     assert not (tmp_path / "runs").exists()
 
 

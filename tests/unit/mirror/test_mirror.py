@@ -75,7 +75,9 @@ def test_a_copy_without_its_manifest_is_none_and_is_done_again(url, run_dir):
     assert steps(connect(url, "run")) == [1]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json", "of_run.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "manifest.json", "of_run.json", "metrics.jsonl.gz"]
+)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_copy_is_never_fetched(file, damage, run_dir, fresh, tmp_path):
     (tmp_path / "bucket").mkdir()
@@ -116,18 +118,6 @@ def test_a_download_that_hangs_is_given_up(run_dir, fresh, tmp_path, monkeypatch
         fetch_newer(url, fresh, None)
     free.set()
     assert [path.name for path in fresh.iterdir()] == ["run.lock"]
-
-
-def test_a_damaged_log_in_a_copy_is_found(run_dir, fresh, tmp_path):
-    (tmp_path / "bucket").mkdir()
-    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
-    copy_to(mirror, folder)
-    (copy,) = mirror.list_copies()[0]
-    path = tmp_path / "bucket" / "run" / copy.name / "metrics.jsonl.gz"
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl\.gz: damaged"):
-        mirror.fetch(copy, fresh)
-    assert not (fresh / "metrics.jsonl").exists()
 
 
 def test_a_checkpoint_that_is_damaged_here_is_not_completed_there(url, run_dir):
@@ -347,22 +337,16 @@ def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(run_dir,
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    "url",
     [
-        ("/mnt/copies", "not a plain URL"),
-        ("s3://user:secret@bucket/x", "without user, password"),
-        ("simplecache::s3://bucket", "not a plain URL"),
-        ("nonesuch://bucket/x", "[Pp]rotocol not known"),
-        ("file://relative/path", "absolute path"),
-        ("file:///no/such/folder", "no such folder"),
-        ("memory://", "not a plain URL"),
-        ("memory:///", "name a bucket or folder"),
+        *("/mnt/copies", "s3://user:secret@bucket/x", "simplecache::s3://bucket", "memory://"),
+        *("nonesuch://bucket/x", "file://relative/path", "file:///no/such/folder", "memory:///"),
     ],
 )
-def test_a_url_that_cannot_be_a_mirrors_is_one_line(url, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_a_url_that_cannot_be_a_mirrors_is_one_line(url, wording):
+    with pytest.raises(ConfigError) as caught:
         connect(url, "run")
-    assert "\n" not in str(caught.value)
+    wording(caught.value)
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -15,6 +15,7 @@ from gpt2lab.distributed import runtime
 from gpt2lab.model import gpt
 from gpt2lab.model.gpt import build_model
 from gpt2lab.model.loss import GradientInForward, cross_entropy_sum, head_cross_entropy_sum
+from tiny import flags_for
 
 
 def _qkv(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -63,15 +64,8 @@ def test_attention_by_matmul_is_for_short_rows_of_compiled_steps_alone(monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "is_frozen"),
-    [
-        pytest.param(torch.float32, False, marks=pytest.mark.slow),
-        (torch.bfloat16, True),
-        pytest.param(torch.float32, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_frozen", [False, True])
 def test_compiled_loss_of_the_head_is_cross_entropy(dtype, is_frozen):
     """Loss and gradients beside the plain form: targets left out, large scores, a factor on the loss, a frozen head."""
     generator = torch.Generator().manual_seed(3)
@@ -153,7 +147,7 @@ def test_products_that_would_round_to_bf16_are_turned_back(monkeypatch):
 
 
 @pytest.mark.slow
-def test_fast_paths_follow_the_plain_fp32_loss(tmp_path):
+def test_fast_paths_follow_the_plain_fp32_loss(tiny_run, tmp_path):
     """Thirty steps from equal weights and data: as a long run computes by default, and in fp32, beside plain fp32."""
     tokens = token_stream.text_tokens(150_000, vocab_size=50304)
     token_stream.write_formats(tokens, tmp_path / "data")
@@ -161,19 +155,15 @@ def test_fast_paths_follow_the_plain_fp32_loss(tmp_path):
     kinds = {"plain": ["--dtype=fp32", "--compile=off"], "fp32": ["--dtype=fp32", "--compile=on"]}
     if runtime.native_bf16(torch.device("cpu")):
         kinds["default"] = ["--compile=on"]
+    shape = ("--n_embd=64", "--context_length=128", "--vocab_size=50304", "--val_tokens=128")
+    length = {"mini_batch_size": 4, "total_batch_size": 512, "max_steps": 30, "warmup_steps": 10}
+    quiet = {"eval_freq": 0, "sample_freq": 0, "checkpoint_freq": 0}
     for name, flags in kinds.items():
-        done = launch.train(
-            [
-                *("--n_layer=2", "--n_head=2", "--n_embd=64", "--context_length=128"),
-                *("--mini_batch_size=4", "--total_batch_size=512", "--max_steps=30"),
-                *("--max_lr=6e-4", "--warmup_steps=10", "--val_tokens=128", "--device=cpu"),
-                *("--eval_freq=0", "--sample_freq=0", "--checkpoint_freq=0", *flags),
-                *(f"--data_dir={tmp_path / 'data' / 'shards'}", f"--checkpoint_dir={tmp_path}"),
-                f"--run_name={name}",
-            ]
-        )
+        run = tiny_run(*shape, *flags_for(**length, **quiet), data=tmp_path / "data" / "shards")
+        words = [flag for flag in run.flags if not flag.startswith(("--dtype", "--compile"))]
+        done = launch.train([*words, *flags])
         assert done.returncode == 0, done.stderr
-        losses[name] = [event["loss"] for event in launch.events(tmp_path / name, "step")]
+        losses[name] = [event["loss"] for event in run.events("step")]
     assert len(losses["plain"]) == 30
 
     def distance(name: str) -> float:

@@ -36,20 +36,14 @@ def test_warm_up_is_a_line_from_zero_that_reaches_the_peak_at_its_last_step(sche
     assert lr_at(10, optim(schedule), max_steps=100) == MAX
 
 
-def test_cosine_between_warm_up_and_the_end():
+@pytest.mark.parametrize(("schedule", "formula"), [("cosine", cosine), ("linear", line)])
+def test_between_warm_up_and_the_end(schedule, formula):
     for n in range(10, 101):
-        expected = cosine(n, 10, 100)
-        assert lr_at(n, optim("cosine"), max_steps=100) == pytest.approx(expected, rel=1e-9)
-    middle = lr_at(55, optim("cosine"), max_steps=100)
+        expected = formula(n, 10, 100)
+        assert lr_at(n, optim(schedule), max_steps=100) == pytest.approx(expected, rel=1e-9)
+    middle = lr_at(55, optim(schedule), max_steps=100)
     assert middle == pytest.approx((MAX + MIN) / 2, rel=1e-9)
-    assert lr_at(100, optim("cosine"), max_steps=100) == pytest.approx(MIN, rel=1e-9)
-
-
-def test_linear_between_warm_up_and_the_end():
-    for n in range(10, 101):
-        expected = line(n, 10, 100)
-        assert lr_at(n, optim("linear"), max_steps=100) == pytest.approx(expected, rel=1e-9)
-    assert lr_at(100, optim("linear"), max_steps=100) == pytest.approx(MIN, rel=1e-9)
+    assert lr_at(100, optim(schedule), max_steps=100) == pytest.approx(MIN, rel=1e-9)
 
 
 def test_wsd_holds_the_peak_and_then_falls_in_a_line_over_the_last_part():

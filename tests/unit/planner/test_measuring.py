@@ -114,12 +114,6 @@ def test_a_trial_has_every_setting_that_its_speed_depends_on(settings):
         assert found[name] == wanted[name], name
 
 
-@pytest.mark.parametrize("model", ["modern-nano", "modern-small"])
-def test_a_trial_of_a_modern_model_is_no_gpt2(model):
-    config = trained_by(small_job(model)).model
-    assert (config.positions, config.norm, config.activation) == ("rotary", "rmsnorm", "relu2")
-
-
 def test_ranks_that_share_what_one_holds_are_tried_together(monkeypatch):
     """One rank alone would hold all of it; those of other machines cannot be started from here."""
     job = small_job(ranks=4, mini_batch_size=1, total_batch_size=128)

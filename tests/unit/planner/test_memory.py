@@ -107,39 +107,11 @@ MODERN: dict[str, Any] = {
     "qk_norm": "rmsnorm",
     "activation": "relu2",
 }
-# Where activations decide, and where Muon's step does. In the models that people train the head decides.
-WHERE_THEY_COUNT: dict[Optimizer, tuple[str, ...]] = {
-    "adamw": ("small vocabulary", "few words, accumulating"),
-    "muon": ("short, accumulating",),
-    "normuon": ("short, accumulating",),
-}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_numbers")
-@pytest.mark.parametrize(
-    ("options", "optimizer", "dtype"),
-    [
-        pytest.param(MODERN, "adamw", "bf16", id="all"),
-        pytest.param(MODERN, "adamw", "fp32", id="all, fp32"),
-        pytest.param({}, "muon", "bf16", id="muon"),
-        pytest.param(MODERN, "normuon", "fp32", id="all+normuon, fp32"),
-    ],
-)
-def test_each_option_and_all_together_hold_what_the_memory_tracker_counts(
-    options, optimizer, dtype
-):
-    for name in WHERE_THEY_COUNT[optimizer]:
-        plain, B, A = SHAPES[name]
-        config = dataclasses.replace(plain, **options)
-        tracked = tracked_peak(config, B, A, dtype, optimizer)
-        memory = predicted(config, B, A, dtype, optimizer)
-        assert memory.tensors == pytest.approx(tracked, rel=0.005), name
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fake_numbers")
-@settings(derandomize=True, max_examples=12, deadline=None)
+@settings(derandomize=True, max_examples=20, deadline=None)
 @given(
     config=st.builds(
         lambda D, H, **rest: ModelConfig(n_embd=D * H, n_head=H, **rest),
@@ -163,22 +135,6 @@ def test_any_options_of_any_shape_hold_what_the_memory_tracker_counts(
 ):
     tracked = tracked_peak(config, B, A, dtype, optimizer)
     assert predicted(config, B, A, dtype, optimizer).tensors == pytest.approx(tracked, rel=0.005)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fake_numbers")
-def test_memory_is_affine_in_layers_and_batch_so_small_shapes_speak_for_large_ones():
-    def tracked(L: int, B: int) -> int:
-        return tracked_peak(shape(L, 768, 12, 1024, 50304), B, 2, "bf16")
-
-    per_layer = tracked(3, 2) - tracked(2, 2)
-    per_sequence = tracked(2, 3) - tracked(2, 2)
-    both = tracked(3, 3) - tracked(2, 2) - per_layer - per_sequence  # a sequence of one more layer
-    L, B = 12, 16
-    extrapolated = tracked(2, 2) + (L - 2) * per_layer + (B - 2) * per_sequence
-    extrapolated += (L - 2) * (B - 2) * both
-    memory = predicted(shape(L, 768, 12, 1024, 50304), B, 2, "bf16")
-    assert memory.tensors == pytest.approx(extrapolated, rel=0.005)
 
 
 REAL = [

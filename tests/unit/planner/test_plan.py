@@ -8,25 +8,12 @@ import pytest
 
 from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
-from gpt2lab.config.schema import BatchConfig, Config, LengthConfig, ModelConfig
+from gpt2lab.config.schema import BatchConfig, Config, LengthConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.model.counts import count_parameters
-from gpt2lab.training.plan import make_plan
+from gpt2lab.planner.job import make_plan
 from gpt2lab.training.resolve import resolve
 from tiny import parse
-
-
-def test_the_closed_form_counts_what_is_listed_tensor_by_tensor():
-    model = ModelConfig(n_layer=3, n_head=2, n_embd=10, context_length=7, vocab_size=11)
-    block = [
-        *(10, 10),  # first norm
-        *(10 * 30, 30),  # query, key, value
-        *(10 * 10, 10),  # output of attention
-        *(10, 10),  # second norm
-        *(10 * 40, 40, 40 * 10, 10),  # MLP
-    ]
-    assert count_parameters(model) == 11 * 10 + 7 * 10 + 3 * sum(block) + (10 + 10)
 
 
 @pytest.mark.parametrize(("total", "world"), [(96, 1), (96, 2), (480, 5)])

@@ -154,11 +154,9 @@ def test_a_shorter_context_keeps_the_first_positions(folder, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "problem"),
     [
-        ("--n_layer=3", "n_layer 3 does not fit .* which has 1; leave out --n_layer"),
-        ("--n_head=4", "n_head 4 does not fit"),
-        ("--vocab_size=50304", "vocab_size 50304 does not fit .* which has 300"),
-        ("--context_length=32", "context_length 32 does not fit .* at most 24"),
-        ("--model=gpt2-nano", "n_layer 2 does not fit .* leave out --model"),
+        *(("--n_layer=3", "n_layer 3 .* 1;"), ("--n_head=4", "n_head 4")),
+        *(("--vocab_size=50304", "vocab_size 50304 .* 300"), ("--model=gpt2-nano", "n_layer 2")),
+        ("--context_length=32", "context_length 32 .* 24"),
     ],
 )
 def test_another_architecture_is_rejected(typed, problem, folder, tmp_path):
@@ -203,12 +201,9 @@ def test_the_hub_is_asked_for_hf_names_alone_and_the_preset_of_the_shape_is_used
     (tmp_path / "gpt2-medium").mkdir()  # a folder of this name is not what hf: means
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    command = parse(
-        [
-            *flags(folder, tmp_path / "runs", "new")[:-1],  # without its --max_lr
-            *("--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"),
-        ]
-    )
+    words = flags(folder, tmp_path / "runs", "new")[:-1]  # without its --max_lr
+    words += ["--init_from=hf:gpt2-medium", "--total_batch_size=4096", "--context_length=512"]
+    command = parse(words)
     start = resolve(command, world_size=1, set_aside=False)
     assert asked == ["gpt2-medium"]
     assert start.config.optim.max_lr == PRESETS["gpt2-medium"]["max_lr"]
