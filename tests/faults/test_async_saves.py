@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness import PACE, FaultRun
 
 pytestmark = pytest.mark.fault
-
-Reference = Callable[[int], FaultRun]
 
 
 @pytest.fixture
@@ -43,10 +40,7 @@ def start(run: FaultRun, *more: str, fault: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("stage", "ends", "newest"),
-    [
-        ("optim.safetensors", "the trainer", 5),
-        ("after_rename", "both", 10),
-    ],
+    [("optim.safetensors", "the trainer", 5), ("after_rename", "both", 10)],
 )
 def test_row_02_killed_at_a_stage_of_an_asynchronous_save(stage, ends, newest, run, reference):
     """The writer never commits after the trainer's death, and never outlives it."""
@@ -100,8 +94,7 @@ def test_row_07_ctrl_c_while_a_save_is_in_flight(run, reference):
     assert steps == sorted({10, *steps, stop["step"]})
     assert (run.status()["state"], run.status()["exit_code"]) == ("stopped", 0)
     assert writers(run) == []
-    assert run.resume() == 0, run.errors()
-    run.assert_equals(reference(1))
+    run.resumes_as(reference(1))
 
 
 def test_row_22_two_ranks_gather_their_shards_for_one_writer(run, reference):
@@ -125,5 +118,4 @@ def test_row_11_a_rank_dies_while_a_save_is_in_flight(run, reference):
     run.assert_no_process_left(process)
     assert run.saved() == [5, 7], run.errors()
     assert [e["step"] for e in run.events("checkpoint")] == [5, 7]
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from gpt2lab.interop.import_shards import ImportOptions, import_folder
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 LOST = 75  # nothing more can be saved
 FOREVER = ("--checkpoint_freq=5", "--eval_freq=0", "--max_steps=100000")
 

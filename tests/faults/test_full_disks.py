@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PACE, FaultRun
+from harness import PACE
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 NOT_SAVED = 75
 SIZE = "16m"
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import PACE, STEPS, FaultRun, python_program
+from harness import PACE, STEPS, python_program
 
 import launch
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
 
@@ -58,8 +56,7 @@ def test_row_29_a_process_freezes_while_a_step_is_in_flight(run, reference, tmp_
     assert code != 0
     assert run.saved() == [5, 10, 14]
     assert "the last complete step is saved" in run.status()["reason"]
-    assert run.resume("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), "--resume=latest", "--hang_seconds=600", world=2)
 
 
 def test_row_11_torchrun_restarts_and_the_run_goes_on(run, reference):
@@ -90,8 +87,7 @@ def test_row_11_a_process_is_killed_after_its_update(run, reference, tmp_path):
     )
     assert run.finish(world=2, program=program) != 0
     assert run.saved() == [10], run.errors()
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -104,8 +100,7 @@ def test_row_12_an_error_in_one_process(rank, run, reference):
     errors = run.errors()
     assert "RuntimeError: fault point step at step 15" in errors.split("Root Cause")[1]
     assert run.saved() == [14]
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
 def test_row_12_an_error_within_the_optimizer_saves_nothing(run, reference, tmp_path):
@@ -187,8 +182,7 @@ def test_row_29_a_step_that_never_ends_is_rescued_before_torchrun_kills(run, ref
     assert run.end_of(process) != 0
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert run.saved() == [5, 10, 14]
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
 def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
@@ -209,8 +203,7 @@ def test_row_29_a_hang_within_an_update_saves_nothing(run, reference, tmp_path):
     assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 78)
     assert "is saved" not in run.status()["reason"]
     assert run.saved() == [5, 10]
-    assert run.resume("--resume=latest", "--hang_seconds=600", world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), "--resume=latest", "--hang_seconds=600", world=2)
 
 
 def test_row_29_a_process_that_waits_for_data_is_named(run, tmp_path):
@@ -269,8 +262,7 @@ def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(run, reference, t
     assert run.finish("--hang_seconds=1.5", "--log_freq=1", program=program) == 78
     assert run.saved() == [5, 10, 14]
     assert "the last complete step is saved" in run.status()["reason"]
-    assert run.resume("--resume=latest", "--hang_seconds=600") == 0, run.errors()
-    run.assert_equals(reference(1))
+    run.resumes_as(reference(1), "--resume=latest", "--hang_seconds=600")
 
 
 def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
@@ -288,14 +280,10 @@ def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
     assert "rank 1 " in run.errors()
     assert run.status()["exit_code"] == 1
     assert run.saved() == [5, 10], "nothing after the fault"
-    assert run.resume(world=2) == 0, run.errors()
-    run.assert_equals(reference(2))
+    run.resumes_as(reference(2), world=2)
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["forward", "data"],
-)
+@pytest.mark.parametrize("where", ["forward", "data"])
 def test_a_slow_process_is_named(where, run, tmp_path):
     delay = 0.5  # seconds
     target = {

@@ -18,7 +18,6 @@ import launch
 
 pytestmark = pytest.mark.fault
 
-Reference = Callable[[int], FaultRun]
 FOREVER = ("--checkpoint_freq=0", "--eval_freq=0", "--max_steps=100000")
 NO_ROLLING = ("--checkpoint_freq=0", "--eval_freq=0", f"--max_steps={STEPS}")
 
@@ -35,11 +34,6 @@ def assert_stopped_cleanly(run: FaultRun, reason: str) -> None:
     assert "--resume latest" in status["resume"]
 
 
-def resume_and_compare(run: FaultRun, reference: FaultRun, world: int) -> None:
-    assert run.resume(world=world) == 0, run.errors()
-    run.assert_equals(reference)
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_row_05_sigterm_to_the_launcher(world, run, reference):
     run.flags = NO_ROLLING
@@ -50,7 +44,7 @@ def test_row_05_sigterm_to_the_launcher(world, run, reference):
     assert code == (0 if world == 1 else 1), "torchrun calls every stop by signal a failure"
     assert_stopped_cleanly(run, "SIGTERM")
     assert run.saved() == [run.status()["step"]], "nothing else was due: the stop itself saved"
-    resume_and_compare(run, reference(world), world)
+    run.resumes_as(reference(world), world=world)
 
 
 def test_row_05_sigterm_within_a_save(run, reference):
@@ -62,7 +56,7 @@ def test_row_05_sigterm_within_a_save(run, reference):
     assert_stopped_cleanly(run, "SIGTERM")
     assert run.status()["step"] == 10
     assert [e["step"] for e in run.events("checkpoint")] == [5, 10]
-    resume_and_compare(run, reference(1), 1)
+    run.resumes_as(reference(1), world=1)
 
 
 def test_row_05_sigterm_within_an_evaluation(run, tmp_path):
@@ -92,7 +86,7 @@ def test_row_06_sigterm_to_one_rank(run, reference):
     os.kill(run.workers(process)[1], signal.SIGTERM)
     assert run.end_of(process) == 0
     assert_stopped_cleanly(run, "SIGTERM")
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
@@ -125,7 +119,7 @@ def test_row_08_slurms_sigusr1(run, reference):
     assert run.end_of(process) == -signal.SIGUSR1
     run.assert_no_process_left(process)
     assert_stopped_cleanly(run, "SIGTERM")
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
 def test_row_08_sigusr1_that_torchrun_forwards_saves_and_goes_on_to_stop(run):
@@ -151,7 +145,7 @@ def test_row_09_the_launcher_dies(number, run, reference):
     run.end_of(process)
     run.assert_no_process_left(process)
     assert_stopped_cleanly(run, "SIGTERM" if number == signal.SIGKILL else "SIGHUP")
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
 def test_row_10_a_stop_that_outlasts_the_grace(run, reference):
@@ -171,7 +165,7 @@ def test_row_10_a_stop_that_outlasts_the_grace(run, reference):
     run.assert_no_process_left(process)
     assert run.saved() == [5]
     assert run.status()["state"] == "running", "nobody was left to say otherwise"
-    resume_and_compare(run, reference(2), 2)
+    run.resumes_as(reference(2), world=2)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -54,18 +54,9 @@ def start_node(run: FaultRun, node: int, *more: str, **env: str) -> subprocess.P
     """Start one machine's torchrun, as a user would type it there."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     torchrun += ["--nproc_per_node=1", f"--master_addr={ADDRESSES[0]}", "--master_port=29577"]
-    run.folder.mkdir(parents=True, exist_ok=True)
-    with open(run.folder / f"node{node}.txt", "a") as said:
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", NODES[node], *torchrun, str(launch.TRAIN), *run.argv(*more)],
-            env=launch.environment(GLOO_SOCKET_IFNAME="wire", **env),
-            stdout=said,
-            stderr=said,
-            text=True,
-            start_new_session=True,
-        )
-    run.processes.append(process)
-    return process
+    command = ["ip", "netns", "exec", NODES[node], *torchrun, str(launch.TRAIN), *run.argv(*more)]
+    said = f"node{node}.txt"
+    return run.run_command(command, said=said, errors=said, GLOO_SOCKET_IFNAME="wire", **env)
 
 
 @pytest.mark.usefixtures("cable")
@@ -96,18 +87,10 @@ def start_script(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}"]
     torchrun += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     script = str(launch.SCRIPTS / "run_until_done.sh")
-    run.folder.mkdir(parents=True, exist_ok=True)
+    command = [script, *torchrun, str(program), *run.argv("--hang_seconds=3")]
+    said = f"node{node}.txt"
+    process = run.run_command(command, said=said, errors=said, PAUSE="1", FAULT=PACE)
     run.folder.joinpath("err.txt").write_text("see node0.txt and node1.txt")
-    with open(run.folder / f"node{node}.txt", "a") as said:
-        process = subprocess.Popen(
-            [script, *torchrun, str(program), *run.argv("--hang_seconds=3")],
-            env=launch.environment(PAUSE="1", FAULT=PACE),
-            stdout=said,
-            stderr=said,
-            text=True,
-            start_new_session=True,
-        )
-    run.processes.append(process)
     return process
 
 

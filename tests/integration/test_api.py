@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import launch
 from gpt2lab.commands import api
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
-from launch import HANG_SECONDS, REPOSITORY
+from launch import REPOSITORY
 
 DOCTEST = """
 import doctest, sys
@@ -25,20 +22,13 @@ sys.exit(failed > 0)
 """
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str) -> launch.Done:
     """Run Python in a folder with a copy of the package, as it is where gpt2lab is installed."""
     site = folder.parent / "site"
     if not site.exists():
         shutil.copytree(REPOSITORY / "src" / "gpt2lab", site / "gpt2lab")
     folder.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    return launch.python(*command, folder=folder, PYTHONPATH=str(site))
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,16 +30,10 @@ def story(seed: int) -> str:
     return " ".join(words) + "."
 
 
-def run_example(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_example(*words: str, folder: Path) -> launch.Done:
     """Run the example as two tasks in two processes."""
     example = REPOSITORY / "examples" / "filter_with_datatrove.py"
-    return subprocess.run(
-        [sys.executable, str(example), *words, "--tasks=2", "--workers=2"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    return launch.python(example, *words, "--tasks=2", "--workers=2", folder=folder)
 
 
 def test_datatrove_filters_and_deduplicates_what_is_prepared(tmp_path):

@@ -96,27 +96,8 @@ def test_stopped_and_resumed_it_is_the_same_run(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_with_adapters_take_the_same_way_and_one_goes_on(folder, tmp_path):
-    lora = ("--lora_r=2", "--drift_check_freq=1")
-    finetune(flags_of(folder, tmp_path, "one", *lora))
-    two = flags_of(folder, tmp_path, "two", *lora, "--stop_after_steps=4")
-    done = launch.train_in_forks(two, world=2, program=FINETUNE)
-    assert done.returncode == 0, done.stderr
-    finetune([f"--checkpoint_dir={tmp_path}", "--run_name=two", "--resume=latest"])
-    one, two_steps = launch.steps(tmp_path / "one"), launch.steps(tmp_path / "two")
-    for step, event in one.items():
-        assert two_steps[step]["loss"] == pytest.approx(event["loss"], rel=1e-5)
-        assert two_steps[step]["batch_hash"] == event["batch_hash"]
-        assert two_steps[step]["tokens"] == event["tokens"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("modes", "lora"),
-    [
-        pytest.param(("fsdp", "zero1"), ("--lora_r=2",), id="adapters"),
-        pytest.param(("zero1", "fsdp"), (), id="all-weights", marks=pytest.mark.slow),
-    ],
+    ("modes", "lora"), [(("fsdp", "ddp"), ("--lora_r=2",)), (("zero1", "fsdp"), ())]
 )
 def test_what_each_process_holds_changes_nothing(modes, lora, folder, tmp_path):
     """Three steps in each mode, of two micro-batches a process, resumed in the other: as one process, files too."""
@@ -211,32 +192,23 @@ def test_rates_are_parts_of_the_presets_and_adapters_are_adamws():
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    "change",
     [
-        (("--instructions=none.jsonl",), ("none.jsonl: No such file", "hf:NAME or demo")),
-        (("--init_from=runs/none/x",), ("runs/none/x: no such folder",)),
-        (("--n_layer=2",), ("n_layer 2 does not fit --init_from",)),
-        (
-            ("--lora_r=2", "--lora_targets=c_attn,q_proj"),
-            ("'q_proj' matches no", "c_attn, c_fc, c_"),
-        ),
-        (("--lora_targets=c_attn",), ("--lora_targets goes with --lora_r N",)),
-        (("--lora_r=-1",), ("lora_r -1 must be at least 0",)),
-        (("--val_fraction=1",), ("val_fraction 1.0 must be in (0, 1)",)),
-        (("--data_dir=data",), ("--data_dir is for pretraining",)),
-        (("--fit_schedule",), ("unknown flag --fit_schedule: it belongs to gpt2lab train",)),
-        (("--mini_batch_size=auto",), ("auto is for pretraining",)),
+        *("--instructions=none.jsonl", "--init_from=runs/none/x", "--n_layer=2", "--lora_r=-1"),
+        *("--lora_targets=c_attn", "--val_fraction=1", "--data_dir=data", "--fit_schedule"),
+        *("--mini_batch_size=auto", "--lora_r=2 --lora_targets=c_attn,q_proj"),
+        *("--init_from=None", "--instructions=None"),
     ],
 )
-def test_settings_that_cannot_work_are_one_line(change, parts, folder, tmp_path):
+def test_settings_that_cannot_work_are_one_line(change, folder, tmp_path, wording, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     flags = flags_of(folder, tmp_path / "runs", "r")
-    names = {flag.partition("=")[0] for flag in change}
+    names = {flag.partition("=")[0] for flag in change.split()}
     kept = [flag for flag in flags if flag.partition("=")[0] not in names]
+    typed = [flag for flag in change.split() if not flag.endswith("=None")]
     with pytest.raises(GPT2LabError) as caught:
-        finetune([*kept, *change])
-    line = str(caught.value)
-    assert "\n" not in line
-    assert all(part in line for part in parts), line
+        finetune([*kept, *typed])
+    wording(caught.value)
     assert not (tmp_path / "runs").exists()
 
 
@@ -298,13 +270,6 @@ def test_preflight_tries_a_step_on_the_answers(folder, tmp_path, capsys, monkeyp
     assert float(loss) == pytest.approx(math.log(NUM_TOKENS), rel=0.02), "of a random model"
     assert "src/finetune.py --init_from" in told["command"]
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_start_without_model_or_conversations_says_what_is_missing(folder, tmp_path):
-    flags = flags_of(folder, tmp_path / "runs", "r")
-    for name in ("init_from", "instructions"):
-        with pytest.raises(ConfigError, match=f"--{name} is missing"):
-            finetune([flag for flag in flags if not flag.startswith(f"--{name}=")])
 
 
 def test_a_model_of_another_vocabulary_is_rejected(tmp_path, tiny_flags):

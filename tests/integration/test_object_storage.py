@@ -133,22 +133,6 @@ def test_killed_uploads_and_downloads_then_a_new_machine_has_the_same_bits(store
     store.assert_equals("c", reference)
 
 
-def test_damaged_and_partial_copies_are_passed_over_with_a_warning(store, reference):
-    store.stop_after("a", 5, 10, 15)
-    (fifteen,) = (key for key in store.list_keys() if "15-" in key and "model.safe" in key)
-    body = bytearray(store.s3.get_object(Bucket=store.bucket, Key=fifteen)["Body"].read())
-    body[-1] ^= 1
-    store.s3.put_object(Bucket=store.bucket, Key=fifteen, Body=bytes(body))
-    (ten,) = (key for key in store.list_keys() if "10-" in key and "manifest" in key)
-    store.s3.delete_object(Bucket=store.bucket, Key=ten)
-    done = store.run("b")
-    assert done.returncode == 0, done.stderr
-    assert [event["from_step"] for event in launch.events(store.path("b"), "resume")] == [5]
-    warnings = [event["message"] for event in launch.events(store.path("b"), "warning")]
-    assert any("passed over" in message and "sha256" in message for message in warnings), warnings
-    store.assert_equals("b", reference)
-
-
 def test_the_newer_of_mirror_and_folder_is_used(store, reference):
     store.stop_after("a", 5)
     store.stop_after("b", 10)
@@ -159,16 +143,6 @@ def test_the_newer_of_mirror_and_folder_is_used(store, reference):
     assert done.returncode == 0, done.stderr
     assert [e["from_step"] for e in launch.events(store.path("a"), "resume")][-1] == 18
     store.assert_equals("a", reference)
-
-
-def test_a_run_that_went_back_is_not_brought_forward_by_its_mirror(store):
-    store.stop_after("a", 5, 10)
-    killed = store.run("a", "--resume=5", FAULT="step:kill9@7")
-    assert killed.returncode == -9
-    store.stop_after("a", 8)  # else 10 would be taken, which the run has left behind
-    assert [e["from_step"] for e in launch.events(store.path("a"), "resume")][-2:] == [5, 5]
-    store.run("b", "--stop_after_steps=9")
-    assert [e["from_step"] for e in launch.events(store.path("b"), "resume")][-1:] == [8]
 
 
 def test_two_ranks_resume_on_a_new_machine(store):

@@ -46,12 +46,7 @@ def run(command: list[str], folder: Path, **extra: str) -> str:
     """Run a program in a folder, with nothing of the checkout in its environment, and return what it printed."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command,
-        cwd=folder,
-        env=plain | extra,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
+        command, cwd=folder, env=plain | extra, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -13,8 +13,6 @@ import random
 import re
 import shutil
 import struct
-import subprocess
-import sys
 from collections import namedtuple
 from io import FileIO
 from pathlib import Path
@@ -403,10 +401,7 @@ def test_hostile_tensor_files_are_rejected_in_one_line_and_little_memory(two, tm
         "    grown = runtime.peak_memory() - before\n"
         "    assert grown < 200 * 2**20, (folder, grown)"
     )
-    environment = launch.environment(PYTHONPATH=str(launch.REPOSITORY / "src"))
-    done = subprocess.run(
-        [sys.executable, "-c", code, *folders], env=environment, capture_output=True, text=True
-    )
+    done = launch.python("-c", code, *folders)
     assert (done.returncode, done.stdout) == (0, "rejected False\n" * len(HEADERS)), done.stderr
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -82,13 +78,7 @@ def test_a_lost_connection_keeps_the_groups_that_are_done(dataset, tmp_path, mon
 
 @pytest.mark.parametrize(("failures", "attempts"), [(0, 1), (2, 3), (999, 6)])
 def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures, attempts):
-    done = subprocess.run(
-        [sys.executable, str(launch.WORKERS / "hub_outage.py"), str(failures)],
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-        env={**os.environ, "PYTHONPATH": str(launch.REPOSITORY / "src")},
-    )
+    done = launch.python(launch.WORKERS / "hub_outage.py", failures)
     *said, requests = done.stdout.splitlines()
     assert int(requests) == attempts
     if failures < 999:
@@ -103,11 +93,7 @@ def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures, attempts):
     ("name", "column", "message"),
     [
         ("hf:no/such-dataset", "text", r"hf:no/such-dataset: the Hugging Face Hub cannot"),
-        (
-            None,
-            "content",
-            r"part-0\.parquet: no column 'content'; it has id, text",
-        ),
+        (None, "content", r"part-0\.parquet: no column 'content'; it has id, text"),
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_one_line(

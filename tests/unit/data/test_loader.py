@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -102,12 +100,7 @@ def test_memory_is_flat_over_three_epochs(tmp_path):
         for index in range(count):
             ids = (np.arange(4_000_000) % 50257).astype(np.uint16)
             np.save(tmp_path / f"big_{split}_{index:06d}.npy", ids)
-    answer = subprocess.run(
-        [sys.executable, str(launch.WORKERS / "resident_bytes.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    answer = launch.python(launch.WORKERS / "resident_bytes.py", tmp_path)
     assert answer.returncode == 0, answer.stderr
     first, *later = map(int, answer.stdout.split())
     assert max(later) - first < 8e6  # of 32 MB read per epoch

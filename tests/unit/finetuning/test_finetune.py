@@ -25,10 +25,7 @@ from gpt2lab.model.activation_checkpointing import apply_activation_checkpointin
 from gpt2lab.model.gpt import GPT, Block
 from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
-from gpt2lab.runs.target import find_target
-from gpt2lab.runs.weights import load_weights
-from gpt2lab.tokenizers.chat_template import Turn, encode
-from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2, gpt2_encoding
+from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +56,6 @@ def loss_and_gradient(model: GPT, rows: Rows, pieces: int = 1) -> tuple[float, t
 
 
 # -- template and rows -----------------------------------------------------------------------------------------------
-
-
-def test_only_answers_and_their_ends_are_targets():
-    turns = [Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yo <|endoftext|>")]
-    ids, is_answer = encode([*turns, Turn("user", "More"), Turn("assistant", "No")], GPT2)
-    text = gpt2_encoding().decode(ids)
-    assert text == (
-        "<|endoftext|>Be brief.\n\n### Instruction:\nHi\n\n### Response:\nYo <|endoftext|><|endoftext|>"
-        "### Instruction:\nMore\n\n### Response:\nNo<|endoftext|>"
-    )
-    answers = gpt2_encoding().decode([i for i, a in zip(ids, is_answer, strict=True) if a])
-    assert answers == "Yo <|endoftext|><|endoftext|>No<|endoftext|>"
-    assert ids.count(END_OF_TEXT) == 3  # what a text says of <|endoftext|> is text
 
 
 def test_rows_hold_every_conversation_once_and_packed_ones_are_fewer(folder):

@@ -16,12 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from gpt2lab.checkpoint import store
 from gpt2lab.errors import CheckpointError, ConfigError, DataError, SaveError
-from gpt2lab.mirror.resume import (
-    _is_left_behind,
-    fetch_on_this_machine,
-    open_uploader,
-    wait_limit,
-)
+from gpt2lab.mirror.resume import _is_left_behind, fetch_on_this_machine, open_uploader, wait_limit
 from gpt2lab.mirror.storage import Copy, connect
 from gpt2lab.runs import overview
 from gpt2lab.runs.folder import RunFolder
@@ -100,10 +95,7 @@ def log_of(*events: tuple[str, int, int]) -> list[dict[str, Any]]:
         ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 5)], True),
         ([("begin", 1, 0), ("checkpoint", 1, 10), ("begin", 2, 10)], False),
         ([("begin", 1, 0), ("checkpoint", 1, 10), ("rewind", 1, 5)], True),
-        (
-            [("checkpoint", 1, 10), ("rewind", 1, 5), ("checkpoint", 1, 10)],
-            False,
-        ),
+        ([("checkpoint", 1, 10), ("rewind", 1, 5), ("checkpoint", 1, 10)], False),
         ([("begin", 1, 0)], False),  # killed before the event of the checkpoint, or another machine
     ],
 )

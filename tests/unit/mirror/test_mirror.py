@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import uuid
@@ -20,6 +19,7 @@ from fsspec.implementations.local import LocalFileOpener
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+import launch
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.mirror.resume import fetch_newer
@@ -374,12 +374,7 @@ else:
 
 
 def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, verb, url, str(folder)],
-        env={**os.environ, "FAULT": f"{fault}:kill9@1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
+    done = launch.python("-c", _PROGRAM, verb, url, folder, FAULT=f"{fault}:kill9@1")
     assert done.returncode == -9, done.stderr
 
 

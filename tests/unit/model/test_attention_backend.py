@@ -33,10 +33,7 @@ def bf16() -> torch.autocast:
 @pytest.fixture
 def undone(monkeypatch) -> Iterator[None]:
     """Take back what a choice sets for the rest of a process."""
-    with (
-        contextlib.ExitStack() as stack,
-        torch.compiler.config.patch(cache_key_tag="mine"),
-    ):
+    with contextlib.ExitStack() as stack, torch.compiler.config.patch(cache_key_tag="mine"):
         monkeypatch.setattr(attention_backend, "_for_good", stack)
         yield
 

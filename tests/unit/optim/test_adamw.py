@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -82,13 +80,6 @@ for name, flags in (("src/train.py", {train}), ("scripts/evaluate.py", {evaluate
         assert not end.code, end.code
 print([name for name in {SLOW_TO_IMPORT} if name in sys.modules])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=launch.REPOSITORY,
-        env=launch.environment(),
-        capture_output=True,
-        text=True,
-        timeout=launch.HANG_SECONDS,
-    )
+    done = launch.python("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"

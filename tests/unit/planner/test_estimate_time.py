@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from gpt2lab.planner import forecast, memory, run_clock
 from gpt2lab.planner.ask import EstimateRequest
 from gpt2lab.planner.reports import KEYS
 from gpt2lab.runs import history
-from launch import HANG_SECONDS, SCRIPTS, Done, call
+from launch import SCRIPTS, Done, call, python
 from tiny import TRAIN_SHARDS, write_shards
 
 pytestmark = pytest.mark.usefixtures("no_user_file")
@@ -33,13 +32,8 @@ def ask(tmp_path: Path, *argv: str) -> Done:
 
 
 def test_without_run_or_gpu_the_answer_is_wide_and_imports_nothing_heavy(tmp_path):
-    program = [sys.executable, "-X", "importtime", str(SCRIPTS / "estimate_time.py")]
-    answer = subprocess.run(
-        [*program, f"--checkpoint_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    program = ("-X", "importtime", SCRIPTS / "estimate_time.py")
+    answer = python(*program, f"--checkpoint_dir={tmp_path}")
     assert answer.returncode == 0, answer.stderr[-500:]
     imported = set(re.findall(r"^import time:.*\| +(\w+)[\w.]*$", answer.stderr, re.MULTILINE))
     assert "argparse" in imported  # the list is really what was imported

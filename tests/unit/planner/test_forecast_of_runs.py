@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import launch
+from gpt2lab.commands import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, calibration
@@ -22,7 +22,7 @@ from gpt2lab.planner.timing import Interval
 from gpt2lab.training.pretrain import pretrain
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.stop import find_deadlines, find_due
-from launch import REPOSITORY, events, steps, train_in_forks
+from launch import events, steps, train_in_forks
 
 
 def train(flags: list[str]) -> None:
@@ -160,12 +160,7 @@ def test_an_automatic_mini_batch_is_found_stored_and_used_again(tiny_flags, tmp_
 def clock(hours: float | None, *, ago: float, expected: float | None = None) -> RunClock:
     length = dataclasses.replace(Config().length, max_hours=hours)
     config = dataclasses.replace(Config(), length=length)
-    return RunClock(
-        config,
-        last_step=1000,
-        began=time.monotonic() - ago,
-        expected_seconds=expected,
-    )
+    return RunClock(config, last_step=1000, began=time.monotonic() - ago, expected_seconds=expected)
 
 
 def test_max_hours_ends_a_start_before_a_slow_step_and_the_save(monkeypatch):
@@ -196,9 +191,7 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast():
 def test_a_start_counts_from_the_beginning_of_its_process():
     """A moment between those before its start and after its end, by the clock that all processes share."""
     code = "from gpt2lab.planner.run_clock import process_began; print(process_began())"
-    before, environment = time.monotonic(), {"PYTHONPATH": str(REPOSITORY / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
+    before = time.monotonic()
+    done = launch.python("-c", code)
     tick = 0.02  # the system counts in hundredths of a second
     assert before - tick <= float(done.stdout) <= time.monotonic()

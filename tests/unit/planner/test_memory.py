@@ -173,8 +173,7 @@ def test_peak_is_that_of_real_steps_to_three_percent(config, B, A, recompute, dt
 
 @pytest.mark.parametrize("dtype", [SLOW_BF16, "fp32"])
 @pytest.mark.parametrize(
-    ("optimizer", "recompute"),
-    [("adamw", "selective"), ("muon", "none"), ("normuon", "block")],
+    ("optimizer", "recompute"), [("adamw", "selective"), ("muon", "none"), ("normuon", "block")]
 )
 def test_a_modern_models_peak_is_that_of_real_steps_to_two_percent(optimizer, recompute, dtype):
     config, B, A = dataclasses.replace(REAL[2][0], **MODERN), 4, 2

@@ -12,9 +12,6 @@ from gpt2lab.config.derived import count_due, is_due
 from gpt2lab.training.progress import Progress
 
 examples = settings(derandomize=True, max_examples=200, deadline=None)
-COSTS = {"eval": 7.0, "sample": 1.5, "checkpoint": 4.0}
-FREQUENCIES = {"eval": 50, "sample": 20, "checkpoint": 125}
-LAST = 2000
 
 
 # -- cadence -----------------------------------------------------------------------------------------------------
@@ -25,10 +22,6 @@ LAST = 2000
 def test_due_steps_are_the_multiples_of_the_frequency_and_the_last(last, freq):
     multiples = set(range(freq, last + 1, freq)) if freq else set()
     assert {n for n in range(1, last + 1) if is_due(n, freq, last)} == multiples | {last}
-
-
-def test_frequency_of_zero_means_only_after_the_last_step():
-    assert [n for n in range(1, 8) if is_due(n, 0, 7)] == [7]
 
 
 @examples
@@ -46,47 +39,6 @@ def test_events_still_due_are_counted_as_brute_force_counts_them(last, freq, don
 def seconds_left(progress: Progress, step: int) -> float | None:
     left = progress.remaining_interval(step)
     return left.value if left else None
-
-
-def simulate(*, first: int = 1, outlier: int | None = None) -> tuple[dict[int, float | None], dict]:
-    """Return per step the prediction made after it and its events, and the seconds that were really left."""
-    rng = random.Random(8)
-    progress = Progress(last_step=LAST, frequencies=FREQUENCIES)
-    predicted: dict[int, float | None] = {}
-    spent: dict[int, float] = {}
-    for step in range(first, LAST + 1):
-        seconds = 0.8 * rng.uniform(0.9, 1.1)
-        if step - first < 2:
-            seconds = 40.0  # compiling
-        if step == outlier:
-            seconds = 500.0
-        progress.record_step(seconds)
-        for kind, freq in FREQUENCIES.items():
-            if step % freq == 0 or step == LAST:
-                progress.record_event(kind, COSTS[kind])
-                seconds += COSTS[kind]
-        predicted[step], spent[step] = seconds_left(progress, step), seconds
-    left, total = {}, 0.0
-    for step in range(LAST, first - 1, -1):
-        left[step] = total
-        total += spent[step]
-    return predicted, left
-
-
-@pytest.mark.parametrize("first", [1, 301])
-def test_prediction_is_within_three_percent_from_a_fifth_of_the_run_on(first):
-    predicted, left = simulate(first=first)
-    for step in range(400 + first, 1900):
-        assert predicted[step] == pytest.approx(left[step], rel=0.03), step
-    steps_alone = 0.8 * (LAST - 1000)
-    assert left[1000] > 1.2 * steps_alone, "events must weigh more than the tolerance here"
-    assert predicted[LAST] == 0.0
-
-
-def test_one_slow_step_hardly_moves_the_prediction():
-    predicted, left = simulate(outlier=1000)
-    for step in range(1000, 1100):
-        assert predicted[step] == pytest.approx(left[step], rel=0.03), step
 
 
 def test_nothing_is_predicted_before_there_is_a_pace():

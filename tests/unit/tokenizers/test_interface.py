@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import launch
 from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2, VOCABULARY_HASH, gpt2_encoding, vocabulary_files
 from gpt2lab.tokenizers.huggingface import train_bpe
@@ -274,17 +274,9 @@ def test_training_depends_neither_on_order_nor_on_threads(trained):
         "from gpt2lab.tokenizers.huggingface import train_bpe\n"
         "print(train_bpe(CORPUS, 400).hash)"
     )
-    root = Path(__file__).resolve().parents[3]
     for threads in ("1", "3"):
-        answer = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            cwd=root,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "src", "RAYON_NUM_THREADS": threads},
-            check=True,
-        )
-        assert answer.stdout.strip() == trained.hash
+        answer = launch.python("-c", code, RAYON_NUM_THREADS=threads)
+        assert answer.stdout.strip() == trained.hash, answer.stderr
 
 
 def test_training_says_what_does_not_fit():
@@ -301,9 +293,5 @@ def test_tokenizers_are_opened_without_torch():
         "opening.open_tokenizer('bytes'); "
         "assert not {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        env={"PYTHONPATH": "src"},
-        cwd=Path(__file__).resolve().parents[3],
-    )
+    done = launch.python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -124,12 +124,7 @@ def _facts(run: Run) -> dict[str, Any]:
         hashes = [files[name]["sha256"] for name in ("model.safetensors", "optim.safetensors")]
         states[step] = (content, info.kind, hashes)
     status = {key: run.status()[key] for key in ("state", "step", "exit_code")}
-    return {
-        "events": events,
-        "checkpoints": states,
-        "labels": run.labels(),
-        "status": status,
-    }
+    return {"events": events, "checkpoints": states, "labels": run.labels(), "status": status}
 
 
 @pytest.fixture

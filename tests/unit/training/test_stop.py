@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import launch
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.errors import ConfigError, DataError
 from gpt2lab.training import stop
@@ -27,22 +26,14 @@ from gpt2lab.training.stop import (
     launcher_grace_seconds,
     parse_moment,
 )
-from launch import HANG_SECONDS
 
 NOW = datetime(2026, 11, 21, 18, 0, tzinfo=timezone(timedelta(hours=1)))
 
 
-def ends_as(code: str) -> subprocess.CompletedProcess[str]:
+def ends_as(code: str) -> launch.Done:
     """Run code in a process of its own: these signals, and a hang, end processes."""
     head = "import os, signal, time\nfrom gpt2lab.training.stop import Signals\nme = os.getpid()\ns = Signals()\n"
-    src = str(Path(__file__).resolve().parents[3] / "src")
-    return subprocess.run(
-        [sys.executable, "-c", head + code],
-        env={**os.environ, "PYTHONPATH": src},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    return launch.python("-c", head + code)
 
 
 def test_the_third_signal_ends_a_process_that_runs_no_python_code():
