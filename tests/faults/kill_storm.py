@@ -22,9 +22,7 @@ import torch  # noqa: E402
 
 import launch  # noqa: E402
 from gpt2lab.checkpoint import catalog  # noqa: E402
-from gpt2lab.commands.command_line import parse  # noqa: E402
-from gpt2lab.training.pretrain import pretrain  # noqa: E402
-from tiny import TINY  # noqa: E402
+from tiny import TINY, parse, pretrain  # noqa: E402
 
 FLAGS = (
     *(*TINY, "--log_freq=1000", "--sample_freq=0", "--eval_freq=7"),

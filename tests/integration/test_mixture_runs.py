@@ -19,8 +19,7 @@ from gpt2lab.lab.compare import compare
 from gpt2lab.planner.measuring import data_for
 from gpt2lab.report.page import render
 from gpt2lab.tracking.tensorboard import rebuild_tensorboard
-from gpt2lab.training.pretrain import pretrain
-from tiny import TINY, VOCAB, write_shards
+from tiny import TINY, VOCAB, parse, pretrain, write_shards
 
 T, S, LAST = 16, 8, 24
 CHANGE = "1700:0,0.2,0.8"  # tokens: in the middle of step 14

@@ -17,7 +17,7 @@ from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
 from gpt2lab.training import resolve as resolve_module
 from gpt2lab.training.resolve import resolve
-from tiny import make_tokens, write_shards
+from tiny import make_tokens, parse, write_shards
 from whole_run import S, T
 
 

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 import launch
 from gpt2lab.checkpoint import catalog, manifest, store
 from gpt2lab.commands import dry_run
-from gpt2lab.commands.command_line import parse
 from gpt2lab.errors import CheckpointError
 from gpt2lab.model.gpt import build_model
 from gpt2lab.optim.optimizers import build_optimizers

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import launch
-from gpt2lab.commands.command_line import parse
 from gpt2lab.config.schema import ActivationCheckpointing, ModelConfig, SystemConfig
 from gpt2lab.distributed.runtime import Runtime
 from gpt2lab.distributed.strategy import Strategy
@@ -25,6 +24,7 @@ from gpt2lab.model.activation_checkpointing import apply_activation_checkpointin
 from gpt2lab.model.counts import count_parameters
 from gpt2lab.model.gpt import build_model
 from gpt2lab.training.resolve import resolve
+from tiny import parse
 from whole_run import Run
 
 STEPS = 20

@@ -21,6 +21,7 @@ from gpt2lab.errors import ConfigError
 from gpt2lab.model.gpt import GPT, Attention, build_model, rotary_angles
 from gpt2lab.training.resolve import resolve
 from launch import ask
+from tiny import parse
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(n_layer=2, n_head=4, n_embd=48, context_length=24, vocab_size=211)

@@ -9,6 +9,7 @@ from gpt2lab.config.schema import Config, OptimConfig
 from gpt2lab.config.settings import find_problems, override
 from gpt2lab.errors import ConfigError
 from gpt2lab.optim.optimizers import build_optimizers
+from tiny import parse
 
 
 def test_the_betas_reach_the_optimizer():

@@ -17,7 +17,7 @@ from gpt2lab.commands.entry import run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import GPT2LabError
-from gpt2lab.planner import forecast, memory, run_clock
+from gpt2lab.planner import forecast, memory, remaining
 from gpt2lab.planner.ask import EstimateRequest
 from gpt2lab.planner.reports import KEYS
 from gpt2lab.runs import history
@@ -272,7 +272,7 @@ def a_run(tmp_path) -> Path:
 
 
 def test_the_newest_run_is_projected_with_its_events_and_milestones(a_run, capsys):
-    left = run_clock.estimate_remaining(a_run)
+    left = remaining.estimate_remaining(a_run)
     assert left.seconds is not None
     assert left.seconds.value == pytest.approx(500 * 2.0 + 2 * 10.0)
     assert left.seconds.low <= 1020 <= left.seconds.high
@@ -333,12 +333,12 @@ def test_logs_that_cannot_be_right_are_rejected_in_one_line(a_run):
     metrics = a_run / "metrics.jsonl"
     text = metrics.read_text()
     metrics.write_text(text + '{"event": "step", "st')  # torn: the writer was killed
-    assert run_clock.estimate_remaining(a_run).step == 500
+    assert remaining.estimate_remaining(a_run).step == 500
     endless = re.sub(r'"max_steps": \d+', '"max_steps": null', text)
     for wrong in ("", text.replace("524288", "1024"), endless, "no json\n"):
         metrics.write_text(wrong)
         with pytest.raises(GPT2LabError, match=re.escape(str(a_run))) as caught:
-            run_clock.estimate_remaining(a_run)
+            remaining.estimate_remaining(a_run)
         assert "\n" not in str(caught.value)
 
 

@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 
 import launch
-from gpt2lab.commands import command_line
 from gpt2lab.config.schema import Config
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, calibration
 from gpt2lab.planner.auto import OpenSettings, choose_settings
 from gpt2lab.planner.job import Job
-from gpt2lab.planner.run_clock import RunClock
-from gpt2lab.planner.timing import Interval
-from gpt2lab.training.pretrain import pretrain
+from gpt2lab.training.progress import Interval, RunClock
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.stop import find_deadlines, find_due
 from launch import events, steps, train_in_forks
+from tiny import parse, pretrain
 
 
 def train(flags: list[str]) -> None:
-    pretrain(command_line.parse(flags))
+    pretrain(parse(flags))
 
 
 def estimate_of(run_dir: Path) -> dict:
@@ -102,7 +100,7 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(tiny_flags
     "typed", [["--mini_batch_size", "auto"], ["--mini_batch_size=auto"], ["--mini-batch-size=auto"]]
 )
 def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed):
-    command = command_line.parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
+    command = parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
     assert command.finds_mini_batch
     assert command.config.batch.mini_batch_size == 8
     assert not parse(["--mini_batch_size=4"]).open_settings
@@ -190,7 +188,7 @@ def test_on_track_is_judged_by_the_limit_or_else_the_forecast():
 
 def test_a_start_counts_from_the_beginning_of_its_process():
     """A moment between those before its start and after its end, by the clock that all processes share."""
-    code = "from gpt2lab.planner.run_clock import process_began; print(process_began())"
+    code = "from gpt2lab.training.progress import process_began; print(process_began())"
     before = time.monotonic()
     done = launch.python("-c", code)
     tick = 0.02  # the system counts in hundredths of a second

@@ -11,7 +11,7 @@ from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
 from gpt2lab.config.schema import BatchConfig, Config, LengthConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
-from gpt2lab.planner.job import make_plan
+from gpt2lab.training.plan import make_plan
 from gpt2lab.training.resolve import resolve
 from tiny import parse
 
