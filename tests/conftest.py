@@ -39,6 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 loopback.guard()
+os.environ["HF_HUB_OFFLINE"] = "1"  # nor do programs that the tests start ask the Hugging Face Hub
 
 # Bits depend on the number of threads, and torchrun gives each of its processes one.
 torch.set_num_threads(1)

@@ -17,9 +17,8 @@ MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(240)]
 
 
 @pytest.fixture
-def dataset(tmp_path, monkeypatch) -> str:
+def dataset(tmp_path) -> str:
     """Return the name of a dataset of four files."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "dataset"
     folder.mkdir()
     for i in range(4):
@@ -99,7 +98,6 @@ def test_a_hub_that_fails_is_asked_again_but_not_for_ever(failures, attempts):
 def test_a_dataset_that_cannot_be_used_is_one_line(
     dataset, tmp_path, monkeypatch, name, column, message
 ):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for long
     with pytest.raises(DataError, match=message) as rejection:
