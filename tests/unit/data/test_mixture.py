@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import launch
+from corpora import TEXTS, run_prepare, write_jsonl
 from gpt2lab.config.mixture import read_sources
 from gpt2lab.config.schema import DataConfig
+from gpt2lab.data.manifest import read_manifest, write_manifest
 from gpt2lab.data.mixture import (
     PATTERN,
     MixedData,
@@ -23,6 +25,7 @@ from gpt2lab.data.mixture import (
 from gpt2lab.data.order import Order
 from gpt2lab.data.shards import TokenData
 from gpt2lab.errors import ConfigError, DataError
+from gpt2lab.tokenizers.plain import BYTES
 from tiny import VOCAB, write_shards
 
 T = 16
@@ -60,9 +63,9 @@ def folders(tmp_path) -> dict[str, Path]:
     }
 
 
-def opened(*words: object, at: tuple[str, ...] = ()) -> TokenData:
+def opened(*words: object, at: tuple[str, ...] = (), vocab_size: int = VOCAB) -> TokenData:
     data = DataConfig(data_dir=tuple(map(str, words)), data_weights_at=at)
-    return open_sources(read_sources(data), vocab_size=VOCAB)
+    return open_sources(read_sources(data), vocab_size=vocab_size)
 
 
 # -- counts ----------------------------------------------------------------------------------------------------------
@@ -255,17 +258,19 @@ def test_a_short_shard_is_named_with_its_folder(folders):
         training_order(data, context_length=T, shuffle="none", seed=7)
 
 
-def test_other_tokenizers_do_not_mix(folders):
-    def take(name: str, tokenizer: str) -> None:
-        (folders[name] / "shards.json").unlink(missing_ok=True)
-        done = launch.call("data", "import", folders[name], f"--tokenizer={tokenizer}")
-        assert done.returncode == 0, done.stderr
-
-    for tokenizer in ("unknown", "bytes"):
-        for name in "bc":
-            take(name, tokenizer)
-        refused = itertools.permutations("abc", 2) if tokenizer == "unknown" else ("ab", "ca")
-        for one, other in refused:
-            with pytest.raises(DataError, match="not known to have the tokenizer of"):
-                opened(f"{folders[one]}:1", f"{folders[other]}:1")
-    assert isinstance(opened(f"{folders['b']}:1", f"{folders['c']}:1"), MixedData)
+def test_other_tokenizers_do_not_mix(folders, tmp_path):
+    texts = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    for name in "bc":
+        shutil.rmtree(folders[name])
+        run_prepare(texts, folders[name], tokenizer=BYTES)
+    for one, other in ("ab", "ca"):
+        with pytest.raises(DataError, match=f"{folders[other].parent}"):
+            opened(f"{folders[one]}:1", f"{folders[other]}:1", vocab_size=384)
+    assert isinstance(opened(f"{folders['b']}:1", f"{folders['c']}:1", vocab_size=384), MixedData)
+    for name in "bc":
+        known = read_manifest(folders[name])
+        (folders[name] / "shards.json").unlink()
+        write_manifest(folders[name], {**known, "tokenizer": {"name": "unknown", "sha256": None}})
+    for one, other in itertools.permutations("abc", 2):
+        with pytest.raises(DataError, match="tokenizer"):
+            opened(f"{folders[one]}:1", f"{folders[other]}:1", vocab_size=384)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,7 @@ from gpt2lab.data.prepare.assemble import merge
 from gpt2lab.data.shards import TokenData, open_data
 from gpt2lab.data.verify import measure, verify
 from gpt2lab.data.windows import WindowReader, hash_windows
-from gpt2lab.errors import ConfigError, DataError
-from gpt2lab.interop.import_shards import ImportOptions, import_folder
+from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import GPT2
 from gpt2lab.tokenizers.huggingface import train_bpe
 from gpt2lab.tokenizers.interface import Tokenizer
@@ -190,46 +188,3 @@ def test_windows_of_32_bit_ids(source, tmp_path):
         WindowReader((shard,), context_length=8, id_limit=70_000).read(
             np.zeros(1, int), np.zeros(1, int)
         )
-
-
-def test_nanogpts_characters_are_adopted_with_their_alphabet(tmp_path):
-    characters = "\n abcdef"
-    ids = np.arange(4000) % len(characters)
-    for name in ("train", "val"):
-        ids.astype("<u2").tofile(tmp_path / f"{name}.bin")
-    meta = {
-        "vocab_size": 8,
-        "itos": dict(enumerate(characters)),
-        "stoi": {c: i for i, c in enumerate(characters)},
-    }
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    import_folder(tmp_path)
-    data = open_data(tmp_path, vocab_size=128)
-    assert data.tokenizer == CharactersTokenizer(characters)
-    assert measure(tmp_path)["val"].text_bytes == 4000
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_files_of_another_program_take_a_named_tokenizer(tmp_path, elsewhere):
-    (tmp_path / "t").mkdir()
-    tokenizer = TOKENIZERS["trained"]
-    for name, content in tokenizer.files.items():
-        (tmp_path / "t" / name).write_bytes(content)
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for split in ("train", "val"):
-        ids = [id for text in TEXT for id in (tokenizer.end_of_text, *tokenizer.encode(text))]
-        np.save(folder / f"x_{split}_000000.npy", np.array(ids, np.uint16))
-    out = tmp_path / "out" if elsewhere else None
-    import_folder(folder, ImportOptions(tokenizer=str(tmp_path / "t")), out)
-    data = open_data(out or folder, vocab_size=384)
-    assert data.tokenizer == tokenizer
-    assert data.end_of_text.id == tokenizer.end_of_text
-    facts = measure(out or folder)["val"]
-    assert facts.text_bytes == sum(len(text.encode()) for text in TEXT)
-    assert len(facts.lengths) == len(TEXT)
-    with pytest.raises(DataError, match="bytes's end at 256"):
-        import_folder(folder, ImportOptions(tokenizer="bytes"), tmp_path / "other")
-    with pytest.raises(ConfigError, match="--end_token <end>: needs --tokenizer with its file"):
-        import_folder(folder, ImportOptions(end_token="<end>"), tmp_path / "other")
-    assert not (tmp_path / "other").exists()

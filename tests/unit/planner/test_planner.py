@@ -6,13 +6,19 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as rules
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from forecasting import KNOWN, job_for, on, predict
 from gpt2lab.config.derived import REGIONS_FROM_LAYERS
 from gpt2lab.config.presets import preset
+from gpt2lab.config.schema import OptimConfig
+from gpt2lab.model.gpt import GPT
+from gpt2lab.optim.muon import ROUNDS
+from gpt2lab.optim.optimizers import build_optimizers
 from gpt2lab.planner import hardware, timing
 from gpt2lab.planner.estimate import (
     Window,
@@ -185,3 +191,16 @@ def test_loss_is_the_published_law_with_its_offset():
 def test_the_size_of_the_data_says_which_profile_it_has_text_for(unique, says):
     known = hardware.profiles(hardware.load()).values()
     assert says in hardware.advise_profile(unique, parameters=100_000_000, known=known)
+
+
+@pytest.mark.parametrize("name", ["modern-nano", "modern-small"])
+def test_the_flops_of_muons_step_are_those_that_torch_counts(name):
+    assert timing.MUON_ROUNDS == ROUNDS
+    with torch.device("meta"):
+        model = GPT(preset(name).model)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    _, muon = build_optimizers(model, OptimConfig(optimizer="muon"), device=torch.device("meta"))
+    with FlopCounterMode(display=False) as counter:
+        muon.step()
+    assert counter.get_total_flops() == timing.muon_flops(model.config)
