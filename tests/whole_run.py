@@ -12,7 +12,7 @@ import launch
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.errors import GPT2LabError
 from gpt2lab.runs import history
-from tiny import TINY, TRAIN_SHARDS, flags_for, parse, pretrain
+from tiny import TINY, TRAIN_SHARDS, flags_for, train
 
 T, S, STEP_TOKENS = 16, 8, 128
 WINDOWS = [(tokens - 1) // T for tokens in TRAIN_SHARDS]  # 62, 48, 80: an epoch is 23.75 steps
@@ -50,7 +50,7 @@ class Run:
         """Train to the end: in this process, or as forks for more of them; return what those said."""
         flags = [*self.flags, *more, *flags_for(**settings)]
         if world == 1 and program == launch.TRAIN:
-            pretrain(parse(flags))
+            train(flags)
             return ""
         done = launch.train_in_forks(flags, world=world, program=program)
         assert done.returncode == 0, done.stderr

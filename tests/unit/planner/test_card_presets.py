@@ -45,7 +45,7 @@ def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
         world_size=world,
         set_aside=False,
     )
-    _, start = settled(data, f"--model={model}", "--run_name=r", f"--preset={name}", world=world)
+    start = settled(data, f"--model={model}", "--run_name=r", f"--preset={name}", world=world)
     before, after = to_flat(plain.config), to_flat(start.config)
     cut = {"mini_batch_size", "activation_checkpointing"}
     assert {key for key in after if after[key] != before[key]} <= cut
@@ -65,19 +65,19 @@ def test_only_the_cut_changes_and_it_fits_the_card(data, capsys, name, model):
 
 def test_blocks_compute_twice_where_the_card_holds_too_little_otherwise(data):
     large = ("--model=gpt2-large", "--n_layer=42", "--preset=1x4090")
-    _, start = settled(data, *large, world=1)
+    start = settled(data, *large, world=1)
     job = job_of(start)
     assert job.recompute != "none"
     card, known = hardware.load().gpu("4090"), hardware.load()
     assert auto._on_card(job, card, known).memory.fits
     plain = auto._on_card(job.with_settings(activation_checkpointing="none"), card, known)
     assert (plain.memory.largest_micro_batch or 0) < job.micro_batch
-    _, typed = settled(data, *large, "--activation_checkpointing=none", world=1)
+    typed = settled(data, *large, "--activation_checkpointing=none", world=1)
     assert typed.config.system.activation_checkpointing == "none"
 
 
 def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
-    _, start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
+    start = settled(data, "--preset=1x4090", "--mini_batch_size=32", world=1)
     assert start.plan.batch.mini_batch_size == 32
     said = capsys.readouterr().err
     assert "warning: mini_batch_size 32 does not fit RTX-4090; the largest that does is 16" in said
@@ -86,7 +86,7 @@ def test_a_typed_mini_batch_wins_and_is_judged(data, capsys):
 
 
 def test_a_batch_that_the_usual_cut_does_not_divide_is_cut_by_the_preset(data):
-    _, start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
+    start = settled(data, "--preset=1xa100", "--total_batch_size=24576", world=1)
     assert (start.plan.batch.mini_batch_size, start.plan.batch.accumulation) == (24, 1)
 
 

@@ -20,11 +20,7 @@ from gpt2lab.training.progress import Interval, RunClock
 from gpt2lab.training.resolve import resolve
 from gpt2lab.training.stop import find_deadlines, find_due
 from launch import events, steps, train_in_forks
-from tiny import parse, pretrain
-
-
-def train(flags: list[str]) -> None:
-    pretrain(parse(flags))
+from tiny import parse, train
 
 
 def estimate_of(run_dir: Path) -> dict:

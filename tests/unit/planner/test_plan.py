@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpt2lab.commands.command_line import Command
 from gpt2lab.config.derived import BatchPlan, count_steps, plan_batches
+from gpt2lab.config.request import RunRequest
 from gpt2lab.config.schema import BatchConfig, Config, LengthConfig
 from gpt2lab.config.settings import override, to_flat
 from gpt2lab.errors import ConfigError
@@ -83,7 +83,7 @@ def test_a_plan_adds_up():
     )  # rolling, one whole epoch, best and the one before
 
 
-def tiny(tiny_flags: list[str], *more: str) -> Command:
+def tiny(tiny_flags: list[str], *more: str) -> RunRequest:
     return parse([*tiny_flags, *more])
 
 

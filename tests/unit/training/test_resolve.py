@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from gpt2lab.checkpoint import manifest
-from gpt2lab.commands import command_line
 from gpt2lab.config.settings import record
 from gpt2lab.data.order import Order
 from gpt2lab.training.resolve import resolve
-from tiny import parse, pretrain, resolved
+from tiny import parse, pretrain
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
