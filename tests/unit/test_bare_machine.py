@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import launch
+from launch import REPOSITORY
 from tiny import flags_of, write_items, write_shards
 
 CARRIED = {
@@ -55,3 +56,18 @@ def test_a_run_trains_evaluates_and_samples(tmp_path):
     )
     for kind in ("eval", "hellaswag", "sample", "done"):
         assert launch.events(tmp_path / "runs" / "run", kind), kind
+
+
+def pins_of(name: str) -> set[tuple[str, str]]:
+    """Return (package, version) of each line, names spelled as PEP 503 does."""
+    lines = (REPOSITORY / name).read_text().splitlines()
+    found = (re.match(r"([\w.-]+)==([\w.+]+)", line) for line in lines)
+    return {(re.sub(r"[-_.]+", "-", m[1]).lower(), m[2]) for m in found if m}
+
+
+def test_the_lock_has_every_pin_and_many_more():
+    wanted, locked = pins_of("requirements.txt"), pins_of("requirements.lock")
+    assert len(wanted) > 15
+    assert wanted <= locked
+    assert len(locked) > 3 * len(wanted)
+    assert "://" not in (REPOSITORY / "requirements.lock").read_text()

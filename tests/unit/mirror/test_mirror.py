@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import fsspec
 import pytest
@@ -23,16 +23,19 @@ import launch
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.mirror.resume import fetch_newer
-from gpt2lab.mirror.storage import connect, copy_name, describe_status
+from gpt2lab.mirror.storage import Copy, Mirror, connect, copy_name, describe_status
 from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
 
 
-@pytest.fixture(params=["file", "memory"])
-def url(request, tmp_path) -> str:
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}"
+@pytest.fixture
+def bucket(tmp_path) -> Path:
     (tmp_path / "bucket").mkdir()
-    return f"file://{tmp_path / 'bucket'}"
+    return tmp_path / "bucket"
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, bucket) -> str:
+    return f"file://{bucket}" if request.param == "file" else f"memory://{uuid.uuid4().hex}"
 
 
 @pytest.fixture
@@ -44,6 +47,23 @@ def run_dir(tmp_path) -> Path:
 def fresh(tmp_path) -> Path:
     """Return the run's folder on a machine that has nothing of it."""
     return tmp_path / "elsewhere" / "run"
+
+
+class Copied(NamedTuple):
+    """A checkpoint of step 2 and its copy in a folder."""
+
+    mirror: Mirror
+    folder: Path
+    copy: Copy
+    path: Path  # of the copy
+
+
+@pytest.fixture
+def copied(run_dir, bucket) -> Copied:
+    mirror, folder = connect(f"file://{bucket}", "run"), commit(run_dir, 2)
+    copy_to(mirror, folder)
+    (copy,) = mirror.list_copies()[0]
+    return Copied(mirror, folder, copy, bucket / "run" / copy.name)
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -79,27 +99,22 @@ def test_a_copy_without_its_manifest_is_none_and_is_done_again(url, run_dir):
     "file", ["model.safetensors", "manifest.json", "of_run.json", "metrics.jsonl.gz"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_copy_is_never_fetched(file, damage, run_dir, fresh, tmp_path):
-    (tmp_path / "bucket").mkdir()
-    url = f"file://{tmp_path / 'bucket'}"
-    mirror, folder = connect(url, "run"), commit(run_dir, 2)
-    copy_to(mirror, folder)
-    (copy,) = mirror.list_copies()[0]
-    path = tmp_path / "bucket" / "run" / copy.name / file
+def test_a_damaged_copy_is_never_fetched(file, damage, copied, bucket, fresh):
+    path = copied.path / file
     data = path.read_bytes()
     path.unlink()
     if damage != "remove":
         path.write_bytes(data[:-1] if damage == "cut" else b"\xff" + data[1:])
     fresh.mkdir(parents=True)
     with pytest.raises((CheckpointError, FileNotFoundError)):
-        mirror.fetch(copy, fresh)
-    assert list(fresh.iterdir()) == []
-    found, problems = connect(url, "run").list_copies()
+        copied.mirror.fetch(copied.copy, fresh)
+    assert not [name for name in fresh.iterdir() if name.name != "metrics.jsonl"]
+    found, problems = connect(f"file://{bucket}", "run").list_copies()
     if file == "manifest.json":
         assert (found, len(problems)) == ([], int(damage != "remove"))
 
 
-def test_a_download_that_hangs_is_given_up(run_dir, fresh, tmp_path, monkeypatch):
+def test_a_download_that_hangs_is_given_up(run_dir, fresh, monkeypatch, bucket):
     """As from a network disk that no longer answers: the weights' first block never comes."""
     free, read = threading.Event(), LocalFileOpener.read
 
@@ -108,8 +123,7 @@ def test_a_download_that_hangs_is_given_up(run_dir, fresh, tmp_path, monkeypatch
             free.wait(WAIT)
         return read(file, length)
 
-    (tmp_path / "bucket").mkdir()
-    url = f"file://{tmp_path / 'bucket'}"
+    url = f"file://{bucket}"
     mirror, folder = connect(url, fresh.name), commit(run_dir, 2)
     copy_to(mirror, folder)
     monkeypatch.setattr(LocalFileOpener, "read", wait)
@@ -148,15 +162,11 @@ def test_a_log_here_that_goes_on_is_kept_and_another_is_set_aside(url, run_dir, 
 
 
 @pytest.mark.parametrize("labels", [{"../best": "step_00000002"}, {"best": "../../etc"}, []])
-def test_a_forged_label_leaves_nothing(labels, run_dir, fresh, tmp_path):
-    (tmp_path / "bucket").mkdir()
-    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
-    copy_to(mirror, folder)
-    (copy,) = mirror.list_copies()[0]
-    path = tmp_path / "bucket" / "run" / copy.name / "of_run.json"
+def test_a_forged_label_leaves_nothing(labels, copied, fresh):
+    path = copied.path / "of_run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "labels": labels}))
     with pytest.raises(CheckpointError, match="label"):
-        mirror.fetch(copy, fresh)
+        copied.mirror.fetch(copied.copy, fresh)
     assert list(fresh.iterdir()) == []
 
 
@@ -195,13 +205,12 @@ class GivenUpError(Exception):
 
 @pytest.mark.parametrize("protocol", ["file", "buffered"])
 def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
-    protocol, run_dir, tmp_path, monkeypatch
+    protocol, run_dir, monkeypatch, bucket
 ):
     monkeypatch.setattr("gpt2lab.mirror.storage._BLOCK", 400)
     fsspec.register_implementation("buffered", Buffered, clobber=True)
     Buffered.store.clear()
-    (tmp_path / "bucket").mkdir()
-    mirror, folder = connect(f"{protocol}://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    mirror, folder = connect(f"{protocol}://{bucket}", "run"), commit(run_dir, 2)
     with open(run_dir / "metrics.jsonl", "a") as log:
         log.write(os.urandom(1000).hex() + "\n")  # longer than a block
     copy_to(mirror, folder)
@@ -229,11 +238,10 @@ def test_an_upload_given_up_anywhere_leaves_a_complete_copy_as_it_is(
 
 
 def test_a_copy_in_a_folder_is_on_its_disk_before_its_manifest_has_a_name(
-    run_dir, tmp_path, monkeypatch
+    run_dir, monkeypatch, bucket
 ):
     """Every file is flushed before its rename, and the folder after it, so that a power cut takes the last ones."""
-    (tmp_path / "bucket").mkdir()
-    mirror, folder = connect(f"file://{tmp_path / 'bucket'}", "run"), commit(run_dir, 2)
+    mirror, folder = connect(f"file://{bucket}", "run"), commit(run_dir, 2)
     done: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.replace
 
@@ -378,22 +386,18 @@ def run_killed(verb: str, url: str, folder: Path, fault: str) -> None:
     assert done.returncode == -9, done.stderr
 
 
-def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir, tmp_path):
-    (tmp_path / "bucket").mkdir()
-    url = f"file://{tmp_path / 'bucket'}"
+def test_what_a_killed_upload_left_is_deleted_with_its_copy(run_dir, bucket):
+    url = f"file://{bucket}"
     run_killed("upload", url, commit(run_dir, 1), "mirror.upload.model.safetensors")
     mirror = connect(url, "run")
     copy_to(mirror, commit(run_dir, 2))
     mirror.retire({}, keep=1, keep_emergency=1)
-    assert [path.name[:13] for path in (tmp_path / "bucket" / "run").glob("step_*")] == [
-        "step_00000002"
-    ]
+    assert [path.name[:13] for path in (bucket / "run").glob("step_*")] == ["step_00000002"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
-def test_killed_in_the_middle_of_an_upload_leaves_no_copy(file, run_dir, fresh, tmp_path):
-    (tmp_path / "bucket").mkdir()
-    url, folder = f"file://{tmp_path / 'bucket'}", commit(run_dir, 1)
+def test_killed_in_the_middle_of_an_upload_leaves_no_copy(file, run_dir, fresh, bucket):
+    url, folder = f"file://{bucket}", commit(run_dir, 1)
     run_killed("upload", url, folder, f"mirror.upload.{file}")
     mirror = connect(url, "run")
     assert steps(mirror) == []
@@ -405,10 +409,9 @@ def test_killed_in_the_middle_of_an_upload_leaves_no_copy(file, run_dir, fresh, 
     "point", ["download.model.safetensors", "download.manifest.json", "before_rename"]
 )
 def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
-    point, run_dir, fresh, tmp_path
+    point, run_dir, fresh, bucket
 ):
-    (tmp_path / "bucket").mkdir()
-    url, folder = f"file://{tmp_path / 'bucket'}", commit(run_dir, 1)
+    url, folder = f"file://{bucket}", commit(run_dir, 1)
     mirror = connect(url, "run")
     copy_to(mirror, folder)
     run_killed("fetch", url, fresh, f"mirror.{point}")
@@ -442,9 +445,6 @@ def test_status_says_how_far_the_mirror_is(status, line):
     assert describe_status(status) == line
 
 
-def test_the_log_of_a_copy_is_plain_gzip(run_dir, tmp_path):
-    (tmp_path / "bucket").mkdir()
-    mirror = connect(f"file://{tmp_path / 'bucket'}", "run")
-    copy_to(mirror, commit(run_dir, 1))
-    (path,) = (tmp_path / "bucket").rglob("metrics.jsonl.gz")
-    assert gzip.decompress(path.read_bytes()) == (run_dir / "metrics.jsonl").read_bytes()
+def test_the_log_of_a_copy_is_plain_gzip(copied, run_dir):
+    log = gzip.decompress((copied.path / "metrics.jsonl.gz").read_bytes())
+    assert log == (run_dir / "metrics.jsonl").read_bytes()

@@ -24,35 +24,32 @@ def test_a_user_without_a_home_is_one_without_additions(monkeypatch):
     assert hardware.load.__wrapped__().gpus == hardware.load(hardware.SHIPPED).gpus
 
 
+CARDS = {
+    "H100": "NVIDIA H100 80GB HBM3",
+    "H100-PCIe": "NVIDIA H100 PCIe",
+    "A100-40GB": "NVIDIA A100-SXM4-40GB",
+    "A100": "NVIDIA A100-SXM4-80GB",
+    "A100-PCIe": "NVIDIA A100 80GB PCIe",
+    "A100-PCIe-40GB": "NVIDIA A100-PCIE-40GB",
+    "RTX-4090": "NVIDIA GeForce RTX 4090",
+    "RTX-5090": "NVIDIA GeForce RTX 5090",
+    "T4": "Tesla T4",
+    "A6000": "NVIDIA RTX A6000",
+    "H100-NVL": "NVIDIA H100 NVL",
+    "RTX-6000-Ada": "NVIDIA RTX 6000 Ada Generation",
+    **{
+        name: f"NVIDIA {name}"
+        for name in ("H200", "L4", "A10", "A10G", "A40", "L40", "L40S", "B200")
+    },
+}
+NO_CARDS = (
+    *("NVIDIA A16", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"),
+    *("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GB200"),
+)
+
+
 @pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
-        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("NVIDIA L4", "L4"),
-        ("Tesla T4", "T4"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA RTX A6000", "A6000"),
-        ("NVIDIA L40", "L40"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA H100 NVL", "H100-NVL"),
-        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
-        ("NVIDIA B200", "B200"),
-        ("NVIDIA A16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA GB200", None),
-    ],
+    ("device", "name"), [*((d, n) for n, d in CARDS.items()), *((d, None) for d in NO_CARDS)]
 )
 def test_a_device_name_means_its_card_or_none(device, name):
     found = KNOWN.recognise(device)

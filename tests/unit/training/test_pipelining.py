@@ -41,15 +41,8 @@ from whole_run import Run
 S = 8  # windows a step
 TIMES = {
     *("time", "seconds", "step_seconds", "tokens_per_second", "data_wait_seconds", "cpu_seconds"),
-    *(
-        "stall_seconds",
-        "peak_memory_bytes",
-        "elapsed_seconds",
-        "remaining_seconds",
-        "created",
-        "path",
-    ),
-    *("on_track", "checkpoint", "bytes"),
+    *("stall_seconds", "peak_memory_bytes", "elapsed_seconds", "remaining_seconds", "created"),
+    *("path", "on_track", "checkpoint", "bytes"),
 }
 OnStep = Callable[[int], None]
 
