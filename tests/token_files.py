@@ -31,9 +31,6 @@ def flat(made: Documents) -> list[int]:
     return [id for document in made for id in document]
 
 
-# -- the formats, from their specifications --------------------------------------------------------------------------
-
-
 def write_llmc(path: Path, made: Documents, *, magic: int = 20240520, version: int = 1) -> None:
     """Write as llm.c's dev/data/data_common.py: 256 int32 of header, then the ids."""
     ids = flat(made)

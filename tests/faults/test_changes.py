@@ -27,9 +27,6 @@ def the_line(run: FaultRun) -> str:
     return line
 
 
-# -- the folder ------------------------------------------------------------------------------------------------------
-
-
 def test_row_36_a_deleted_lock_lets_nobody_else_in(run):
     """It is made again within a step: a second start is rejected, and every step is recorded once."""
     run.flags = FOREVER
@@ -100,9 +97,6 @@ def test_row_36_a_folder_that_goes_is_one_line(how, world, run):
     assert run.saved() == [20]
 
 
-# -- the process -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_row_37_a_stopped_run_goes_on(world, run, reference, tmp_path):
     """SIGSTOP, as Ctrl+Z, for longer than --hang_seconds; in a step that goes on for a while afterwards."""
@@ -124,8 +118,6 @@ def test_row_37_a_stopped_run_goes_on(world, run, reference, tmp_path):
     assert run.end_of(process) == 0, run.errors()
     run.assert_equals(reference(world))
 
-
-# -- the data --------------------------------------------------------------------------------------------------------
 
 LATER = ("--checkpoint_freq=20", "--eval_freq=0", f"--max_steps={STEPS}")
 
@@ -216,9 +208,6 @@ def test_row_38_shards_written_again_or_moved_away_end_nothing(own, reference):
     own.data.rename(own.data.with_name("away"))
     assert own.end_of(process) == 0, own.errors()
     own.assert_equals(reference(1))
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", ["torch.empty(1 << 30)", "bytearray(1 << 32)"])

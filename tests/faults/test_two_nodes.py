@@ -77,9 +77,6 @@ def test_one_of_two_nodes_is_killed_and_both_go_on(run, reference):
     run.assert_equals(reference(2))
 
 
-# -- on the loopback -------------------------------------------------------------------------------------------------
-
-
 def start_script(
     run: FaultRun, node: int, port: int, program: Path = launch.TRAIN
 ) -> subprocess.Popen[str]:

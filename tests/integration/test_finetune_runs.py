@@ -188,9 +188,6 @@ def test_rates_are_parts_of_the_presets_and_adapters_are_adamws():
         begun("--lora_r=4", "--optimizer=muon")
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -77,9 +77,6 @@ def last(run_dir: Path, kind: str) -> dict[str, Any]:
     return launch.events(run_dir, kind)[-1]
 
 
-# -- the same samples ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("worlds", [(1, 2, 4), (4, 1, 2)])
 def test_one_two_and_four_ranks_continue_each_other(worlds, data, straight, tmp_path):
     """Stopped before, and resumed in the step after, the change of the weights."""
@@ -144,9 +141,6 @@ def test_weights_that_lie_ahead_can_be_changed_and_nothing_is_read_again(data, t
             *(data, tmp_path, "run", "--resume=12", "--data_weights_at", "600:0,0,1"),
             "--allow_change=data_weights_at",
         )
-
-
-# -- what is recorded ------------------------------------------------------------------------------------------------
 
 
 def test_events_tell_the_sources_apart(straight):
@@ -218,9 +212,6 @@ def test_a_single_folder_records_nothing_of_a_mixture(data, tmp_path):
     assert not [key for key in keys if "by_source" in key]
 
 
-# -- what it is for --------------------------------------------------------------------------------------------------
-
-
 def test_more_of_a_source_makes_a_model_better_there(data, tmp_path):
     """At equal tokens: `easy` can be predicted, `hard` is noise."""
     at = ("--max_steps=40", "--eval_freq=0", "--data_weights_at")
@@ -237,9 +228,6 @@ def test_more_of_a_source_makes_a_model_better_there(data, tmp_path):
     assert all(loss["hard"] > noise - 0.05 for loss in losses.values())
     with pytest.raises(DataError, match="not measured on the same"):  # other weights, another mean
         compare("much", "little", checkpoint_dir=tmp_path)
-
-
-# -- what is rejected ------------------------------------------------------------------------------------------------
 
 
 def test_a_source_that_would_run_out_is_rejected_before_anything_is_written(data, tmp_path):

@@ -210,9 +210,6 @@ def test_nanogpts_characters_train_and_sample(tmp_path):
     assert (done.returncode, "U+00E9" in done.stderr) == (2, True)
 
 
-# -- another tokenizer than the run's is refused -----------------------------------------------------------------------
-
-
 def test_a_resume_with_other_data_is_refused(folder, tmp_path):
     shutil.copytree(folder / "runs", tmp_path / "runs")
     resume = ["--run_name=a", f"--checkpoint_dir={tmp_path / 'runs'}", "--resume=latest"]
@@ -276,9 +273,6 @@ def test_an_older_checkpoint_is_of_gpt2(tmp_path):
     assert replace(model, vocab_size=256).id_limit == 256
 
 
-# -- conversations -----------------------------------------------------------------------------------------------------
-
-
 def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(folder, tmp_path):
     shape = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--context_length=320"]
     common = ["--device=cpu", "--dtype=fp32", "--compile=off", f"--checkpoint_dir={tmp_path}"]
@@ -319,9 +313,6 @@ def test_fine_tuning_chat_and_its_export_use_the_models_tokenizer(folder, tmp_pa
     done = call("evaluate.py", "tuned", words[0], "--json")
     logged = last(tmp_path / "tuned", "eval")["val_loss"]
     assert json.loads(done.stdout)["val_loss"] == pytest.approx(logged, rel=1e-6)
-
-
-# -- from end to end ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

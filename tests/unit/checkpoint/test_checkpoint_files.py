@@ -52,9 +52,6 @@ def run(tiny_data, tmp_path) -> Run:
     return Run(tiny_data, tmp_path, "--checkpoint_freq=2", "--eval_freq=0")
 
 
-# -- rows 15 and 16: every byte -------------------------------------------------------------------------------------
-
-
 def corrupt(folder: Path, dice: random.Random) -> str:
     """Damage one file of a checkpoint at random, and say how."""
     path = dice.choice(sorted(folder.iterdir()))
@@ -119,8 +116,6 @@ def test_list_with_verify_finds_what_the_manifest_alone_does_not(two, tmp_path):
     assert "optim.safetensors: damaged" in listed["damaged"][0]
     assert launch.call(launch.TRAIN, "--verify").returncode == 2
 
-
-# -- row 13: the disk fills up --------------------------------------------------------------------------------------
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -299,9 +294,6 @@ def test_checkpoints_that_a_run_holds_count_as_room(run, monkeypatch, capsys):
     assert "to be kept" in capsys.readouterr().out
 
 
-# -- row 4: the order of flushes ------------------------------------------------------------------------------------
-
-
 def test_row_04_everything_is_on_the_disk_before_the_name_is(run, monkeypatch):
     calls: list[str] = []
     logged: list[int] = []  # the last step in metrics.jsonl at each of its flushes
@@ -326,9 +318,6 @@ def test_row_04_everything_is_on_the_disk_before_the_name_is(run, monkeypatch):
     assert logged[calls[:commit].count("metrics.jsonl") - 1] == 2, "with the step's own line"
     assert calls[commit - 1].startswith(".tmp-00000002")
     assert calls[commit + 1] == run.path.name, "and then the folder that holds the new name"
-
-
-# -- row 30: hostile files ------------------------------------------------------------------------------------------
 
 
 def reseal(folder: Path, **values: Any) -> None:

@@ -140,8 +140,6 @@ def test_a_resume_says_in_one_line_what_is_wrong(run, file, place, value, wordin
     assert {name for name in run.listing() if not name.endswith("run.lock")} <= set(before)
 
 
-# -- any edit at all -------------------------------------------------------------------------------------------------
-
 JUNK = [
     *(..., None, True, -1, 0, 1, 7.5, 1e308, 10**7, 10**15, 2**53, 10**30, float("nan")),
     *("", "x", "..", "../x", "/etc/passwd", "a\0b", "a\nb", "\ud800", "\x1b[2J", "x" * 5000),
@@ -179,9 +177,6 @@ def test_any_edit_is_one_line_or_a_run_that_goes_on(two, tmp_path_factory, file)
             assert run.status()["state"] == "completed"
 
     check()
-
-
-# -- pipes and devices -----------------------------------------------------------------------------------------------
 
 
 def pipe(path: Path) -> None:
@@ -222,9 +217,6 @@ def test_a_label_names_a_checkpoint_of_its_run_and_nothing_else(run, target):
     with pytest.raises(CheckpointError, match="is not the name of a checkpoint") as caught:
         run.train("--resume=best")
     assert "\n" not in str(caught.value)
-
-
-# -- weights of others -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -29,9 +29,6 @@ from whole_run import Run
 SAVES = ("--checkpoint_freq=2", "--eval_freq=4", "--max_steps=8")
 
 
-# -- the process -----------------------------------------------------------------------------------------------------
-
-
 class Bench:
     """A writer for a run's folder, and a tensor in the buffer."""
 
@@ -139,9 +136,6 @@ def test_a_closed_connection_ends_a_writer_within_a_save(monkeypatch, tmp_path):
     assert bench.writer._process.wait(60) == 0, "ended by itself"
     assert not list(bench.run.path.glob("step_*"))
     bench.run.close()
-
-
-# -- runs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

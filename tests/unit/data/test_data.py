@@ -27,8 +27,6 @@ from gpt2lab.errors import DataError
 from gpt2lab.tokenizers.gpt2 import NUM_TOKENS
 from tiny import CONTEXT, VOCAB, write_shards
 
-# -- opening a folder of shards --------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def foreign(tmp_path) -> Path:
@@ -173,9 +171,6 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_rejected(prepared, case,
     with pytest.raises(DataError, match=f"/{name}: ") as caught:
         open_data(prepared, vocab_size=50304)
     wording(caught.value)
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def test_windows_are_right_with_more_shards_than_files_are_kept_open(tmp_path):

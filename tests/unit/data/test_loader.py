@@ -106,9 +106,6 @@ def test_memory_is_flat_over_three_epochs(tmp_path):
     assert max(later) - first < 8e6  # of 32 MB read per epoch
 
 
-# -- verification in the background ----------------------------------------------------------------------------------
-
-
 def test_no_checkpoint_rests_on_a_damaged_shard(tmp_path, tiny_flags):
     """The damage lies in windows that are not read before the checkpoint: its hash tells all the same."""
     source = write_jsonl(tmp_path / "corpus.jsonl", TEXTS * 20)

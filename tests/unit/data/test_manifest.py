@@ -60,9 +60,6 @@ def test_a_manifest_edited_by_hand_is_rejected_with_what_is_wrong(prepared, case
         wording(caught.value)
 
 
-# -- any edit at all -------------------------------------------------------------------------------------------------
-
-
 def _ours(folder: Path) -> None:
     run_prepare(write_jsonl(folder.with_suffix(".jsonl"), TEXTS), folder, val_tokens=100)
 

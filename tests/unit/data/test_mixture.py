@@ -68,9 +68,6 @@ def opened(*words: object, at: tuple[str, ...] = (), vocab_size: int = VOCAB) ->
     return open_sources(read_sources(data), vocab_size=vocab_size)
 
 
-# -- counts ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_every_pattern_has_its_exact_counts(weights):
     counts = count_places(weights)
@@ -103,8 +100,6 @@ def test_no_prefix_of_two_million_samples_is_off_by_a_sample(weights):
         off = PATTERN * np.cumsum(sources == source) - n * k
         assert np.abs(off).max() <= bound * PATTERN
 
-
-# -- places ----------------------------------------------------------------------------------------------------------
 
 PHASES = (
     [(0, WEIGHTS["the issue's"])],
@@ -167,9 +162,6 @@ def test_epochs_are_counted_for_each_source():
     assert mixed.epochs_before(5000) == dict(zip("abc", counts / windows, strict=True))
     assert mixed.windows_per_epoch == sum(windows)
     assert [mixed.epoch_of(sum(windows) + d) for d in (-1, 0)] == [0, 1]
-
-
-# -- folders ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_folder_is_no_mixture(folders):

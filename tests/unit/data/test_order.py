@@ -232,9 +232,6 @@ def test_frozen_windows_permutation():
     ]
 
 
-# -- the same samples on any number of processes ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> tuple[Shard, ...]:
     folder = tmp_path_factory.mktemp("order")

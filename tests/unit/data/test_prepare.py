@@ -43,9 +43,6 @@ def joined(folder: Path) -> list[int]:
     return ids_of(folder, "train") + ids_of(folder, "val")
 
 
-# -- preparing -------------------------------------------------------------------------------------------------------
-
-
 def _as_jsonl(folder: Path) -> Path:
     return write_jsonl(folder / "corpus.jsonl", TEXTS)
 
@@ -440,9 +437,6 @@ def test_data_go_where_a_link_points(tmp_path):
     run_prepare(tmp_path / "a.txt", tmp_path / "out")
     assert (tmp_path / "big disk" / "shards.json").is_file()
     assert (tmp_path / "out").is_symlink()
-
-
-# -- kinds of files --------------------------------------------------------------------------------------------------
 
 
 def test_a_text_keeps_its_line_ends_and_loses_its_byte_order_mark(tmp_path):

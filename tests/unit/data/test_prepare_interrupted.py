@@ -308,9 +308,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monke
     assert os.listdir(tmp_path) == ["corpus"]
 
 
-# -- bad records -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("small_steps")
 def test_skip_bad_leaves_out_and_counts_what_cannot_be_read(tmp_path):
     folder = tmp_path / "corpus"
@@ -379,9 +376,6 @@ def test_documents_longer_than_a_shard_and_than_a_piece(tmp_path):
     assert found == expected_stream([text])
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------
-
-
 def parts_of(source: Path, folder: Path, count: int, **sizes: int) -> list[Path]:
     folders = [folder / f"part{i}" for i in range(1, count + 1)]
     for i, part in enumerate(folders, start=1):
@@ -434,9 +428,6 @@ def test_parts_that_do_not_fit_are_rejected_and_nothing_is_left(corpus, tmp_path
     with pytest.raises(DataError, match=says):
         merge(tmp_path / "out", given)
     assert snapshot(tmp_path) == before
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 class _Counted(io.RawIOBase):

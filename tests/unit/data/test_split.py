@@ -23,9 +23,6 @@ from gpt2lab.tokenizers.gpt2 import GPT2
 MANY = [f"{i} {TEXTS[i % len(TEXTS)]}" for i in range(600)]
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------
-
-
 def test_an_empty_first_file_does_not_decide_how_much_is_held_out(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -72,9 +69,6 @@ def test_the_end_of_a_single_text_is_as_long_as_asked_for(tmp_path):
     result = run_prepare(tmp_path / "corpus.txt", tmp_path / "out", val_tokens=321)
     assert result is not None
     assert result.total("tokens", "val") == 321
-
-
-# -- groups ------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_file_beside_a_large_one_has_no_group_of_its_own():
@@ -133,9 +127,6 @@ def test_a_file_that_changed_after_its_group_was_done_is_prepared_again(tmp_path
     run_prepare(folder, tmp_path / "out", **sizes)
     run_prepare(folder, tmp_path / "fresh", **sizes)
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "fresh")
-
-
-# -- records -----------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_byte_of_a_csv_costs_its_own_row(tmp_path):

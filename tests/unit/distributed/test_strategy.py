@@ -251,9 +251,6 @@ def test_ddp_clears_its_buckets_in_one_operator():
         dist.destroy_process_group()
 
 
-# -- activation checkpointing ------------------------------------------------------------------------------------
-
-
 def backward(
     recompute: ActivationCheckpointing, *, dropout: float, dtype: torch.dtype
 ) -> list[Any]:

@@ -122,9 +122,6 @@ def test_an_export_keeps_the_template(folder):
         assert list(ids) == encode(turns[:count], GPT2)[0]
 
 
-# -- answers, compared with those held out ---------------------------------------------------------------------------
-
-
 def test_the_last_exchange_of_a_row_is_found_again():
     from gpt2lab.finetuning.rows import Encoded
 

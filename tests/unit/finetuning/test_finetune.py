@@ -55,9 +55,6 @@ def loss_and_gradient(model: GPT, rows: Rows, pieces: int = 1) -> tuple[float, t
     return total, torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-# -- template and rows -----------------------------------------------------------------------------------------------
-
-
 def test_rows_hold_every_conversation_once_and_packed_ones_are_fewer(folder):
     packed, padded = rows_of(folder, "on"), rows_of(folder, "off")
     for split in ("train", "val"):
@@ -224,8 +221,6 @@ def test_equal_records_from_the_hub_are_read_like_a_file(folder, monkeypatch):
         with pytest.raises(DataError, match=f"hf:org/none: {why}"):
             read_conversations("hf:org/none")
 
-
-# -- bad input -------------------------------------------------------------------------------------------------------
 
 GOOD = json.dumps({"instruction": "Hi", "output": "Hello"})
 LINES = {

@@ -66,9 +66,6 @@ def copied(run_dir, bucket) -> Copied:
     return Copied(mirror, folder, copy, bucket / "run" / copy.name)
 
 
-# -- copies ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_copy_comes_back_with_every_byte_its_labels_and_its_log(url, run_dir, fresh):
     mirror = connect(url, "run")
     assert mirror.list_copies() == ([], [])
@@ -268,9 +265,6 @@ def test_a_copy_in_a_folder_is_on_its_disk_before_its_manifest_has_a_name(
     assert done.index(("flush", "bucket")) < done.index(("rename", "manifest.json"))
 
 
-# -- whose copies ----------------------------------------------------------------------------------------------------
-
-
 def test_two_runs_of_one_name_do_not_mix(url, run_dir, tmp_path):
     other = new_run(tmp_path / "other" / "run", FIRST_LINE.replace("1.0", "2.0"))
     mirror = connect(url, "run")
@@ -341,9 +335,6 @@ def test_copies_are_retired_by_the_rules_of_the_run_and_nothing_else_is(run_dir,
     assert steps(mirror) == [6, 5], "one more than the newest, which was not read again"
 
 
-# -- the URL ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -364,8 +355,6 @@ def test_a_missing_package_is_named(monkeypatch):
             with pytest.raises(ConfigError, match=r"extra `mirror` .*pip install fsspec s3fs"):
                 connect("s3://bucket/path", "run")
 
-
-# -- killed ----------------------------------------------------------------------------------------------------------
 
 _PROGRAM = """
 import sys
@@ -420,9 +409,6 @@ def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
     catalog.sweep(fresh)
     assert not list(fresh.glob(".tmp-mirror-*"))
     assert contents(mirror.fetch(mirror.list_copies()[0][0], fresh)) == contents(folder)
-
-
-# -- what people see -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

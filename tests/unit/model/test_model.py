@@ -40,9 +40,6 @@ def disturbed(config: ModelConfig, *, seed: int = 0) -> GPT:
     return model
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_on_meta_has_as_many_parameters_as_the_plan_counts(name):
     config = preset(name).model
@@ -78,9 +75,6 @@ def test_head_is_the_token_embedding_and_is_counted_once():
     expected = hidden.double() @ model.wte.weight.double().T
     assert torch.allclose(model.head(hidden).double(), expected, atol=1e-5)
     assert not list(model.buffers())
-
-
-# -- against independent implementations -------------------------------------------------------------------------
 
 
 def transformers_twin(model: GPT) -> torch.nn.Module:
@@ -133,9 +127,6 @@ def test_logits_equal_those_of_transformers(length):
     assert difference <= 1e-5 * max(1.0, theirs.abs().max().item())
 
 
-# -- causality ---------------------------------------------------------------------------------------------------
-
-
 def test_loss_at_a_position_has_no_gradient_from_later_inputs():
     model = disturbed(SMALL)
     inputs: list[torch.Tensor] = []
@@ -166,9 +157,6 @@ def test_changing_a_token_leaves_all_earlier_logits_as_they_were():
         before, after = model(ids), model(changed)
     assert torch.equal(before[:, :t], after[:, :t])
     assert ((before[:, t:] - after[:, t:]).abs().amax(dim=(0, 2)) > 0).all()
-
-
-# -- initial weights ---------------------------------------------------------------------------------------------
 
 
 def test_initial_weights_have_gpt2s_statistics():
@@ -239,9 +227,6 @@ def test_a_residual_stream_in_bf16_is_rounded_and_that_in_fp32_is_not(positions)
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-3)
 
 
-# -- dropout -----------------------------------------------------------------------------------------------------
-
-
 def test_dropout_acts_in_training_mode_only():
     config = ModelConfig(
         n_layer=2, n_head=2, n_embd=32, context_length=16, vocab_size=97, dropout=0.3
@@ -263,9 +248,6 @@ def test_dropout_acts_in_training_mode_only():
     assert torch.equal(first, first_again), "the masks come from torch's generator alone"
     assert torch.equal(calm, calm_again)
     assert torch.equal(calm, reference), "evaluation equals a model without dropout"
-
-
-# -- padding rows ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunked", [False, True])

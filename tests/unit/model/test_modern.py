@@ -49,9 +49,6 @@ def ids_of(config: ModelConfig, batch: int = 2) -> torch.Tensor:
     return torch.randint(0, config.vocab_size, (batch, config.context_length), generator=generator)
 
 
-# -- the mathematics ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", EACH)
 def test_an_option_alone_is_another_model_and_leaves_the_rest_of_the_config_alone(option):
     config = dataclasses.replace(PLAIN, **option)
@@ -111,9 +108,6 @@ def test_rmsnorm_and_relu2_are_what_they_are_called():
     assert not hasattr(model, "wpe")
 
 
-# -- the paths besides training ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("option", [*EACH, pytest.param(OPTIONS, id="all")])
 @pytest.mark.parametrize("cuts", [[1] * 24, [5, 1, 1, 17]])
 def test_pieces_through_the_cache_give_the_hidden_states_of_the_whole(option, cuts):
@@ -140,9 +134,6 @@ def test_texts_that_share_a_row_do_not_see_each_other(option):
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
-# -- presets and rejections ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("modern-")])
 def test_a_modern_preset_has_the_sizes_of_its_gpt2(name):
     twin = {"modern-small": "gpt2"}.get(name, name.replace("modern", "gpt2"))
@@ -158,9 +149,6 @@ def test_heads_that_cannot_be_turned_are_rejected():
     odd = override(Config(), {"n_embd": 9, "n_head": 3, "positions": "rotary"})
     (problem,) = find_problems(odd)
     assert "n_embd 9 / n_head 3 must be even" in problem
-
-
-# -- as users run them -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -178,9 +178,6 @@ def test_a_rate_that_is_none_and_one_that_cannot_work():
     assert problem == "muon_lr 0.0 must be above 0"
 
 
-# -- as users run it ---------------------------------------------------------------------------------------------
-
-
 HOW = {"optimizer": "muon", "muon_lr": 0.01, "lr_schedule": "wsd", "max_steps": 12}
 HOW |= {"eval_freq": 0, "checkpoint_freq": 1}
 

@@ -67,8 +67,6 @@ def test_a_size_that_was_timed_for_its_memory_counts_for_its_speed(tmp_path, mon
     assert (found["mini_batch_size"], found["largest_verified"]) == (2, 2)
 
 
-# -- the trial is the job --------------------------------------------------------------------------------------------
-
 OF_A_STEP: list[dict[str, Any]] = [
     *({"positions": "rotary"}, {"norm": "rmsnorm"}, {"qk_norm": "rmsnorm"}, {"dropout": 0.1}),
     *({"activation": "relu2"}, {"optimizer": "muon"}, {"parallel": "zero1"}, {"device": "cuda"}),

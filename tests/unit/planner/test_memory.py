@@ -262,8 +262,6 @@ def _is_predicted(case: dict[str, Any], peak: float) -> bool:
     return memory.tensors == pytest.approx(peak, rel=margin)
 
 
-# -- what must be true of any shape ------------------------------------------------------------------------------
-
 examples = settings(derandomize=True, max_examples=200, deadline=None)
 sizes = st.builds(
     lambda L, D, H, T, V, options: dataclasses.replace(shape(L, D * H, H, T, V), **options),

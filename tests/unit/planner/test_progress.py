@@ -14,9 +14,6 @@ from gpt2lab.training.progress import Progress
 examples = settings(derandomize=True, max_examples=200, deadline=None)
 
 
-# -- cadence -----------------------------------------------------------------------------------------------------
-
-
 @examples
 @given(last=st.integers(1, 60), freq=st.integers(0, 70))
 def test_due_steps_are_the_multiples_of_the_frequency_and_the_last(last, freq):
@@ -31,9 +28,6 @@ def test_events_still_due_are_counted_as_brute_force_counts_them(last, freq, don
     assert count_due(step, freq, last) == sum(
         is_due(n, freq, last) for n in range(step + 1, last + 1)
     )
-
-
-# -- seconds left ------------------------------------------------------------------------------------------------
 
 
 def seconds_left(progress: Progress, step: int) -> float | None:

@@ -63,8 +63,6 @@ def test_published_runs_are_predicted():
     assert math.sqrt(np.mean(errors**2)) <= 0.18
 
 
-# -- the fit ---------------------------------------------------------------------------------------------------------
-
 # Where the fit starts, and what holds what the runs do not decide. The last is the energy of Ada's matmuls.
 START = {
     "matmul_efficiency": 0.9,
@@ -116,9 +114,6 @@ def test_the_constants_are_the_fit_and_the_intervals_are_what_runs_left_out_miss
         scatter = math.sqrt(np.mean(np.square(missed[is_measured])))
         print(f"{name}: {scatter:.3f} of {len(missed[is_measured])} runs")
         assert KNOWN.constants[name] == pytest.approx(scatter, abs=0.01)
-
-
-# -- what follows from them ------------------------------------------------------------------------------------------
 
 
 def rate(gpu: str, **flags: object) -> float:

@@ -210,9 +210,6 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path):
         open_tokenizer("bytes", "</s>")
 
 
-# -- characters ------------------------------------------------------------------------------------------------------
-
-
 def meta_of(characters: str) -> dict[str, object]:
     return {
         "vocab_size": len(characters),
@@ -259,9 +256,6 @@ def test_characters_that_contradict_each_other_are_rejected(tmp_path, change):
 def test_a_character_without_an_id_is_named():
     with pytest.raises(DataError, match=r"the character 'é' \(U\+00E9\) is not among the 3"):
         CharactersTokenizer("abc").encode("abécé")
-
-
-# -- training --------------------------------------------------------------------------------------------------------
 
 
 def test_training_depends_neither_on_order_nor_on_threads(trained):

@@ -15,8 +15,6 @@ from gpt2lab.errors import DataError
 from gpt2lab.tokenizers import gpt2
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, NUM_TOKENS, gpt2_encoding
 
-# -- the tokenizer ---------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def fresh_tokenizer() -> Iterator[None]:

@@ -126,9 +126,6 @@ def both(tiny_data, tmp_path, monkeypatch) -> Both:
     return Both(tiny_data, tmp_path, monkeypatch)
 
 
-# -- the same run -------------------------------------------------------------------------------------------------
-
-
 def test_log_and_checkpoints_are_those_of_steps_one_by_one(both, on_steps, spoil):
     """Over an end of epoch, evaluations, saves, a stop and a resume, and gradients that are not finite.
 
@@ -242,9 +239,6 @@ def test_two_ranks_decide_alike(both, parallel):
     assert [e["step"] for e in both.runs[1].events("step") if not e["updated"]] == [7]
 
 
-# -- nothing waits ------------------------------------------------------------------------------------------------
-
-
 class Reads(TorchDispatchMode):
     """Notes the numbers that python asks tensors for: each waits for a GPU's queue, up to where it was computed."""
 
@@ -280,9 +274,6 @@ def test_a_loss_is_read_after_the_next_step_is_launched(tiny_data, tmp_path, on_
     assert seen[: len(expected)] == expected
     between = names[names.index("launch 7") : names.index("launch 12")]
     assert between == seen[seen.index("launch 7") : seen.index("launch 12")], "and no other number"
-
-
-# -- who decides --------------------------------------------------------------------------------------------------
 
 
 def test_an_update_rejected_by_the_optimizer_changes_nothing_and_counts_no_step():
@@ -327,9 +318,6 @@ def test_the_host_decides_where_an_optimizer_cannot_reject(monkeypatch):
     for unable in (AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)):
         reason = f"{type(unable).__name__} cannot reject updates on the device"
         assert why_host_decides(Config(), [unable], Runtime()) == reason
-
-
-# -- a device that hangs ------------------------------------------------------------------------------------------
 
 
 class Never(Mark):

@@ -79,9 +79,6 @@ class KeepsGradients(torch.optim.SGD):
         self.seen = {name: p.grad.clone() for name, p in self.model.named_parameters()}
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------
-
-
 def log_softmax_reference(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return each target's loss in float64; 0 where the target is -1."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -126,9 +123,6 @@ def test_model_returns_a_float32_loss_under_cpu_autocast():
         assert model(micro.tokens).dtype == torch.bfloat16, "autocast is at work"
         loss = model(micro.tokens, micro.targets)
     assert loss.dtype == torch.float32
-
-
-# -- accumulation ------------------------------------------------------------------------------------------------
 
 
 def test_gradients_do_not_depend_on_the_cut_into_micro_batches(strategy):
@@ -186,9 +180,6 @@ def test_dropout_masks_belong_to_the_step_and_the_micro_batch_alone(strategy):
         losses.append(stats.loss)
     assert losses[0] == losses[1], "the global generator must not matter"
     assert losses[0] != losses[2], "another step draws other masks"
-
-
-# -- the optimizer -----------------------------------------------------------------------------------------------
 
 
 def test_matrices_and_embeddings_decay_and_vectors_do_not():
@@ -275,9 +266,6 @@ def test_learning_rate_of_a_group_is_scaled_by_its_factor():
     assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.1]
 
 
-# -- clipping ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("grad_clip", "clipped"), [(0.5, True), (1e6, False), (0.0, False)])
 def test_gradient_is_clipped_to_the_bound_and_its_norm_told_before(strategy, grad_clip, clipped):
     net = Line()
@@ -293,9 +281,6 @@ def test_gradient_is_clipped_to_the_bound_and_its_norm_told_before(strategy, gra
     assert after == pytest.approx(grad_clip if clipped else before, rel=1e-5)
     direction = keeper.seen["matrix"].double().numpy() / after
     np.testing.assert_allclose(direction, matrix / before, rtol=1e-4, atol=1e-6)
-
-
-# -- rejections ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -339,9 +324,6 @@ def test_an_optimizer_that_fails_half_way_says_that_nothing_may_be_saved(strateg
         train_step(net, [failing], line_batch(1), 0.1, **how)
 
 
-# -- golden ------------------------------------------------------------------------------------------------------
-
-
 def test_losses_of_the_first_two_steps_are_the_committed_ones(strategy):
     model = build_model(MODEL, seed=1337, device=CPU)
     optimizers = build_optimizers(model, OptimConfig(), device=CPU)
@@ -353,9 +335,6 @@ def test_losses_of_the_first_two_steps_are_the_committed_ones(strategy):
         f"the mathematics of a step changed: got {losses}. If that was intended (another init, loss, "
         "optimizer), update GOLDEN_LOSSES in a commit that says why; if not, it is a bug"
     )
-
-
-# -- what a GPU would wait for ---------------------------------------------------------------------------------------
 
 
 class CountsReads(TorchDispatchMode):
