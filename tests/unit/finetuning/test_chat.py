@@ -123,7 +123,6 @@ def test_an_export_keeps_the_template(folder):
 
 
 def test_the_last_exchange_of_a_row_is_found_again():
-    from gpt2lab.finetuning.rows import Encoded
 
     spoken = [
         [Turn("user", "Hi"), Turn("assistant", "Yo")],

@@ -12,7 +12,6 @@ import pytest
 
 import gpt2lab
 from gpt2lab.commands import estimate_time
-from gpt2lab.commands.command_line import run_tyro
 from gpt2lab.commands.entry import run
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
