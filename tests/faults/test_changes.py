@@ -102,7 +102,7 @@ def test_row_37_a_stopped_run_goes_on(world, run, reference, tmp_path):
     """SIGSTOP, as Ctrl+Z, for longer than --hang_seconds; in a step that goes on for a while afterwards."""
     program = python_program(
         tmp_path,
-        "import time\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import time\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         "def step(model, o, batch, *a, **k):\n"
         "    for _ in range(75 if batch.first_sample == 8 * 11 else 0):\n        time.sleep(0.02)\n"
         "    return plain(model, o, batch, *a, **k)\nt.train_step = step",
@@ -215,7 +215,7 @@ def test_row_39_memory_of_a_cpu_that_is_used_up_is_one_line(asked, run, tmp_path
     """A limit of the system, as `ulimit -v` sets it; torch and Python say it with other errors."""
     program = python_program(
         tmp_path,
-        "import resource, torch\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import resource, torch\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         "def step(model, o, batch, *a, **k):\n"
         "    if batch.first_sample == 8 * 14:\n"
         "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"

@@ -52,7 +52,7 @@ def test_row_44_a_rank_that_the_kernel_kills_for_its_memory_is_started_again(
     """The other rank saves the step and ends, and run_until_done.sh goes on from there by itself."""
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import os\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         f"group, once = {str(small_group / 'cgroup.procs')!r}, {str(tmp_path / 'once')!r}\n"
         "def step(model, o, batch, *a, **k):\n"
         "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 14:\n"

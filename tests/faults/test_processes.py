@@ -129,7 +129,7 @@ def test_row_26_a_bad_gradient_on_one_process(rank, run, tmp_path):
     """All skip the same update, once; four in a row end the run and leave finite weights."""
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.training.trainer as t\nfrom gpt2lab.model.gpt import GPT\n"
+        "import os\nimport gpt2lab.training.steps as t\nfrom gpt2lab.model.gpt import GPT\n"
         "plain, step, now = GPT.forward, t.train_step, [1.0]\n"
         "bad = {int(n) for n in os.environ['BAD'].split(',')}\n"
         "def train_step(m, o, batch, *a, **k):\n"
@@ -231,7 +231,7 @@ def with_stopped_output(folder: Path, *, hangs: bool) -> Path:
     """
     return python_program(
         folder,
-        "import os, time, warnings\nimport gpt2lab.training.trainer as t\n"
+        "import os, time, warnings\nimport gpt2lab.training.steps as t\n"
         "reading, writing = os.pipe()\n"
         "sys.stdout, sys.stderr = (open(os.dup2(writing, n), 'w') for n in (1, 2))\n"
         "plain = t.train_step\n"
@@ -268,7 +268,7 @@ def test_row_48_a_hang_is_rescued_when_nobody_reads_its_output(run, reference, t
 def test_row_32_replicas_that_differ_stop_the_run(run, reference, tmp_path):
     program = python_program(
         tmp_path,
-        "import os\nimport gpt2lab.training.trainer as t\nplain = t.train_step\n"
+        "import os\nimport gpt2lab.training.steps as t\nplain = t.train_step\n"
         "def step(model, o, batch, *a, **k):\n"
         "    if os.environ['RANK'] == '1' and batch.first_sample == 8 * 11:\n"
         "        model.module.ln_f.bias.data[3] += 1e-6\n"

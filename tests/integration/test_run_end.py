@@ -16,7 +16,7 @@ from gpt2lab.errors import ConfigError, NonFiniteError, OutOfMemoryError, SaveEr
 from gpt2lab.optim.adamw import AdamW
 from gpt2lab.runs import history
 from gpt2lab.runs.summary import describe_run
-from gpt2lab.training import trainer
+from gpt2lab.training import steps
 from whole_run import LAST
 
 
@@ -202,7 +202,7 @@ def test_every_start_ends_with_a_report_that_says_how_to_go_on(run, capsys):
     ],
 )
 def test_a_full_device_ends_in_one_line_with_the_lever(where, saved, run, monkeypatch):
-    owner, name = (trainer, "train_step") if where == "the step" else (AdamW, "step")
+    owner, name = (steps, "train_step") if where == "the step" else (AdamW, "step")
     plain, taken = getattr(owner, name), []
 
     def call(*args: Any, **options: Any) -> Any:

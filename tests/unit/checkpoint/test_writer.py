@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 from gpt2lab.checkpoint import manifest, store
 from gpt2lab.checkpoint.manifest import Draft
 from gpt2lab.checkpoint.writer import Writer
@@ -250,7 +250,7 @@ def test_a_rescue_has_room_where_the_first_save_had_no_moments(run, monkeypatch)
             raise RuntimeError("a GPU fell off the bus")
 
     monkeypatch.setattr(GPT, "forward", lambda self, *a: plain(self, *a) * factor[0])
-    monkeypatch.setattr(gpt2lab.training.trainer, "faultpoint", act)
+    monkeypatch.setattr(gpt2lab.training.steps, "faultpoint", act)
     with pytest.raises(RuntimeError, match="fell off"):
         run.train("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert list(run.checkpoints()) == [2, 3]
@@ -269,7 +269,7 @@ def test_nothing_is_swept_in_a_folder_that_another_start_has_taken(run, monkeypa
             (run.path / "new.lock").touch()
             os.replace(run.path / "new.lock", run.path / "run.lock")
 
-    monkeypatch.setattr(gpt2lab.training.trainer, "faultpoint", act)
+    monkeypatch.setattr(gpt2lab.training.steps, "faultpoint", act)
     monkeypatch.setenv("FAULT", "checkpoint.before_rename:sleep600@2")
     flags = ("--async_checkpoint=on", "--eval_freq=0", "--checkpoint_freq=2", "--max_steps=6")
     assert isinstance(run.rejected(*flags), FolderLostError)

@@ -14,7 +14,7 @@ from ecosystem import works_with
 from gpt2lab.errors import ConfigError
 from gpt2lab.evaluation.completion import Completer, SamplingParams
 from gpt2lab.finetuning.chat import Chat
-from gpt2lab.finetuning.rows import Rows, build_rows, last_exchanges
+from gpt2lab.finetuning.rows import EncodedConversation, Rows, build_rows, last_exchanges
 from gpt2lab.runs.target import find_target, was_tuned
 from gpt2lab.tokenizers.chat_template import Turn, encode
 from gpt2lab.tokenizers.gpt2 import GPT2

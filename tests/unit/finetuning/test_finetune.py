@@ -25,6 +25,8 @@ from gpt2lab.model.activation_checkpointing import apply_activation_checkpointin
 from gpt2lab.model.gpt import GPT, Block
 from gpt2lab.model.lora import add_lora, init_adapters
 from gpt2lab.model.loss import token_losses
+from gpt2lab.runs.target import find_target
+from gpt2lab.runs.weights import load_weights
 from gpt2lab.tokenizers.gpt2 import END_OF_TEXT, GPT2
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 import launch
 from gpt2lab.checkpoint import state as state_module
 from gpt2lab.checkpoint.state import NOT_FINITE, TrainState
@@ -37,13 +37,13 @@ def spoil(monkeypatch) -> Callable[..., None]:
 
     def spoil(factor: float, *steps: int) -> None:
         spoilt = {S * (step - 1) for step in steps}
-        plain_step, plain_forward, now = gpt2lab.training.trainer.train_step, GPT.forward, [1.0]
+        plain_step, plain_forward, now = gpt2lab.training.steps.train_step, GPT.forward, [1.0]
 
         def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             now[0] = factor if batch.first_sample in spoilt else 1.0
             return plain_step(model, optimizers, batch, *args, **kwargs)
 
-        monkeypatch.setattr(gpt2lab.training.trainer, "train_step", step)
+        monkeypatch.setattr(gpt2lab.training.steps, "train_step", step)
         monkeypatch.setattr(GPT, "forward", lambda self, *a: plain_forward(self, *a) * now[0])
 
     return spoil

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2lab.training.control
-import gpt2lab.training.trainer
+import gpt2lab.training.steps
 import launch
 from gpt2lab.checkpoint.writer import Writer
 from gpt2lab.config.schema import Config, LogConfig, OptimConfig, SystemConfig
@@ -50,14 +50,14 @@ OnStep = Callable[[int], None]
 @pytest.fixture
 def on_steps(monkeypatch) -> Callable[[OnStep], None]:
     """Return a function that has something called with each step's number before the step is launched."""
-    plain = gpt2lab.training.trainer.train_step
+    plain = gpt2lab.training.steps.train_step
 
     def hook(act: OnStep) -> None:
         def step(model: Any, optimizers: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             act(batch.first_sample // S + 1)
             return plain(model, optimizers, batch, *args, **kwargs)
 
-        monkeypatch.setattr(gpt2lab.training.trainer, "train_step", step)
+        monkeypatch.setattr(gpt2lab.training.steps, "train_step", step)
 
     return hook
 
