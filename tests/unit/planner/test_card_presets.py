@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gpt2lab.config.request import RunRequest
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import ConfigError
 from gpt2lab.planner import auto, hardware
@@ -27,9 +26,8 @@ def data(tmp_path_factory) -> Path:
     return write_shards(tmp_path_factory.mktemp("data") / "d", train=(600_000,), val=(4000,))
 
 
-def settled(data: Path, *flags: str, world: int) -> tuple[RunRequest, Start]:
-    argv = [f"--data_dir={data}", *flags]
-    return parse(argv), resolved(argv, world_size=world)
+def settled(data: Path, *flags: str, world: int) -> Start:
+    return resolved([f"--data_dir={data}", *flags], world_size=world)
 
 
 def job_of(start: Start) -> Job:

@@ -97,7 +97,7 @@ def test_fit_schedule_plans_by_what_was_measured_and_rejects_to_guess(tiny_flags
 )
 def test_an_automatic_mini_batch_is_a_wish_and_the_setting_stays_a_number(typed):
     command = parse(["--model=gpt2-nano", *typed, "--max_steps=5"])
-    assert command.finds_mini_batch
+    assert command.open_settings == {"mini_batch_size"}
     assert command.config.batch.mini_batch_size == 8
     assert not parse(["--mini_batch_size=4"]).open_settings
     assert "mini_batch_size" not in command.chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import sys
@@ -269,7 +270,9 @@ def test_training_depends_neither_on_order_nor_on_threads(trained):
         "print(train_bpe(CORPUS, 400).hash)"
     )
     for threads in ("1", "3"):
-        answer = launch.python("-c", code, RAYON_NUM_THREADS=threads)
+        answer = launch.python(
+            "-c", code, RAYON_NUM_THREADS=threads, PYTHONPATH=os.pathsep.join(sys.path)
+        )
         assert answer.stdout.strip() == trained.hash, answer.stderr
 
 
