@@ -13,6 +13,7 @@ import pytest
 import gpt2lab
 from gpt2lab.commands import estimate_time
 from gpt2lab.commands.entry import run
+from gpt2lab.commands.parser import parse_flags
 from gpt2lab.config.schema import Config
 from gpt2lab.config.settings import to_flat
 from gpt2lab.errors import GPT2LabError
