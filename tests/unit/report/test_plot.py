@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from gpt2lab.commands import plot
 from gpt2lab.errors import ConfigError
 from gpt2lab.lab.over_seeds import OverUnits, compare_all
 from gpt2lab.report import curves, plots
+from gpt2lab.report.page import render
 from launch import call
+from long_logs import BUDGET, long_run_of, peak_bytes
 from stopped_run import stopped_and_resumed
 
 
@@ -68,6 +71,20 @@ def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
     even = np.array(curves.spread(range(len(values)), 400))
     assert (len(even), even[0], even[-1]) == (400, 0, 39_999)
     assert set(curves.running_medians(values, even)[1:].tolist()) == {3.0}
+
+
+@pytest.mark.parametrize("read", [curves.read_curves, render], ids=["curves", "page"])
+def test_a_long_log_costs_little_memory(
+    run_dir: Path, tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    assert peak_bytes(read, long_run_of(run_dir, tmp_path / "long")) < BUDGET
+
+
+def test_the_page_of_a_long_log_is_small(run_dir: Path, tmp_path: Path) -> None:
+    page = render(long_run_of(run_dir, tmp_path / "long"))
+    assert len(page) < 500_000
+    paths = re.findall(r' d="([^"]*)"', page)
+    assert 500 < max(path.count("L") for path in paths) < 800  # the extremes of 400 stretches
 
 
 def test_what_is_no_number_is_not_drawn(run_dir: Path) -> None:
