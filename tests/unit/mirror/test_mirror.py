@@ -23,7 +23,8 @@ from fsspec.spec import AbstractBufferedFile
 from gpt2lab.checkpoint import catalog, manifest
 from gpt2lab.errors import CheckpointError, ConfigError
 from gpt2lab.mirror.resume import fetch_newer
-from gpt2lab.mirror.storage import connect, copy_name, describe_status
+from gpt2lab.mirror.storage import connect, copy_name
+from gpt2lab.runs.summary import describe_mirror
 from mirrors import FIRST_LINE, WAIT, commit, contents, copy_to, new_run, steps
 
 
@@ -476,7 +477,7 @@ def test_killed_in_the_middle_of_a_download_leaves_nothing_like_a_checkpoint(
     ],
 )
 def test_status_says_how_far_the_mirror_is(status: dict[str, Any], line: str | None) -> None:
-    assert describe_status(status) == line
+    assert describe_mirror(status) == line
 
 
 def test_the_log_of_a_copy_is_plain_gzip(run_dir: Path, tmp_path: Path) -> None:
