@@ -97,7 +97,7 @@ def test_a_script_goes_on_in_the_folder_where_it_was_made(
 @pytest.mark.parametrize(
     ("argv", "num_gpus", "message"),
     [
-        (["--max_lr", "1e-3"], 1, "would change its mathematics: max_lr 0.0006 -> 0.001"),
+        (["--max_lr", "1e-3"], 1, "max_lr 0.0006 -> 0.001"),
         (["--n_layer", "3"], 1, "another architecture"),
         ([], 3, "total_batch_size"),
         (["--no_such_flag", "1"], 1, "unknown flag"),
